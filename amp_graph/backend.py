@@ -1,0 +1,70 @@
+"""The Dynamo backend: a captured graph in, a callable that runs the rewritten graph out.
+
+``torch.compile(model, backend="amp_graph", options={"policy": "bf16", "compile": "inductor"})``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.errors import CaptureError
+from amp_graph.policy import Policy
+from amp_graph.rewrite import rewrite_in_place
+
+Runner = Callable[..., Any]
+Compile = str | Callable[..., Runner]
+
+
+def amp_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], *, policy: Policy | str | None = None, compile: Compile = "eager"
+) -> Runner:
+    """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``."""
+    rewrite_in_place(gm, Policy.parse(policy))
+    return lower(gm, example_inputs, compile)
+
+
+def check_compile(compile: Compile) -> None:
+    """Raise CaptureError where ``compile`` names no backend."""
+    if compile == "eager" or callable(compile):
+        return
+    legal = torch._dynamo.list_backends(exclude_tags=())
+    if compile not in legal:
+        raise CaptureError(
+            f"convert: unknown compile={compile!r}\n  legal: a Dynamo backend ({', '.join(legal)}) or a callable\n"
+            "  fix:   amp_graph.convert(model, compile='inductor')"
+        )
+
+
+def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> Runner:
+    """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
+    if compile == "eager":
+        _run_checkpoints(gm)
+        gm.recompile()
+        return gm.forward
+    backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
+    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def _run_checkpoints(gm: GraphModule) -> None:
+    """Let activation checkpointing happen where the graph runs eagerly.
+
+    The captured operator only marks its body for a partitioner; interpreted, it would save everything.
+    """
+    for part in gm.children():
+        if isinstance(part, GraphModule):
+            _run_checkpoints(part)
+            part.recompile()
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            node.target = _checkpoint
+
+
+def _checkpoint(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    options = {k: v for k, v in kwargs.items() if k in ("preserve_rng_state", "determinism_check", "debug")}
+    # The reentrant kind only differs in how autograd is entered, and refuses bodies whose inputs need no
+    # gradient; the other kind recomputes the same operations.
+    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, **options)

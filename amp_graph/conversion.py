@@ -1,0 +1,241 @@
+"""A converted model's other half: captures its calls, keeps its graphs, and never falls silent.
+
+``model(x)`` runs ``Conversion.__call__``, which runs the graph captured for ``x``, or captures one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.backend import Compile, Runner, lower
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.passes.facts import clean_path
+from amp_graph.passes.torch_private import (
+    capture_with_dynamo,
+    outside_dynamo,
+    own_code_object,
+    set_compiled_call,
+)
+from amp_graph.policy import Policy
+from amp_graph.rewrite import Rewritten, rewrite_in_place
+
+TORCH = os.path.dirname(torch.__file__)
+STDLIB = os.path.dirname(os.__file__)
+
+
+@dataclass
+class Captured:
+    """One captured graph of a converted model: what it was rewritten to, and why it ended."""
+
+    rewritten: Rewritten
+    training: bool
+    grad: bool
+    break_reason: str = ""
+    break_line: str = ""
+
+
+@dataclass
+class Skipped:
+    """A piece of the user's code that Dynamo did not capture."""
+
+    where: str
+    reason: str
+
+
+@dataclass(eq=False)
+class Conversion:
+    """How one model is converted, and every graph captured for it so far."""
+
+    model: torch.nn.Module
+    policy: Policy
+    compile: Compile = "eager"
+    dynamic: bool | None = None
+    strict: bool = False
+    graphs: list[Captured] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def attach(self) -> None:
+        """Put this conversion in front of the model's call."""
+        self.model.__dict__["_amp_graph"] = self
+        self._run = self._capturing()
+        set_compiled_call(self.model, outside_dynamo(self.__call__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its captured graph; captures one where no guard set fits."""
+        if _autocast_is_on(args):
+            self._note("called under torch.autocast, which was switched off: the plan decides precision")
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._call(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.runs
+        try:
+            result = self._run(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, AmpGraphError):
+                raise error.inner_exception from None
+            raise
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            return self._uncaptured(args, kwargs, error)
+        if self.runs == before and self.policy.level != "O0":
+            self._nothing_ran()
+        return result
+
+    def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Capture failed on an operation of the user's: run it plainly, so that the user's own error arrives."""
+        result = self.model._call_impl(*args, **kwargs)
+        self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
+        return result
+
+    def _nothing_ran(self) -> None:
+        causes = "; ".join(f"{s.where}: {s.reason}" for s in self.skipped[-3:])
+        self._complain("nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations"))
+
+    def _complain(self, what: str) -> None:
+        text = f"amp_graph: {type(self.model).__name__}: {what}"
+        if self.strict:
+            raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
+        if what not in self.notes:
+            self._note(what)
+            warnings.warn(text, AmpGraphWarning, stacklevel=4)
+
+    def _note(self, what: str) -> None:
+        if what not in self.notes:
+            self.notes.append(what)
+
+    # -- capture --------------------------------------------------------------------------------------
+
+    def _capturing(self) -> Runner:
+        if self.policy.level == "O0":
+            return self.model._call_impl
+        call = self.model._call_impl
+
+        def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        return capture_with_dynamo(
+            own_code_object(amp_graph_forward),  # type: ignore[arg-type]
+            self._backend,
+            dynamic=self.dynamic,
+            fullgraph=False,
+            skipped=self._hear_of_skip,
+        )
+
+    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one captured graph, record it, and return what runs it and counts the run."""
+        self._name_modules(gm)
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        broken = reason is not None and bool(getattr(reason, "graph_break", False))
+        policy = self.policy
+        if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
+            policy = Policy.from_dict({**policy.to_dict(), "keep_outputs": True})
+        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model))
+        record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
+        if broken:
+            record.break_reason, record.break_line = _first_line(reason.reason), _line_of(reason.user_stack)
+        self.graphs.append(record)
+        run = lower(gm, example_inputs, self.compile)
+
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            return run(*args)
+
+        return counted
+
+    def _name_modules(self, gm: GraphModule) -> None:
+        """Give nodes the path of their module from the root, also in pieces after a graph break."""
+        names = {str(id(m)): name for name, m in self.model.named_modules()}
+        wishes = {name: m.amp_precision for name, m in self.model.named_modules() if hasattr(m, "amp_precision")}
+        for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
+            for node in part.graph.nodes:
+                if node.op == "placeholder":
+                    node.meta["amp_input"] = _input_name(node)
+                stack = node.meta.get("nn_module_stack") or {}
+                paths = [names[key] for key in stack if key in names]
+                node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
+                wish = next((wishes[p] for p in reversed(_with_parents(node.meta["amp_module"])) if p in wishes), None)
+                if wish:
+                    node.meta["amp_wish"] = wish
+
+    def _hear_of_skip(self, code: types.CodeType, reason: str) -> None:
+        if code.co_filename.startswith((TORCH, STDLIB, "<")) or not reason:
+            return
+        self.skipped.append(Skipped(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        """Convert the copy of the model that is being made, as this one is; it captures its own graphs."""
+        copied = memo.get(id(self.model))
+        if copied is None:
+            raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
+        return restore(copied, self.policy, self.compile, self.dynamic, self.strict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the model and the options; graphs are captured again."""
+        return restore, (self.model, self.policy, self.compile, self.dynamic, self.strict)
+
+
+def restore(
+    model: torch.nn.Module, policy: Policy, compile: Compile, dynamic: bool | None, strict: bool
+) -> Conversion:
+    """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
+    made = Conversion(model, policy, compile, dynamic, strict)
+    made.attach()
+    return made
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """Return the conversion of ``model``, or None."""
+    found = getattr(model, "__dict__", {}).get("_amp_graph")
+    return found if isinstance(found, Conversion) else None
+
+
+def _autocast_is_on(args: tuple[Any, ...]) -> bool:
+    return torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
+
+
+def _device_of_model(model: torch.nn.Module) -> str | None:
+    found = {p.device.type for p in model.parameters()}
+    return next(iter(sorted(found - {"cpu"})), None)
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _line_of(stack: Any) -> str:
+    """Return the user's line of a graph break."""
+    own = [s for s in stack or () if s.filename != inspect.getfile(Conversion)]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else ""
+
+
+def _last_path(stack: Any) -> str:
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def _with_parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return ["", *[".".join(parts[: i + 1]) for i in range(len(parts))]]
+
+
+def _input_name(node: torch.fx.Node) -> str:
+    """Return an input's name as the user writes it: ``encoder.0.weight``, ``x``."""
+    import re
+
+    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    text = str(source() if callable(source) else source)
+    found = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
+    return ".".join(found) if found else clean_path(text) or str(node.target)

@@ -1,0 +1,104 @@
+"""The verb: convert a model in place, and undo it.
+
+Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, the same object otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from amp_graph.backend import Compile, check_compile
+from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.errors import CaptureError
+from amp_graph.passes.torch_private import compiled_call, set_compiled_call
+from amp_graph.policy import Policy
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def convert(
+    model: Model,
+    policy: Policy | str | None = None,
+    *,
+    compile: Compile = "eager",
+    dynamic: bool | None = None,
+    strict: bool = False,
+) -> Model:
+    """Convert ``model`` in place to automatic mixed precision and return it, the same object.
+
+    The model is captured at its first call and again whenever its guards fail (other shapes, train or eval,
+    gradient mode); ``isinstance``, ``state_dict``, hooks, ``deepcopy`` and pickling are as before.
+
+    policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
+    compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
+    dynamic: as in torch.compile; None makes sizes symbolic once they are seen to change.
+    strict: raise CaptureError instead of warning where a call ran without any captured graph.
+
+    Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
+    """
+    _refuse_what_is_no_model(model)
+    wanted = Policy.parse(policy)
+    check_compile(compile)
+    present = conversion_of(model)
+    if present is not None:
+        if (present.policy, present.compile) == (wanted, compile):
+            return model
+        raise CaptureError(
+            f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"
+            "  fix:   amp_graph.revert(model) first"
+        )
+    _refuse_what_cannot_be_converted(model, wanted)
+    for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
+        wanted.op_list(device)  # a bad list is an error now, not at the first step
+    Conversion(model, wanted, compile, dynamic, strict).attach()
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Undo ``convert`` and return ``model``, which runs as it was written. Raises CaptureError if it is not converted."""
+    if conversion_of(model) is None:
+        raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
+    del model.__dict__["_amp_graph"]
+    set_compiled_call(model, None)
+    return model
+
+
+def _refuse_what_is_no_model(model: Any) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"convert: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
+            "  fix:   convert the original model: amp_graph.convert(model) before torch.jit.script(model)"
+        )
+    if isinstance(model, torch.nn.Module):
+        return
+    example = "amp_graph.convert(model) with an instance" if isinstance(model, type) else "a torch.nn.Module around it"
+    what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise CaptureError(f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}")
+
+
+def _refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
+    if compiled_call(model) is not None:
+        raise CaptureError(
+            "convert: the model was compiled in place by model.compile()\n"
+            "  fix:   amp_graph.convert(model, compile='inductor') on the uncompiled model"
+        )
+    named = [*model.named_parameters(), *model.named_buffers()]
+    meta = [name for name, t in named if t.is_meta]
+    if meta:
+        raise CaptureError(
+            f"convert: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
+            "  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.convert(model)"
+        )
+    half = [name for name, p in model.named_parameters() if p.dtype in HALVES]
+    if half and policy.level == "O1":
+        raise CaptureError(
+            f"convert: level O1 keeps parameters in fp32, and {len(half)} are in half precision: {_few(half)}\n"
+            "  fix:   amp_graph.convert(model.float())"
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

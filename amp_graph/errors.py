@@ -1,0 +1,23 @@
+"""The errors and the warning of amp_graph, in one place to import from.
+
+Each message says what, where (node, module path, the user's line), what is legal, and the fix as code.
+"""
+
+from __future__ import annotations
+
+from amp_graph.lists import AmpGraphError as AmpGraphError
+from amp_graph.lists import ListError as ListError
+from amp_graph.passes.base import PassError as PassError
+from amp_graph.passes.base import VerifyError as VerifyError
+
+
+class PolicyError(AmpGraphError):
+    """A policy that cannot be understood."""
+
+
+class CaptureError(AmpGraphError):
+    """A model that cannot be converted, or whose forward could not be captured."""
+
+
+class AmpGraphWarning(UserWarning):
+    """Something ran otherwise than asked, and the numbers are still right."""

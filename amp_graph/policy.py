@@ -1,0 +1,169 @@
+"""What to convert to: a frozen value with a text form.
+
+``"bf16"``, ``"fp16-O1,accuracy=fast"``, ``"bf16,keep_fp32=lm_head|.*norm,lists=my.toml"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_graph.errors import PolicyError
+from amp_graph.lists import OpList, effective
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEVELS = ("O0", "O1")
+ACCURACIES = ("autocast", "fast")
+ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a model is converted; every field has a word in the text form.
+
+    dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16).
+    level: "O0" (as is) or "O1" (fp32 parameters, casts by plan).
+    accuracy: "autocast" (mixed operands promote, as torch.autocast does) or "fast" (low-precision streams).
+    lists: names of built-in lists or paths of TOML files, later ones over earlier ones.
+    allow, deny, fp32_inside, follow, neutral, opaque: operations put into that class, over any list.
+    remove: operations that no list is to speak of.
+    keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
+    keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
+    device: "cpu" or "cuda" to plan for; empty for the device of the model.
+    """
+
+    dtype: str = "auto"
+    level: str = "O1"
+    accuracy: str = "autocast"
+    lists: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    fp32_inside: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()
+    neutral: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+    keep_fp32: str = ""
+    keep_outputs: bool = True
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        _check("dtype", self.dtype, (*DTYPES, "auto"))
+        _check("level", self.level, LEVELS)
+        _check("accuracy", self.accuracy, ACCURACIES)
+        _check("device", self.device, ("", "cpu", "cuda"))
+        try:
+            re.compile(self.keep_fp32)
+        except re.error as error:
+            raise PolicyError(
+                f"policy: keep_fp32={self.keep_fp32!r} is not a regular expression: {error}\n"
+                "  legal: a Python regular expression over module paths\n"
+                "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
+            ) from error
+
+    @staticmethod
+    def parse(text: str | Policy | None) -> Policy:
+        """Return the policy that ``text`` names. Raises PolicyError for a word it does not know."""
+        if isinstance(text, Policy):
+            return text
+        if text is None:
+            return Policy()
+        if not isinstance(text, str):
+            raise PolicyError(f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form, such as 'bf16'")
+        words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
+        fields: dict[str, Any] = {}
+        for word in filter(None, words):
+            fields.update(_field(word, text))
+        return Policy(**fields)
+
+    def __str__(self) -> str:
+        """Return the text form; ``Policy.parse(str(policy)) == policy``."""
+        words = [f"{self.dtype}-{self.level}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown = "|".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+                words.append(f"{field.name}={shown}".replace(",", "\\,"))
+        return ",".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values (lists for tuples)."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> Policy:
+        """Return the policy of ``to_dict``. Raises PolicyError for an unknown field."""
+        known = {f.name for f in dataclasses.fields(Policy)}
+        for name in fields:
+            if name not in known:
+                raise PolicyError(_unknown("field", name, known))
+        return Policy(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+    def torch_dtype(self, device: str) -> torch.dtype:
+        """Return the low precision for ``device`` ("cpu", "cuda")."""
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        if device == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16
+        return torch.bfloat16
+
+    def op_list(self, device: str) -> OpList:
+        """Return the lists in force for ``device``. Raises ListError."""
+        where = self.device or device
+        dtype = str(self.torch_dtype(device)).removeprefix("torch.")
+        classes = {c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")}
+        return effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+
+
+def _field(word: str, text: str) -> dict[str, Any]:
+    """Read one word of a policy's text."""
+    if "=" not in word:
+        return _head(word, text)
+    name, value = (part.strip() for part in word.split("=", 1))
+    known = {f.name: f for f in dataclasses.fields(Policy)}
+    if name not in known:
+        raise PolicyError(_unknown("word", name, set(known), text))
+    default = known[name].default
+    if isinstance(default, tuple):
+        return {name: tuple(filter(None, value.split("|")))}
+    if isinstance(default, bool):
+        _check(name, value, ("true", "false"))
+        return {name: value == "true"}
+    return {name: ALIASES.get(value, value) if name == "dtype" else value}
+
+
+def _head(word: str, text: str) -> dict[str, Any]:
+    """Read ``bf16``, ``O1`` or ``fp16-O1``."""
+    fields: dict[str, Any] = {}
+    for part in word.split("-"):
+        part = ALIASES.get(part, part)
+        if part in (*DTYPES, "auto"):
+            fields["dtype"] = part
+        elif part in LEVELS:
+            fields["level"] = part
+        elif part in ("O2", "O3"):
+            raise PolicyError(
+                f"policy: level {part} in {text!r} is not available yet\n"
+                f"  legal: {', '.join(LEVELS)}\n  fix:   policy={text.replace(part, 'O1')!r}"
+            )
+        else:
+            legal = {*DTYPES, "auto", *LEVELS} | {f"{f.name}=..." for f in dataclasses.fields(Policy)}
+            raise PolicyError(_unknown("word", part, legal, text))
+    return fields
+
+
+def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
+    near = difflib.get_close_matches(name, [w.removesuffix("=...") for w in legal], 1, 0.5)
+    hint = f"\n  fix:   did you mean {near[0]!r}?" if near else "\n  fix:   policy='bf16,accuracy=fast'"
+    return f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"
+
+
+def _check(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise PolicyError(_unknown(f"{name} value", str(value), {w for w in legal if w}))

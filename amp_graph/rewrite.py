@@ -1,0 +1,169 @@
+"""The pure verb: graph in, rewritten graph out.
+
+Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: the same with its casts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.errors import CaptureError
+from amp_graph.passes.base import Pass
+from amp_graph.passes.eliminate_casts import EliminateCasts
+from amp_graph.passes.expand import ExpandComposites
+from amp_graph.passes.facts import is_higher_order
+from amp_graph.passes.identify_ops import OPS, IdentifyOps
+from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
+from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.text import graph_text
+from amp_graph.policy import Policy
+
+# Bodies of these operators run as they stand; all others keep their bodies as captured.
+REWRITTEN_BODIES = frozenset(
+    {"tag_activation_checkpoint", "cond", "while_loop", "scan", "wrap", "invoke_subgraph", "map_impl"}
+)
+
+
+@dataclass
+class Rewritten:
+    """One rewritten graph, with what was done to it and why."""
+
+    gm: GraphModule
+    policy: Policy
+    dtype: torch.dtype
+    before: str
+    passes: tuple[Timed, ...]
+    bodies: dict[str, Rewritten] = field(default_factory=dict)
+
+
+def rewrite(
+    graph_module: GraphModule, policy: Policy | str | None = None, example_inputs: Sequence[Any] | None = None
+) -> GraphModule:
+    """Return a copy of ``graph_module`` rewritten under ``policy``; parameters are shared by identity.
+
+    Takes any FX graph: torch.export's (``exported.module()``), Dynamo's, AOTAutograd's, or
+    ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting a
+    rewritten graph changes nothing.
+
+    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError, PassError.
+    """
+    if not isinstance(graph_module, GraphModule):
+        raise CaptureError(
+            f"rewrite: {type(graph_module).__name__} is not a torch.fx.GraphModule\n"
+            "  legal: a GraphModule from torch.export, torch.fx.symbolic_trace or a Dynamo backend\n"
+            "  fix:   amp_graph.convert(model) for a model, or rewrite(torch.export.export(model, args).module())"
+        )
+    policy = Policy.parse(policy)
+    copied = copy_graph(graph_module)
+    if example_inputs is not None:
+        copied = _with_values(copied, example_inputs)
+    rewrite_in_place(copied, policy)
+    return copied
+
+
+def rewrite_in_place(gm: GraphModule, policy: Policy, device: str | None = None) -> Rewritten:
+    """Rewrite ``gm`` itself and say what was done."""
+    adopt_values(gm)
+    if not any(tensors(value(n)) for n in gm.graph.nodes):
+        if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
+            raise CaptureError(
+                "rewrite: the graph has no recorded values (node.meta['val']), so nothing can be planned\n"
+                "  fix:   amp_graph.rewrite(graph_module, policy, example_inputs=(x,))"
+            )
+    device = device or device_of(gm)
+    dtype = policy.torch_dtype(device)
+    before = graph_text(gm)
+    bodies = {}
+    if policy.level != "O0":
+        bodies = _rewrite_bodies(gm, policy, device)
+    done = run_passes(gm, passes_for(policy, device)) if policy.level != "O0" else ()
+    return Rewritten(gm, policy, dtype, before, done, bodies)
+
+
+def passes_for(policy: Policy, device: str) -> list[Pass]:
+    """Return the passes of ``policy``, in order."""
+    lists = policy.op_list(device)
+    dtype = policy.torch_dtype(device)
+    return [
+        IdentifyOps(),
+        ExpandComposites(lists),
+        PlanPrecision(lists, dtype, policy.accuracy, policy.keep_fp32),
+        InsertCasts(dtype, policy.keep_outputs),
+        EliminateCasts(),
+    ]
+
+
+def device_of(gm: GraphModule) -> str:
+    """Return the type of the device that the graph computes on: the first that is not the CPU, else "cpu"."""
+    found = {t.device.type for n in gm.graph.nodes for t in tensors(value(n))}
+    return next(iter(sorted(found - {"cpu", "meta"})), "cpu")
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Copy a graph and the graphs inside it; tensors are shared."""
+    copied = GraphModule(gm, _copied(gm))
+    copied.meta = dict(gm.meta)
+    for name, part in gm.named_children():
+        if isinstance(part, GraphModule) and hasattr(copied, name):
+            setattr(copied, name, copy_graph(part))
+    return copied
+
+
+def _copied(gm: GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
+    seen: dict[Node, Node] = {}
+    result = graph.graph_copy(gm.graph, val_map=seen)
+    output = gm.graph.output_node()
+    new = graph.output(result)
+    new.meta = dict(output.meta)
+    graph._codegen = copy.copy(gm.graph._codegen)
+    for old, made in seen.items():
+        # Marks and identities name the nodes they were made for: a copy is planned afresh.
+        made.meta = {k: v for k, v in old.meta.items() if k not in (MARK, OPS, CAPTURED)}
+    return graph
+
+
+def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str) -> dict[str, Rewritten]:
+    """Rewrite the graphs inside higher-order operators, with their boundaries as captured."""
+    done: dict[str, Rewritten] = {}
+    inside = Policy.from_dict({**policy.to_dict(), "keep_outputs": True})
+    for node in gm.graph.nodes:
+        if not is_higher_order(node) or getattr(node.target, "__name__", "") not in REWRITTEN_BODIES:
+            continue
+        for source in node.all_input_nodes:
+            body = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(body, GraphModule) and str(source.target) not in done:
+                adopt_values(body)
+                if any(tensors(value(n)) for n in body.graph.nodes):
+                    done[str(source.target)] = rewrite_in_place(body, inside, device)
+    return done
+
+
+def _with_values(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+    """Record the values of a traced graph by running it on fake copies of ``example_inputs``."""
+    from amp_graph.passes.inline_modules import inline_modules
+    from amp_graph.passes.record_values import record_values
+
+    inlined = inline_modules(gm)
+    record_values(inlined, example_inputs)
+    return inlined
+
+
+def casts_of(gm: GraphModule) -> list[Node]:
+    """Return the casts that were inserted into ``gm``, in order."""
+    return [n for n in gm.graph.nodes if CAST in n.meta]
+
+
+def forget(gm: GraphModule) -> None:
+    """Drop what the passes recorded on the nodes."""
+    for node in gm.graph.nodes:
+        for key in (MARK, OPS, CAST, CAPTURED):
+            node.meta.pop(key, None)

@@ -1,0 +1,63 @@
+"""Finds list files, and reads each once: built-in ones by name, a user's by path.
+
+Built-in files are trusted at run time (the tests check every entry); a user's file is always checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from amp_graph.lists.errors import ListError
+from amp_graph.lists.fields import did_you_mean
+from amp_graph.lists.operators import check_rules
+from amp_graph.lists.parse import ListFile, parse
+
+FOLDER = Path(__file__).parent
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Return the names of the lists that come with the package."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def default_name(dtype: str, device: str) -> str:
+    """``bf16_cpu`` for bfloat16 on CPU."""
+    return f"{_SHORT[dtype]}_{device}"
+
+
+def find(name: str) -> Path:
+    """Return the file of a built-in list, or the one at a path."""
+    path = Path(name).expanduser().resolve() if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        known = ("default", *builtin_names())
+        raise ListError(
+            f"no list {name!r}{did_you_mean(name, known)}",
+            legal=f"{', '.join(known)}, or the path of a .toml file",
+            fix='lists = "default"',
+        )
+    return path
+
+
+def read(path: Path) -> ListFile:
+    """Return the parsed file, from memory unless it has changed."""
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: Path, mtime: int) -> ListFile:
+    is_ours = path.parent == FOLDER
+    file = parse(path.read_text(encoding="utf-8"), path.name if is_ours else str(path))
+    file = replace(file, rules=tuple(rule for rule in file.rules if _is_current(rule.since)))
+    if not is_ours:
+        check_rules(file.rules)
+    return file
+
+
+def _is_current(since: str) -> bool:
+    version = [int(part) for part in torch.__version__.split(".")[:2]]
+    return not since or version >= [int(part) for part in since.split(".")]

@@ -1,0 +1,208 @@
+"""TOML text to rules: ``[[op]]`` tables become `Rule`s which know the line they were written on.
+
+tomllib keeps no line numbers, so the text is scanned a second time for the tables' headers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from amp_graph.lists.errors import ListError
+from amp_graph.lists.fields import check_keys, choice, string, strings, table, tables
+from amp_graph.lists.lines import Lines
+from amp_graph.lists.schema import KINDS, PRECISIONS, Kind, ModuleRule, OpClass, Rule
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DTYPES = ("bfloat16", "float16", "any")
+DEVICES = ("cpu", "cuda", "any")
+UNLISTED = ("opaque", "native")
+_TOP_KEYS = ("list", "op", "remove", "module")
+_LIST_KEYS = ("name", "dtype", "device", "unlisted", "extends", "description")
+_OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since")
+_MODULE_KEYS = ("path", "precision", "why")
+_OP_SNIPPET = '[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = "overflows for inputs over 11"'
+_MODULE_SNIPPET = (
+    '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
+)
+_EXTENDS_SNIPPET = 'extends = "default"'
+_REMOVE_SNIPPET = '[remove]\nops = ["aten.exp"]'
+
+
+@dataclass(frozen=True)
+class ListFile:
+    """One file, parsed, before it is merged over what it extends."""
+
+    name: str
+    dtype: str
+    device: str
+    unlisted: str
+    extends: tuple[str, ...] | None
+    description: str
+    rules: tuple[Rule, ...]
+    modules: tuple[ModuleRule, ...]
+    remove: tuple[tuple[str, str], ...]  # (operator, origin)
+
+
+def parse(text: str, file: str) -> ListFile:
+    """Read one list file, refusing what is not in the format; operators' existence is not checked here."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{file}:{line[1]}" if line else file
+        raise ListError(
+            f"not TOML: {error}", where=where, legal="https://toml.io", fix=_OP_SNIPPET
+        ) from error
+    lines = Lines(text, file)
+    check_keys(data, _TOP_KEYS, lambda key: lines.at(key), "the file", _OP_SNIPPET)
+    head = table(data.get("list", {}), lines.at("list"), '[list]\nname = "mine"\nextends = "default"')
+    check_keys(head, _LIST_KEYS, lambda key: lines.at("list", quoted=key), "[list]", '[list]\nname = "mine"')
+    rules = tuple(_rules(data.get("op", []), lines))
+    _check_duplicates(rules)
+    stem = re.sub(r"\.toml$", "", file.replace("\\", "/").rsplit("/", 1)[-1])
+    extends = head.get("extends")
+    return ListFile(
+        name=string(head, "name", lines.at("list"), '[list]\nname = "mine"', default=stem),
+        dtype=choice(head, "dtype", DTYPES, lines, "any"),
+        device=choice(head, "device", DEVICES, lines, "any"),
+        unlisted=choice(head, "unlisted", UNLISTED, lines, ""),
+        extends=None
+        if extends is None
+        else strings(extends, "extends", lines.at("list"), 'extends = "default"'),
+        description=string(head, "description", lines.at("list"), 'description = "..."', default=""),
+        rules=rules,
+        modules=tuple(_modules(data.get("module", []), lines)),
+        remove=tuple(_removals(data.get("remove", {}), lines)),
+    )
+
+
+def _rules(entries: object, lines: Lines) -> Iterator[Rule]:
+    for index, entry in enumerate(tables(entries, "op", lines, _OP_SNIPPET)):
+        where = lines.at("op", index)
+        check_keys(entry, _OP_KEYS, partial(lines.at, "op", index), "[[op]]", _OP_SNIPPET)
+        if "op" not in entry:
+            raise ListError("an [[op]] without `op`", where=where, fix=_OP_SNIPPET)
+        names = strings(entry["op"], "op", where, _OP_SNIPPET)
+        cls = entry.get("class")
+        if cls not in [c.value for c in OpClass]:
+            what = f"unknown class {cls!r}" if "class" in entry else "an [[op]] without `class`"
+            legal = ", ".join(OpClass)
+            raise ListError(what, where=lines.at("op", index, "class"), legal=legal, fix=_OP_SNIPPET)
+        if not string(entry, "why", where, _OP_SNIPPET, default="").strip():
+            raise ListError(
+                f"{names[0]} has no `why`", where=where, legal="one sentence a user can read", fix=_OP_SNIPPET
+            )
+        for name in names:
+            yield _rule(entry, name, lines.at("op", index, f'"{name}"'))
+
+
+def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
+    inputs = entry.get("inputs")
+    promotes = entry.get("promotes", False)
+    if not isinstance(promotes, bool):
+        raise ListError(f"promotes = {promotes!r}", where=where, legal="true, false", fix="promotes = true")
+    since = string(entry, "since", where, 'since = "2.12"', default="")
+    if since and not re.fullmatch(r"\d+\.\d+", since):
+        raise ListError(
+            f"since = {since!r}", where=where, legal='"MAJOR.MINOR" of torch', fix='since = "2.12"'
+        )
+    return Rule(
+        op=normalise(name),
+        cls=OpClass(entry["class"]),
+        why=str(entry["why"]),
+        source=string(entry, "source", where, 'source = "..."', default=""),
+        inputs=None if inputs is None else strings(inputs, "inputs", where, 'inputs = ["input"]'),
+        promotes=promotes,
+        when=_when(entry.get("when", {}), where),
+        origin=where,
+        policy=string(entry, "policy", where, 'policy = "fp32"', default=""),
+        since=since,
+    )
+
+
+def normalise(name: str) -> str:
+    """``gelu``, ``aten::gelu`` and ``torch.ops.aten.gelu`` are all ``aten.gelu``."""
+    name = name.strip().removeprefix("torch.ops.").replace("::", ".")
+    return name if "." in name else f"aten.{name}"
+
+
+def _when(conditions: object, where: str) -> tuple[tuple[str, object], ...]:
+    snippet = 'when = { exponent = { kind = "integer" } }'
+    return tuple((key, _condition(value, where)) for key, value in table(conditions, where, snippet).items())
+
+
+def _condition(value: object, where: str) -> object:
+    if isinstance(value, list):
+        return tuple(_condition(one, where) for one in value)
+    if not isinstance(value, dict):
+        return value
+    if set(value) != {"kind"} or value["kind"] not in KINDS:
+        raise ListError(
+            f"unknown condition {value!r}",
+            where=where,
+            legal=f"a value, a list of values, or {{ kind = ... }} with {', '.join(KINDS)}",
+            fix='when = { exponent = { kind = "integer" } }',
+        )
+    return Kind(value["kind"])
+
+
+def _modules(entries: object, lines: Lines) -> Iterator[ModuleRule]:
+    for index, entry in enumerate(tables(entries, "module", lines, _MODULE_SNIPPET)):
+        where = lines.at("module", index)
+        check_keys(
+            entry,
+            _MODULE_KEYS,
+            lambda key, i=index: lines.at("module", i, key),
+            "[[module]]",
+            _MODULE_SNIPPET,
+        )
+        values = {key: string(entry, key, where, _MODULE_SNIPPET, default="") for key in _MODULE_KEYS}
+        yield module_rule(values["path"], values["precision"], values["why"], where)
+
+
+def _removals(entry: object, lines: Lines) -> Iterator[tuple[str, str]]:
+    where = lines.at("remove")
+    content = table(entry, where, _REMOVE_SNIPPET)
+    check_keys(content, ("ops",), lambda key: lines.at("remove", quoted=key), "[remove]", _REMOVE_SNIPPET)
+    for name in strings(content.get("ops", []), "ops", where, _REMOVE_SNIPPET):
+        yield normalise(name), lines.at("remove", quoted=f'"{name}"')
+
+
+def _check_duplicates(rules: tuple[Rule, ...]) -> None:
+    """One file may hold many conditional entries for an operator, but only one without conditions."""
+    seen: dict[tuple[str, object], Rule] = {}
+    for rule in rules:
+        first = seen.setdefault((rule.op, rule.when), rule)
+        if first is not rule:
+            raise ListError(
+                f"{rule.op} has two entries: {first.cls} at {first.origin}, and {rule.cls} here",
+                where=rule.origin,
+                legal="one entry for an operator, or entries told apart by `when`",
+                fix=f'[[op]]\nop = "{rule.op}"\nclass = "{first.cls}"\nwhy = "..."',
+            )
+
+
+def module_rule(path: str, precision: str, why: str, origin: str) -> ModuleRule:
+    """Check and build a module rule."""
+    if precision not in PRECISIONS:
+        legal = ", ".join(PRECISIONS)
+        raise ListError(f"unknown precision {precision!r}", where=origin, legal=legal, fix=_MODULE_SNIPPET)
+    if not path or not why.strip():
+        missing = "why" if path else "path"
+        raise ListError(f"a [[module]] without `{missing}`", where=origin, fix=_MODULE_SNIPPET)
+    try:
+        re.compile(path)
+    except re.error as error:
+        legal = "a Python regular expression for the whole module path"
+        raise ListError(
+            f"bad regex {path!r}: {error}", where=origin, legal=legal, fix=_MODULE_SNIPPET
+        ) from error
+    return ModuleRule(path, precision, why, origin)

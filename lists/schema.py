@@ -1,0 +1,156 @@
+"""What an operator list says: one `Rule` per operator, one `OpList` per (dtype, device).
+
+``op = "aten.exp"``, ``class = "deny"`` in a TOML file becomes ``Rule(op="aten.exp", cls=OpClass.DENY, ...)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+KINDS = ("integer", "float", "none", "tensor", "scalar")
+PRECISIONS = ("full", "low")
+
+
+class OpClass(str, Enum):
+    """How an operator treats precision."""
+
+    ALLOW = "allow"  # runs in low precision, accumulates in full
+    DENY = "deny"  # computes and returns full precision
+    FP32_INSIDE = "fp32_inside"  # low in, low out, full inside
+    FOLLOW = "follow"  # harmless; the planner chooses
+    NEUTRAL = "neutral"  # moves or selects values; a cast commutes with it
+    PROMOTE = "promote"  # all operands are cast to the widest of them
+    OPAQUE = "opaque"  # runs exactly as captured
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A condition on what sort of value an argument is, such as ``{ kind = "integer" }``."""
+
+    name: str
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is of this kind."""
+        if self.name == "none":
+            return value is None
+        if self.name == "tensor":
+            return _is_tensor(value)
+        if self.name == "scalar":
+            return isinstance(value, _NUMBERS)
+        is_integer = _is_integer(value)
+        return is_integer if self.name == "integer" else isinstance(value, _FLOATS) and not is_integer
+
+
+_FLOATS = (float, torch.SymFloat)
+_NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_tensor(value: object) -> bool:
+    # Callers may hand in fake tensors, or stand-ins which merely look like one.
+    return isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
+def _is_integer(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, torch.SymInt)) or (isinstance(value, float) and value.is_integer())
+
+
+def _holds(condition: object, value: object) -> bool:
+    if isinstance(condition, Kind):
+        return condition.holds(value)
+    if isinstance(condition, tuple):
+        return any(_holds(one, value) for one in condition)
+    # ``True == 1`` in Python, and comparing a tensor yields a tensor: only plain values are equal.
+    plain = isinstance(value, (str, bool, int, float))
+    return plain and isinstance(condition, bool) == isinstance(value, bool) and bool(condition == value)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One operator's class, and the reason for it."""
+
+    op: str
+    cls: OpClass
+    why: str
+    source: str = ""
+    inputs: tuple[str, ...] | None = None
+    promotes: bool = False
+    when: tuple[tuple[str, object], ...] = ()
+    origin: str = ""
+    policy: str = ""  # PyTorch autocast's own name for the policy, such as "fp32_set_opt_dtype"
+    since: str = ""  # the first torch version that has this entry, such as "2.12"
+
+    def matches(self, arguments: Mapping[str, object]) -> bool:
+        """Whether the arguments fulfil `when`; an argument that is not given counts as None."""
+        return all(_holds(condition, arguments.get(name)) for name, condition in self.when)
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """The modules whose path matches a regular expression stay full, or run low, precision."""
+
+    path: str
+    precision: str
+    why: str = ""
+    origin: str = ""
+
+    def matches(self, path: str) -> bool:
+        """Whether the whole module path matches, as in ``re.fullmatch``."""
+        return re.fullmatch(self.path, path) is not None
+
+
+@dataclass(frozen=True)
+class OpList:
+    """The rules in force for one dtype on one device, keyed by ``aten.linear`` or ``aten.linear.default``."""
+
+    name: str
+    dtype: str
+    device: str
+    unlisted: str
+    rules: Mapping[str, tuple[Rule, ...]]
+    modules: tuple[ModuleRule, ...] = ()
+    description: str = field(default="", compare=False)
+
+    def lookup(self, op: torch._ops.OpOverload, arguments: Mapping[str, object]) -> Rule | None:
+        """Return the rule for a call of `op`: overload before packet before functional packet, or None."""
+        for key in lookup_keys(op):
+            for rule in self.rules.get(key, ()):
+                if rule.matches(arguments):
+                    return rule
+        return None
+
+    def module_rule(self, path: str) -> ModuleRule | None:
+        """Return the first module rule that matches a module path."""
+        return next((rule for rule in self.modules if rule.matches(path)), None)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return (rule for rules in self.rules.values() for rule in rules)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rules.values()))
+
+
+def lookup_keys(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Return the keys under which a rule for `op` may stand, most specific first."""
+    packet = op._schema.name.replace("::", ".")
+    overload = f"{packet}.{op._schema.overload_name or 'default'}"
+    functional = functional_packet(packet)
+    return (overload, packet) if functional is None else (overload, packet, functional)
+
+
+def functional_packet(packet: str) -> str | None:
+    """``aten.relu_`` is the in-place form of ``aten.relu``; None for what is not an in-place name."""
+    if packet.endswith("_") and not packet.endswith("__"):
+        return packet[:-1]
+    if ".__i" in packet:  # aten.__iand__ is the in-place form of aten.__and__
+        return packet.replace(".__i", ".__")
+    return None

@@ -1,0 +1,75 @@
+"""What a graph pass is, and what it must say about what it did.
+
+Before: ``gm``. After: ``PassResult(gm, changes, skips)``, where each change and each skip has a reason.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch.fx import GraphModule
+
+from amp_graph.lists import AmpGraphError
+
+
+class PassError(AmpGraphError):
+    """A pass failed; names the pass, the node and the user's line."""
+
+
+class VerifyError(AmpGraphError):
+    """A graph breaks the contract; names the node and the clause."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that a pass did: the rule it followed, the action, the node's name, and why."""
+
+    rule: str
+    action: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One thing that a pass left alone, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The graph after a pass, with what changed and what was left alone."""
+
+    gm: GraphModule
+    changes: tuple[Change, ...] = field(default=())
+    skips: tuple[Skip, ...] = field(default=())
+
+    @property
+    def modified(self) -> bool:
+        """Whether the pass changed anything: derived, never set by hand."""
+        return bool(self.changes)
+
+
+class Pass(abc.ABC):
+    """A rewrite of one graph; a frozen dataclass whose fields are its options.
+
+    Contract, checked by ``verify`` after each pass:
+
+    * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
+    * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
+    * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
+    * operations that draw random numbers or write to memory keep their order and their number.
+
+    The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
+    """
+
+    name: ClassVar[str]
+    changes_outputs: bool = False
+
+    @abc.abstractmethod
+    def run(self, gm: GraphModule) -> PassResult:
+        """Rewrite ``gm`` in place and say what changed."""

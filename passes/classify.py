@@ -1,0 +1,181 @@
+"""Which class a node falls into under a list, and which of its inputs the class speaks of.
+
+Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` and ``b`` stay as captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.lists import OpClass, OpList, Rule
+from amp_graph.passes import facts
+from amp_graph.passes.identify_ops import Identity, Operation, identify, tensor_inputs
+from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
+
+# A node's explicit dtype is the user's instruction: these methods and operations convert and do no more.
+CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
+CONVERSION_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A node's class under a list.
+
+    ``applies`` are the nodes to which the class applies (the others keep their captured precision),
+    ``written`` those that the node writes to. ``mixed`` says that the kernel itself promotes operands of
+    different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any.
+    """
+
+    cls: OpClass
+    why: str
+    origin: str
+    names: tuple[str, ...]
+    applies: frozenset[Node] = frozenset()
+    written: frozenset[Node] = frozenset()
+    mixed: bool = False
+    conversion: bool = False
+    dtype: torch.dtype | None = None
+    expand: bool = False
+    listed: bool = True
+    decomposed: frozenset[OpOverload] = frozenset()
+
+
+def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
+    """Classify ``node``; a node that cannot be traced alone, or whose parts disagree, says so."""
+    conversion = is_conversion_target(node)
+    found, decomposed = _listed_identity(node, lists, mode)
+    if isinstance(found, str):
+        return Classification(OpClass.OPAQUE, found, "", (), listed=False)
+    operations = [o for o in found.operations if o.floating]
+    names = found.names
+    if conversion or (names and set(names) <= CONVERSIONS):
+        return _conversion(node, names)
+    if not operations:
+        return Classification(OpClass.NEUTRAL, "no floating-point work", "", names, mixed=True)
+    rules = [lists.lookup(o.op, o.arguments) for o in operations]
+    classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
+    cls = _joined(classes, len(operations))
+    rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
+    inputs = tensor_inputs(node)
+    written = frozenset(inputs[i] for o in operations for i in _written(o))
+    listed = all(r is not None or facts.is_view(o.op) for r, o in zip(rules, operations, strict=True))
+    why = rule.why if rule else _unlisted_reason(lists, operations, rules)
+    native = lists.unlisted == "native" and rule is None
+    return Classification(
+        OpClass.OPAQUE if cls is None else cls,
+        why,
+        rule.origin if rule else "",
+        names,
+        applies=_applies(rule, operations, inputs),
+        written=written,
+        mixed=native or bool(rule and rule.promotes) or cls is OpClass.NEUTRAL and len(inputs) == 1,
+        dtype=_asked_dtype(operations),
+        expand=cls is None,
+        listed=listed,
+        decomposed=decomposed,
+    )
+
+
+def is_conversion_target(node: Node) -> bool:
+    """Say whether ``node`` is a conversion as the user wrote it, even one that does nothing at capture."""
+    return node.op == "call_method" and node.target in CONVERSION_METHODS
+
+
+def _listed_identity(
+    node: Node, lists: OpList, mode: FakeTensorMode
+) -> tuple[Identity | str, frozenset[OpOverload]]:
+    """Identify ``node``, taking composites that no list names apart until the list names the parts."""
+    apart: frozenset[OpOverload] = frozenset()
+    while True:
+        found = identify(node, mode, apart)
+        if isinstance(found, str):
+            if apart:  # a composite that will not come apart counts as one operation
+                return identify(node, mode), frozenset()
+            return found, apart
+        more = {
+            o.op
+            for o in found.operations
+            if o.floating
+            and o.op not in apart
+            and facts.is_composite(o.op)
+            and not facts.is_view(o.op)
+            and str(o.op).rsplit(".", 1)[0] not in CONVERSIONS
+            and lists.lookup(o.op, o.arguments) is None
+        }
+        if not more:
+            return found, apart
+        apart = apart | frozenset(more)
+
+
+def _class_of(rule: Rule | None, operation: Operation, lists: OpList) -> OpClass:
+    if rule is not None:
+        return rule.cls
+    if facts.is_view(operation.op):
+        return OpClass.NEUTRAL
+    return OpClass.FOLLOW if lists.unlisted == "native" else OpClass.OPAQUE
+
+
+def _joined(classes: set[OpClass], count: int) -> OpClass | None:
+    """Return the one class that serves a node of several operations, or None where they disagree.
+
+    Moving values commutes with a cast, so a neutral part takes the class of the rest.
+    """
+    rest = classes - {OpClass.NEUTRAL}
+    if not rest:
+        return OpClass.NEUTRAL
+    if len(rest) == 1:
+        (only,) = rest
+        single = count == 1 or only in (OpClass.FOLLOW, OpClass.DENY, OpClass.OPAQUE)
+        return only if single or len(classes) == 2 and only is OpClass.ALLOW else None
+    return OpClass.OPAQUE if OpClass.OPAQUE in rest and OpClass.ALLOW not in rest else None
+
+
+def _written(operation: Operation) -> list[int]:
+    return [i for name in facts.written_arguments(operation.op) for i in operation.operands(name)]
+
+
+def _applies(rule: Rule | None, operations: list[Operation], inputs: list[Node]) -> frozenset[Node]:
+    """Return the inputs that the class speaks of: all, or those that the rule names."""
+    if rule is None or rule.inputs is None or len(operations) != 1:
+        return frozenset(inputs)
+    return frozenset(inputs[i] for name in rule.inputs for i in operations[0].operands(name))
+
+
+def _asked_dtype(operations: list[Operation]) -> torch.dtype | None:
+    """Return the floating dtype that the last operation was asked for explicitly, if any."""
+    asked: Any = operations[-1].arguments.get("dtype")
+    return asked if isinstance(asked, torch.dtype) and asked.is_floating_point else None
+
+
+def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
+    inputs = tensor_inputs(node)
+    asked = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+    by_name = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+    dtype = asked[0] if asked else by_name.get(str(node.target))
+    why = "the user's own conversion is an instruction"
+    if dtype is None and len(inputs) == 1:
+        return Classification(OpClass.NEUTRAL, "moves the value", "", names, frozenset(inputs), mixed=True)
+    return Classification(
+        OpClass.FOLLOW,
+        why,
+        "",
+        names,
+        applies=frozenset(inputs[1:]),
+        mixed=True,
+        conversion=True,
+        dtype=dtype,
+    )
+
+
+def _unlisted_reason(lists: OpList, operations: list[Operation], rules: list[Rule | None]) -> str:
+    names = dict.fromkeys(
+        str(o.op).rsplit(".", 1)[0] for o, r in zip(operations, rules, strict=True) if r is None
+    )
+    listed = ", ".join(names)
+    if lists.unlisted == "native":
+        return f"no entry for {listed} in {lists.name}: runs in whatever precision arrives"
+    return f"no list names {listed}: runs exactly as captured" if names else "its operations are of several classes"

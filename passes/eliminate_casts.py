@@ -1,0 +1,104 @@
+"""Remove the conversions that the user's own code made redundant; rounding-exact, gradients included.
+
+Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is ``x``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.plan_precision import marks
+
+
+@dataclass(frozen=True)
+class EliminateCasts(Pass):
+    """Replaces ``x.to(d)`` with ``x`` when ``x`` is in ``d``, and ``x.to(wide).to(d)`` with ``x`` when ``x`` is in ``d``.
+
+    Law: widening and coming back changes no bit, forward or backward, where nothing else reads the wide
+    value. Full -> low -> full stays: it rounds. Exactness: bit-exact.
+    """
+
+    name: ClassVar[str] = "eliminate-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order."""
+        memory = observe(gm, marks(gm))
+        changes: list[Change] = []
+        skips: list[Skip] = []
+        for node in list(gm.graph.nodes):
+            if not _is_conversion(node):
+                continue
+            found = _redundant(node, memory)
+            if isinstance(found, str):
+                if found:
+                    skips.append(Skip(node.name, found))
+                continue
+            source, reason = found
+            node.replace_all_uses_with(source)
+            changes.append(Change(self.name, "removed", node.name, reason))
+            _erase_unread(gm, node)
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _erase_unread(gm: GraphModule, node: Node) -> None:
+    """Erase ``node``, and the wide conversion before it when nothing reads that any more."""
+    before = node.args[0]
+    gm.graph.erase_node(node)
+    if isinstance(before, Node) and not before.users and _is_conversion(before):
+        gm.graph.erase_node(before)
+
+
+def _is_conversion(node: Node) -> bool:
+    """Say whether ``node`` converts a tensor's dtype and does nothing else."""
+    if CAST in node.meta:
+        return True
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
+        return False
+    if not isinstance(value(node), torch.Tensor) or not isinstance(value(node.args[0]), torch.Tensor):
+        return False
+    if node.kwargs.get("copy") or node.kwargs.get("memory_format") or any(a is True for a in node.args):
+        return False
+    if value(node).device != value(node.args[0]).device or value(node).shape != value(node.args[0]).shape:
+        return False
+    identity = node.meta.get(OPS)
+    by_operation = isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= CONVERSIONS
+    return is_conversion_target(node) or by_operation
+
+
+def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
+    """Return what may stand for ``node`` and why; else the reason for keeping it ("" for a plain cast)."""
+    source = node.args[0]
+    assert isinstance(source, Node), "a conversion without a source is not a conversion"
+    if memory.is_written(source) or memory.is_written(node):
+        return "the storage is written: the copy is part of the meaning"
+    if value(source).dtype == value(node).dtype:
+        return source, f"already {value(node).dtype}"
+    if not _is_conversion(source):
+        return ""
+    origin = source.args[0]
+    assert isinstance(origin, Node), "a conversion without a source is not a conversion"
+    if value(origin).dtype != value(node).dtype or memory.is_written(origin):
+        return ""
+    if not _widens(value(origin).dtype, value(source).dtype):
+        return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
+    if len(source.users) > 1 and captured(origin).requires_grad:
+        return "another reader's gradient is summed in the wide dtype: kept"
+    return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
+
+
+def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Say whether every value of ``narrow`` is a value of ``wide``: asked of torch.finfo, not of a table."""
+    if not (narrow.is_floating_point and wide.is_floating_point):
+        return False
+    n, w = torch.finfo(narrow), torch.finfo(wide)
+    return w.max >= n.max and w.eps <= n.eps and w.smallest_normal <= n.smallest_normal

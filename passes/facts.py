@@ -1,0 +1,108 @@
+"""What torch itself knows of an operation: asked of schemas and tags, never kept in a list.
+
+Before: ``if target in {torch.relu_, ...}``. After: ``is_mutable(op)``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.passes.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Say whether ``op`` writes to one of its arguments (in-place, ``out=``)."""
+    return bool(op._schema.is_mutable)
+
+
+def written_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of the arguments that ``op`` writes to."""
+    return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def is_random(op: OpOverload) -> bool:
+    """Say whether ``op`` draws from a seeded generator."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Say whether ``op`` is written in terms of other operators, at every level of dispatch."""
+    return dispatch_has_kernel(op, "CompositeImplicitAutograd")
+
+
+def changes_shape_by_data(op: OpOverload) -> bool:
+    """Say whether the shape of the output depends on the values of the inputs (``nonzero``, ``unique``)."""
+    return torch.Tag.dynamic_output_shape in op.tags
+
+
+def reshapes_in_place(op: OpOverload) -> bool:
+    """Say whether ``op`` alters the metadata of its argument (``unsqueeze_``): it must not be run twice."""
+    return torch.Tag.inplace_view in op.tags
+
+
+def schema_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Map the schema's argument names of ``op`` to the values of a call, defaults filled in."""
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(op._schema.arguments):
+        if position < len(args) and not argument.kwarg_only:
+            found[argument.name] = args[position]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def is_higher_order(node: Node) -> bool:
+    """Say whether ``node`` calls a higher-order operator (checkpoint, cond, scan, autograd.Function)."""
+    return node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
+
+
+def fits(value: float, dtype: torch.dtype) -> bool:
+    """Say whether the finite number ``value`` can be written in ``dtype`` without overflow."""
+    return value != value or abs(value) == float("inf") or abs(value) <= torch.finfo(dtype).max
+
+
+def source_line(node: Node) -> str:
+    """Return the user's line that made ``node``: ``file.py:12, in forward: x = self.fc(x)``, or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("File "):
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{_short(lines[index])}: {code}" if code else _short(lines[index])
+    return ""
+
+
+def _short(line: str) -> str:
+    """``File "/a/b.py", line 3, in f`` -> ``/a/b.py:3, in f``."""
+    parts = line[len("File ") :].split(", ")
+    return f"{parts[0].strip(chr(34))}:{parts[1].removeprefix('line ')}" + "".join(f", {p}" for p in parts[2:])
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module that ``node`` was traced in, as the user writes it: ``layer.0.fc``."""
+    if "amp_module" in node.meta:
+        return str(node.meta["amp_module"])
+    stack = node.meta.get("nn_module_stack")
+    return clean_path(str(list(stack.values())[-1][0])) if stack else ""
+
+
+def clean_path(path: str) -> str:
+    """Turn Dynamo's ``L['self'].encoder.layer[0]`` or ``L__self___fc`` into ``encoder.layer.0`` or ``fc``."""
+    rest = re.sub(r"^[LG]\['[^']*'\]\.?", "", path).removeprefix("L__self___").removeprefix("self.")
+    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", rest).strip(".")
+
+
+def is_view(op: OpOverload) -> bool:
+    """Say whether ``op`` returns an alias of an argument without writing to it."""
+    schema = op._schema
+    if schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)

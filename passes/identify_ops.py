@@ -1,0 +1,242 @@
+"""Find out which ATen operations a node calls, by tracing that node alone.
+
+Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``aten.matmul``, ``aten.linear``,
+``aten.mm`` in ``node.meta["amp_ops"]``, with each operation's arguments traced back to the node's inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_graph.passes import facts
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.node_value import argument_values, fake_mode_of, tensors, value
+from amp_graph.passes.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    make_fx,
+    tracing_fake,
+)
+
+OPS = "amp_ops"  # meta key
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument of an operation that is input number ``index`` of the traced node."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An argument of an operation that was made inside the traced node."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One ATen operation inside a node: the overload, and its arguments by schema name.
+
+    An argument is an ``Operand`` (a tensor that the node was given), an ``Inner``, a tuple of them, or a
+    plain value. ``floating`` is false where neither the inputs nor the outputs carry floats.
+    """
+
+    op: OpOverload
+    arguments: dict[str, Any]
+    floating: bool = True
+
+    def operands(self, name: str) -> list[int]:
+        """Return the input numbers of the node that reach the argument ``name``."""
+        found = self.arguments.get(name)
+        items = found if isinstance(found, (tuple, list)) else (found,)
+        return [item.index for item in items if isinstance(item, Operand)]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The operations of a node, in order; ``inputs`` are the tensor arguments that ``Operand`` counts."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operations as ``aten.linear`` (packets, without repeats)."""
+        return tuple(dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o in self.operations))
+
+
+@dataclass(frozen=True)
+class IdentifyOps(Pass):
+    """Marks each node with the ATen operations it calls. Changes no node. Exactness: bit-exact."""
+
+    name: ClassVar[str] = "identify-ops"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Fill ``node.meta["amp_ops"]``; a node that cannot be traced alone is skipped with the reason."""
+        mode = fake_mode_of(gm)
+        changes: list[Change] = []
+        skips: list[Skip] = []
+        for node in gm.graph.nodes:
+            if mode is None or not is_tensor_call(node) or OPS in node.meta:
+                continue
+            identity = identify(node, mode)
+            if isinstance(identity, Identity):
+                node.meta[OPS] = identity
+                changes.append(Change(self.name, "identified", node.name, ", ".join(identity.names)))
+            else:
+                skips.append(Skip(node.name, identity))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def is_part(node: Node) -> bool:
+    """Say whether ``node`` takes one part out of a multi-output node."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return False
+    return isinstance(node.args[0], Node) and not isinstance(value(node.args[0]), torch.Tensor)
+
+
+def is_tensor_call(node: Node) -> bool:
+    """Say whether ``node`` computes on tensors through an ordinary function or method."""
+    if node.op not in ("call_function", "call_method") or facts.is_higher_order(node) or is_part(node):
+        return False
+    return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts."""
+    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+    return [leaf for leaf in flat if isinstance(leaf, Node) for _ in tensors(value(leaf))]
+
+
+def identify(
+    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
+) -> Identity | str:
+    """Return the operations of ``node``, or the reason why they cannot be known.
+
+    Operations in ``decompose`` are replaced by what they are written in terms of.
+    """
+    key = _key(node)
+    if key is None:
+        return _trace(node, mode, decompose)
+    key = (key, decompose)
+    if key not in _CACHE:
+        if len(_CACHE) > 50_000:
+            _CACHE.clear()
+        _CACHE[key] = _trace(node, mode, decompose)
+    return _CACHE[key]
+
+
+_CACHE: dict[Any, Identity | str] = {}
+
+
+def _key(node: Node) -> Any:
+    """Return what decides a node's operations: the target and its arguments, tensors by dtype and rank.
+
+    Integers count by type only: sizes and dims do not decide which operation a call becomes, and a key with
+    them would be new for each layer.
+    """
+    args, kwargs = argument_values(node)
+    flat, spec = tree_flatten((args, kwargs))
+    try:
+        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return ("tensor", leaf.dtype, leaf.dim(), leaf.device.type)
+    if isinstance(leaf, (bool, torch.SymBool)):
+        return ("bool", leaf if isinstance(leaf, bool) else None)
+    if isinstance(leaf, (int, torch.SymInt)):
+        return ("int",)
+    if isinstance(leaf, slice):
+        return ("slice", leaf.start is None, leaf.stop is None, leaf.step)
+    return (type(leaf), leaf)
+
+
+def trace_node(
+    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
+) -> GraphModule:
+    """Return the node's own small graph of ATen operations, one placeholder per tensor argument."""
+    args, kwargs = argument_values(node)
+    flat, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+
+    def call(*given: torch.Tensor) -> Any:
+        leaves = list(flat)
+        for place, tensor in zip(places, given, strict=True):
+            leaves[place] = tensor
+        call_args, call_kwargs = tree_unflatten(leaves, spec)
+        if node.op == "call_method":
+            return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
+        return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
+
+    table = {op: op.decompose for op in decompose}
+    with tracing_fake(mode):
+        # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
+        given = [flat[i].detach() for i in places]
+        return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
+
+
+def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
+    """Trace ``node``; the reason as text where the trace fails (data-dependent Python, foreign code)."""
+    try:
+        small = trace_node(node, mode, decompose)
+    except Exception as error:  # any code may run inside a node: what it raises is the reason
+        first = (str(error).splitlines() or [""])[0]
+        return f"cannot be traced alone: {type(error).__name__}: {first}"
+    return Identity(operations_of(small))
+
+
+def operations_of(small: GraphModule) -> tuple[Operation, ...]:
+    """Read the operations of a traced node."""
+    placeholders = [n for n in small.graph.nodes if n.op == "placeholder"]
+    order = {node: i for i, node in enumerate(placeholders)}
+
+    def origin(leaf: Any) -> Any:
+        return _operand(leaf, order)
+
+    found = []
+    for node in small.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            args: Any = map_aggregate(node.args, origin)
+            kwargs: Any = map_aggregate(node.kwargs, origin)
+            arguments = facts.schema_arguments(node.target, tuple(args), dict(kwargs))
+            carried = [*tensors(node.meta.get("val"))]
+            for source in node.all_input_nodes:
+                carried += tensors(source.meta.get("val"))
+            found.append(Operation(node.target, arguments, any(t.is_floating_point() for t in carried)))
+    return tuple(found)
+
+
+def _operand(leaf: Any, order: dict[Node, int]) -> Any:
+    """Replace a placeholder, or what is only a view of one, by its ``Operand``."""
+    if not isinstance(leaf, Node):
+        return leaf
+    root = leaf
+    while root not in order and _is_same_memory(root):
+        root = root.args[0]  # type: ignore[assignment]
+    if root in order:
+        return Operand(order[root])
+    made = leaf.meta.get("val")
+    return Inner(made.dtype) if isinstance(made, torch.Tensor) else Inner(None)
+
+
+def _is_same_memory(node: Node) -> bool:
+    """Say whether ``node`` is a view of, or the very, tensor that is its first argument."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None

@@ -1,0 +1,184 @@
+"""Make the plan real: one cast per (value, dtype), right after the producer. Knows no list.
+
+Before: ``h = layer_norm(x); q = linear(h, wq); k = linear(h, wk)`` with marks. After: ``c = h.bfloat16()``
+once, read by both linears; each weight's cast beside its first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes import facts
+from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.identify_ops import is_part
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import (
+    CAPTURED,
+    captured,
+    fake_mode_of,
+    is_eligible,
+    run_node,
+    set_value,
+    tensors,
+    value,
+)
+from amp_graph.passes.plan_precision import FULL, LOW, MARK, Mark, marks
+from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
+
+CAST = "amp_cast"  # meta key: why the cast is there
+METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
+
+
+@dataclass(frozen=True)
+class InsertCasts(Pass):
+    """Inserts the casts that the marks ask for, and recomputes the values that change.
+
+    Replaces a reader's input ``v`` with ``v.bfloat16()`` when its mark wants low precision and ``v`` is not
+    (and with ``v.float()`` the other way round). Exactness: approximate, by the rounding of the low dtype,
+    where the plan lowers a value; bit-exact where it does not.
+    """
+
+    dtype: torch.dtype
+    keep_outputs: bool = True
+    name: ClassVar[str] = "insert-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order: cast the inputs, then recompute the value."""
+        mode = fake_mode_of(gm)
+        if mode is None:
+            return PassResult(gm)
+        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)))
+        for node in list(gm.graph.nodes):
+            if node.op == "output":
+                if self.keep_outputs:
+                    work.restore_outputs(node)
+            elif node.op not in ("placeholder", "get_attr"):
+                work.visit(node)
+        return PassResult(gm, tuple(work.changes))
+
+
+@dataclass
+class _Insertion:
+    """The casts made so far, and where the walk is."""
+
+    gm: GraphModule
+    mode: FakeTensorMode
+    dtype: torch.dtype
+    memory: Memory
+    changes: list[Change] = field(default_factory=list)
+    casts: dict[Any, Node] = field(default_factory=dict)
+    grad_enabled: bool = True
+
+    def visit(self, node: Node) -> None:
+        self._follow_grad_mode(node)
+        mark: Mark | None = node.meta.get(MARK)
+        if mark is None:
+            wants = {} if is_part(node) else dict.fromkeys(_eligible(node), FULL)
+        else:
+            wants = dict(mark.wants)
+        for source, want in wants.items():
+            self._give(node, source, self.dtype if want == LOW else torch.float32)
+        self._recompute(node)
+        if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
+            self._convert_result(node)
+
+    def _follow_grad_mode(self, node: Node) -> None:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            self.grad_enabled = bool(node.args[0])
+
+    def _give(self, node: Node, source: Node, dtype: torch.dtype) -> None:
+        """Let ``node`` read ``source`` in ``dtype``."""
+        if source not in node.all_input_nodes or not is_eligible(captured(source)):
+            return
+        if value(source).dtype != dtype:
+            node.replace_input_with(source, self._cast(source, node, dtype))
+
+    def _cast(self, source: Node, reader: Node, dtype: torch.dtype) -> Node:
+        """Return the cast of ``source`` for ``reader``, made anew only where no earlier one may serve.
+
+        A cast may not serve across a write to the storage, nor a gradient-enabled reader from inside a
+        no_grad region (autocast's cache did: pytorch#158232).
+        """
+        written = self.memory.is_written(source)
+        leaf = source.op in ("placeholder", "get_attr")
+        key = (source, dtype, self.memory.epoch(source, reader), self.grad_enabled if leaf or written else None)
+        if key not in self.casts:
+            self.casts[key] = self._new_cast(source, reader, dtype, after=not (leaf or written))
+        return self.casts[key]
+
+    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, after: bool) -> Node:
+        place = self.gm.graph.inserting_after(source) if after else self.gm.graph.inserting_before(reader)
+        with place:
+            cast = self.gm.graph.call_method(METHODS[dtype], (source,))
+        with tracing_fake(self.mode), torch.no_grad():
+            new = value(source).to(dtype)
+        origin = source if after else reader
+        cast.meta = {k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module") if k in origin.meta}
+        if "example_value" in source.meta:
+            cast.meta["example_value"] = new
+        cast.meta["val"] = new
+        cast.meta[CAPTURED] = captured(source)  # what the readers read before
+        mark: Mark | None = reader.meta.get(MARK)
+        ops = ", ".join(mark.ops) if mark else str(reader.op)
+        takes = "low" if dtype == self.dtype else "full"
+        reason = f"{reader.name} ({ops or reader.op}) takes {takes} precision"
+        cast.meta[CAST] = reason
+        self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
+        return cast
+
+    def _recompute(self, node: Node) -> None:
+        """Recompute the value of ``node`` where an input changed; give it full precision where it refuses."""
+        changed = any(_dtypes(value(s)) != _dtypes(captured(s)) for s in _sources(node))
+        if not changed or not tensors(value(node)):
+            return
+        if is_part(node):
+            set_value(node, value(node.args[0])[node.args[1]])  # type: ignore[arg-type, index]
+            return
+        try:
+            set_value(node, run_node(node, self.mode))
+        except Exception as refusal:  # whatever a kernel raises for operands of two precisions
+            self._retreat(node, refusal)
+
+    def _retreat(self, node: Node, refusal: Exception) -> None:
+        first = (str(refusal).splitlines() or [""])[0]
+        for source in _sources(node):
+            origin = source.args[0] if CAST in source.meta else source
+            if isinstance(origin, Node) and origin is not source:
+                node.replace_input_with(source, origin)
+                source = origin
+            self._give(node, source, torch.float32)
+        self.changes.append(Change("insert-casts", "kept full", node.name, f"refuses lower operands: {first}"))
+        try:
+            set_value(node, run_node(node, self.mode))
+        except Exception as error:
+            where = facts.source_line(node)
+            raise PassError(f"insert-casts: {node.name} cannot run in full precision either, at {where}: {error}") from error
+
+    def _convert_result(self, node: Node) -> None:
+        readers = list(node.users)
+        cast = self._new_cast(node, node, torch.float32, after=True)
+        for reader in readers:
+            reader.replace_input_with(node, cast)
+        cast.meta[CAST] = f"{node.name} is written in full precision later"
+
+    def restore_outputs(self, output: Node) -> None:
+        """Give every output of the graph its captured dtype back."""
+        for source in list(output.all_input_nodes):
+            if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):
+                self._give(output, source, captured(source).dtype)
+
+
+def _eligible(node: Node) -> list[Node]:
+    return [s for s in node.all_input_nodes if is_eligible(captured(s))]
+
+
+def _sources(node: Node) -> list[Node]:
+    return [s for s in node.all_input_nodes if tensors(value(s))]
+
+
+def _dtypes(val: Any) -> list[torch.dtype]:
+    return [t.dtype for t in tensors(val)]

@@ -1,0 +1,64 @@
+"""Run passes in order: lint, recompile, verify, time, and wrap errors; the passes do none of it.
+
+Before: ``gm``. After: ``Outcome(gm, results)``, one named result a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from amp_graph.lists import AmpGraphError
+from amp_graph.passes.base import Pass, PassError, PassResult
+from amp_graph.passes.verify import Contract, verify
+
+VERIFY = "AMP_GRAPH_VERIFY"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one pass did, and the seconds it took."""
+
+    name: str
+    result: PassResult
+    seconds: float
+
+
+def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None = None) -> tuple[Timed, ...]:
+    """Run ``passes`` over ``gm`` in place and return what each did.
+
+    ``checked``: verify the contract after each pass; None asks the environment variable AMP_GRAPH_VERIFY.
+    Raises PassError (a pass failed) or VerifyError (a pass broke the contract); both name the pass.
+    """
+    checked = os.environ.get(VERIFY, "") not in ("", "0") if checked is None else checked
+    done = []
+    for one in passes:
+        before = Contract.of(gm) if checked else None
+        start = time.perf_counter()
+        result = _guarded(one, gm)
+        seconds = time.perf_counter() - start
+        if result.modified:
+            result.gm.graph.lint()
+        if before is not None and result.modified:
+            try:
+                effects = before.effects or Contract.of(gm).effects
+                verify(gm, Contract(before.inputs, before.outputs, before.parameters, effects),
+                       changes_outputs=one.changes_outputs)
+            except AmpGraphError as error:
+                raise type(error)(f"after pass {one.name}: {error}") from error
+        done.append(Timed(one.name, result, seconds))
+    gm.recompile()
+    return tuple(done)
+
+
+def _guarded(one: Pass, gm: GraphModule) -> PassResult:
+    try:
+        return one.run(gm)
+    except AmpGraphError:
+        raise
+    except Exception as error:
+        raise PassError(f"pass {one.name} failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,100 @@
+"""The value of a node: its fake tensors, and what precision they are in.
+
+Before: ``node.meta["example_value"]`` (Dynamo) or ``node.meta["val"]`` (export). After: ``value(node)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, tracing_fake
+
+CAPTURED = "amp_captured"  # meta key: the value as captured, before any pass
+
+
+def value(node: Node) -> Any:
+    """Return the fake value of ``node``: a tensor, a (nested) tuple of them, a symbolic number, or None."""
+    return node.meta.get("val")
+
+
+def set_value(node: Node, new: Any) -> None:
+    """Store ``new`` where this project and where Dynamo's backends read it."""
+    node.meta["val"] = new
+    if "example_value" in node.meta:
+        node.meta["example_value"] = new
+
+
+def captured(node: Node) -> Any:
+    """Return the fake value ``node`` had when its graph was captured."""
+    return node.meta.get(CAPTURED, value(node))
+
+
+def adopt_values(gm: GraphModule) -> None:
+    """Give every node of a freshly captured graph its ``val`` and remember it as captured."""
+    for node in gm.graph.nodes:
+        if "val" not in node.meta and "example_value" in node.meta:
+            node.meta["val"] = node.meta["example_value"]
+        node.meta.setdefault(CAPTURED, node.meta.get("val"))
+
+
+def tensors(val: Any) -> list[torch.Tensor]:
+    """Return the tensors in a node's value, in order."""
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list, dict)):
+        return [leaf for leaf in tree_leaves(val) if isinstance(leaf, torch.Tensor)]
+    return []
+
+
+def is_eligible(val: Any) -> bool:
+    """Say whether a captured value may be lowered: one fp32 tensor.
+
+    float64, integer, bool and complex values are never cast; half-precision ones are the user's own.
+    """
+    return isinstance(val, torch.Tensor) and val.dtype == torch.float32
+
+
+def has_eligible(node: Node) -> bool:
+    """Say whether any tensor that ``node`` produced at capture may be lowered."""
+    return any(is_eligible(t) for t in tensors(captured(node)))
+
+
+def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
+    """Return the fake mode that the graph's values belong to; None for a graph without tensors."""
+    for node in gm.graph.nodes:
+        for tensor in tensors(value(node)):
+            if isinstance(tensor, FakeTensor):
+                return tensor.fake_mode
+    return None
+
+
+def run_node(node: Node, mode: FakeTensorMode) -> Any:
+    """Compute the value of ``node`` from the present values of its inputs, on fake tensors.
+
+    Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted.
+    """
+    args, kwargs = argument_values(node)
+    with tracing_fake(mode), torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+
+def argument_values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``node`` with every input node replaced by its value."""
+    args = torch.fx.node.map_arg(node.args, value)
+    kwargs = torch.fx.node.map_arg(node.kwargs, value)
+    return tuple(args), dict(kwargs)  # type: ignore[arg-type]
+
+
+def input_nodes(node: Node) -> Iterator[Node]:
+    """Yield the tensor-valued inputs of ``node``, each once."""
+    for source in node.all_input_nodes:
+        if tensors(value(source)):
+            yield source

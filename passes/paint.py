@@ -1,0 +1,254 @@
+"""The lookahead painting: choose low or full precision for every node, from classes alone.
+
+Before: ``linear (allow) -> add (follow) -> layer_norm (fp32_inside) -> linear (allow)``. After: with accuracy
+"autocast" the mixed add and the norm stay full; with "fast" the whole stream between the linears is low.
+
+This one function is what an optimal (minimum cut) planner replaces. Source of the painting: TensorFlow's
+auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leaves mixed operands to the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.lists import OpClass, OpList
+from amp_graph.passes.classify import Classification
+from amp_graph.passes.identify_ops import is_part
+from amp_graph.passes.memory import Memory
+from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
+
+LOW, FULL, AS_CAPTURED = "low", "full", "captured"
+FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
+ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy."""
+
+    gm: GraphModule
+    classes: Mapping[Node, Classification]
+    memory: Memory
+    lists: OpList
+    accuracy: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a planner answers for a node; see ``plan_precision.Mark``."""
+
+    precision: str
+    reason: str
+    wants: Mapping[Node, str] = field(default_factory=dict)
+    converts_result: bool = False
+
+
+def paint(problem: Problem) -> dict[Node, Choice]:
+    """Choose a precision for every classified node of ``problem``."""
+    return _Painting(problem).run()
+
+
+class _Painting:
+    """One run of the painting: the precision of each value so far, and what lies ahead of each node."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.classes = problem.classes
+        self.fast = problem.accuracy == "fast"
+        self.low: set[Node] = set()
+        self.tainted: set[Node] = set()  # full because a deny operation made it so
+        self.ahead = self._low_ahead()
+        self.forced_full = self._written_by_deny()
+        self.early = self._cast_early()
+
+    def run(self) -> dict[Node, Choice]:
+        choices: dict[Node, Choice] = {}
+        for node in self.problem.gm.graph.nodes:
+            if node in self.classes:
+                choices[node] = self._choose(node, self.classes[node])
+            elif is_part(node) and is_eligible(captured(node)):
+                whole = node.args[0]
+                self.low |= {node} if whole in self.low else set()
+                self.tainted |= {node} if whole in self.tainted else set()
+        return choices
+
+    # -- what lies ahead ------------------------------------------------------------------------------
+
+    def _low_ahead(self) -> set[Node]:
+        """Return the nodes from which an ``allow`` operation is reached through free operations."""
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            for user in node.users:
+                kind = self.classes.get(user)
+                part = kind is None and is_part(user) and user in found
+                if part or (kind is not None and node in kind.applies and self._leads_low(user, kind, found)):
+                    found.add(node)
+                    break
+        return found
+
+    def _leads_low(self, user: Node, kind: Classification, found: set[Node]) -> bool:
+        return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
+
+    def _cast_early(self) -> set[Node]:
+        """Return the movements that a cast may precede: every reader takes low precision.
+
+        Only where the value does not shrink on the way (a cast before a slice would convert more than it
+        must) and is never written.
+        """
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            kind = self.classes.get(node)
+            if kind is None or kind.cls is not OpClass.NEUTRAL or len(kind.applies) != 1 or kind.dtype:
+                continue
+            (source,) = kind.applies
+            if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
+                continue
+            if not is_eligible(captured(source)) or not _keeps_size(source, node):
+                continue
+            if node.users and all(self._takes_low(user, node, found) for user in node.users):
+                found.add(node)
+        return found
+
+    def _takes_low(self, user: Node, node: Node, early: set[Node]) -> bool:
+        kind = self.classes.get(user)
+        return kind is not None and (
+            user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
+        )
+
+    def _written_by_deny(self) -> set[int]:
+        """Return the storages that a ``deny`` or opaque operation writes: they live in full precision."""
+        found: set[int] = set()
+        for kind in self.classes.values():
+            if kind.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
+                for target in kind.written:
+                    found |= self.problem.memory.storages.get(target, frozenset())
+        return found
+
+    # -- the choice -----------------------------------------------------------------------------------
+
+    def _choose(self, node: Node, kind: Classification) -> Choice:
+        inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        moved = [n for n in inputs if n in kind.applies]
+        if not inputs and not has_eligible(node):
+            return Choice(AS_CAPTURED, "carries no fp32 value")
+        if kind.conversion:
+            return self._conversion(node, kind, moved)
+        if kind.written & set(inputs):
+            return self._in_place(node, kind, inputs)
+        if kind.cls is OpClass.ALLOW and moved:
+            return self._set_low(node, kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.DENY:
+            self.tainted.add(node)
+            return self._set_full(kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.OPAQUE:
+            return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
+        if kind.cls is OpClass.PROMOTE:
+            return self._promote(node, kind, moved)
+        return self._free(node, kind, inputs, moved)
+
+    def _free(self, node: Node, kind: Classification, inputs: list[Node], moved: list[Node]) -> Choice:
+        counted = _without_scalars(moved)
+        low = [n for n in counted if n in self.low]
+        tainted = [n for n in counted if n in self.tainted]
+        if kind.dtype is not None:
+            return self._set_full(kind, [], "the call asks for this dtype")
+        if not counted:
+            return Choice(AS_CAPTURED, "no fp32 operand")
+        if len(low) == len(counted):
+            if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node):
+                return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
+            return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
+        if node in self.early:
+            return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
+        if self.fast and node in self.ahead:
+            reason = self._fast_reason(kind, low, tainted, counted)
+            if reason:
+                return self._set_low(node, kind, inputs, reason)
+        if tainted and kind.cls is not OpClass.FP32_INSIDE:
+            self.tainted.add(node)
+        if low:
+            return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
+        return self._set_full(kind, [], "operands are full precision")
+
+    def _fast_reason(
+        self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]
+    ) -> str:
+        """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
+        if kind.cls is OpClass.FP32_INSIDE:
+            return "" if tainted else f"{kind.why}; accuracy=fast: low precision lies ahead"
+        if low and (not tainted or set(kind.names) <= ADDITIONS):
+            return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
+        if not low and not tainted and len(counted) == 1:
+            return "accuracy=fast: low precision lies ahead"
+        return ""
+
+    def _must_return_full(self, node: Node) -> bool:
+        """Say whether rounding the result would lose what autocast keeps.
+
+        On CUDA autocast returns fp32 from norms and softmax; returning low precision is rounding-equal only
+        where every reader rounds it anyway. CPU autocast returns low precision itself.
+        """
+        if self.fast or self.problem.lists.device != "cuda":
+            return False
+        return not all(self._takes_low(user, node, self.early) for user in node.users)
+
+    def _conversion(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
+        if kind.dtype is None and moved and all(n in self.low for n in moved):
+            return self._set_low(node, kind, [], f"{kind.why} (to a low-precision value's dtype)")
+        return Choice(FULL if is_eligible(captured(node)) else AS_CAPTURED, kind.why)
+
+    def _in_place(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
+        """The destination is never cast; its sources follow it."""
+        target = next(n for n in inputs if n in kind.written)
+        sources = [n for n in inputs if n not in kind.written and n in kind.applies]
+        low = target in self.low
+        if low and is_eligible(captured(node)):
+            self.low.add(node)
+        precision = LOW if low else FULL
+        wants = {} if kind.mixed else dict.fromkeys(sources, precision)
+        return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
+
+    def _promote(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
+        if moved and all(n in self.low for n in moved):
+            return self._set_low(node, kind, moved, f"{_names(kind)}: {kind.why}")
+        return self._set_full(kind, moved, f"{_names(kind)}: {kind.why}")
+
+    def _set_low(self, node: Node, kind: Classification, inputs: list[Node], reason: str) -> Choice:
+        wants = {n: LOW if n in kind.applies else FULL for n in inputs}
+        if self.problem.memory.storages.get(node, frozenset()) & self.forced_full:
+            return Choice(LOW, reason + "; the result is written in full precision", wants, converts_result=True)
+        if has_eligible(node):
+            self.low.add(node)
+        return Choice(LOW, reason, wants)
+
+    def _set_full(
+        self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False
+    ) -> Choice:
+        return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
+
+
+def _names(kind: Classification) -> str:
+    return ", ".join(kind.names)
+
+
+def _without_scalars(nodes: list[Node]) -> list[Node]:
+    """Leave out zero-dimensional operands, which do not take part in promotion beside larger ones."""
+    large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
+    return large or nodes
+
+
+def _keeps_size(source: Node, node: Node) -> bool:
+    """Say whether a movement keeps at least the number of elements."""
+    before, after = captured(source), captured(node)
+    try:
+        return bool(after.numel() >= before.numel()) if not _symbolic(before, after) else False
+    except (TypeError, RuntimeError):
+        return False
+
+
+def _symbolic(*values: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for v in values for size in v.shape)

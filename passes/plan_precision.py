@@ -1,0 +1,169 @@
+"""Decide the precision of every value, with the reason; touch nothing else.
+
+Before: a captured graph. After: ``node.meta["amp"]`` is a ``Mark`` on every node that computes on floats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.lists import OpClass, OpList
+from amp_graph.passes import facts, memory, positions
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.classify import Classification, classify
+from amp_graph.passes.identify_ops import is_tensor_call
+from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible
+from amp_graph.passes.paint import Choice, Problem, paint
+
+MARK = "amp"  # meta key
+LOW, FULL = "low", "full"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the plan says of a node.
+
+    ``precision`` is the precision the node computes in: "low", "full" or "captured" (left alone).
+    ``wants`` maps each input that must be in one precision to it; other inputs are taken as they come.
+    ``converts_result`` says that the result is made full precision at once, for all its readers.
+    """
+
+    cls: OpClass
+    precision: str
+    reason: str
+    origin: str
+    ops: tuple[str, ...]
+    wants: Mapping[Node, str]
+    converts_result: bool = False
+    listed: bool = True
+    written: frozenset[Node] = frozenset()
+
+
+@dataclass(frozen=True)
+class PlanPrecision(Pass):
+    """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
+
+    Lists decide where they speak; what they leave free is chosen by ``paint``.
+    """
+
+    lists: OpList
+    dtype: torch.dtype
+    accuracy: str = "autocast"
+    keep_fp32: str = ""
+    name: ClassVar[str] = "plan-precision"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Fill ``node.meta["amp"]``."""
+        mode = fake_mode_of(gm)
+        if mode is None:
+            return PassResult(gm)
+        nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
+        classes = {node: _decided(classify(node, self.lists, mode)) for node in nodes}
+        classes = self._constrained(gm, classes)
+        problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy)
+        changes: list[Change] = []
+        for node, choice in paint(problem).items():
+            node.meta[MARK] = _mark(node, choice, problem)
+            changes.append(Change(self.name, choice.precision, node.name, choice.reason))
+        return PassResult(gm, tuple(changes))
+
+    def _constrained(
+        self, gm: GraphModule, classes: dict[Node, Classification]
+    ) -> dict[Node, Classification]:
+        """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
+        region = autocast_regions(gm)
+        ours = self.lists.unlisted == "opaque"
+        held = positions.protected(gm.graph.nodes, classes) if ours else frozenset()
+        rules = [(re.compile(self.keep_fp32), FULL, "kept by keep_fp32")] if self.keep_fp32 else []
+        rules += [(re.compile(m.path), m.precision, m.why or "module rule") for m in self.lists.modules]
+        done: dict[Node, Classification] = {}
+        for node, found in classes.items():
+            path = facts.module_path(node)
+            rule = next(((p, why) for regex, p, why in rules if _matches(regex, path)), None)
+            wish = node.meta.get("amp_wish")
+            if node in region:
+                done[node] = replace(found, cls=OpClass.OPAQUE, why=region[node])
+            elif wish or rule:
+                precision, why = wish or rule  # type: ignore[misc]
+                done[node] = _by_wish(found, precision, f"{why} (module {path})")
+            elif node in held:
+                done[node] = replace(found, cls=OpClass.DENY, why=positions.WHY)
+            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and self._overflows(gm, node, classes):
+                done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")
+            else:
+                done[node] = found
+        return done
+
+    def _overflows(self, gm: GraphModule, node: Node, classes: Mapping[Node, Classification]) -> bool:
+        """Say whether a constant of ``node`` is outside the low dtype's range; saturate it where that is exact.
+
+        A mask value resolved at capture as fp32's minimum only has to be "very negative" for a softmax.
+        """
+        constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+        if all(facts.fits(c, self.dtype) for c in constants):
+            return False
+        if not is_eligible(captured(node)):
+            return False
+        return True
+
+
+def _decided(found: Classification) -> Classification:
+    """Turn a node of several classes that could not be expanded into an opaque one."""
+    return replace(found, cls=OpClass.OPAQUE) if found.expand else found
+
+
+def _matches(regex: re.Pattern[str], path: str) -> bool:
+    """Say whether a module path, or one of its parents, matches the whole expression."""
+    parts = path.split(".")
+    return bool(path) and any(regex.fullmatch(".".join(parts[: i + 1])) for i in range(len(parts)))
+
+
+def _by_wish(found: Classification, precision: str, why: str) -> Classification:
+    """Return ``found`` as a module rule wants it; a rule for low precision cannot make a kernel."""
+    if precision == FULL:
+        return replace(found, cls=OpClass.DENY, why=why)
+    if found.cls in (OpClass.DENY, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE) and found.listed:
+        return replace(found, cls=OpClass.ALLOW, why=why)
+    return found
+
+
+def autocast_regions(gm: GraphModule) -> dict[Node, str]:
+    """Return the nodes inside the user's own ``torch.autocast`` regions, with what to say about them."""
+    depth: list[Any] = []
+    found: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            depth.append(node.args)
+        elif name == "_exit_autocast" and depth:
+            depth.pop()
+        elif depth:
+            enabled = depth[-1][2] if len(depth[-1]) > 2 else True
+            found[node] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"
+    return found
+
+
+def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
+    found = problem.classes[node]
+    return Mark(
+        found.cls,
+        choice.precision,
+        choice.reason,
+        found.origin,
+        found.names,
+        choice.wants,
+        choice.converts_result,
+        found.listed,
+        found.written,
+    )
+
+
+def marks(gm: GraphModule) -> dict[Node, Mark]:
+    """Return the marks of a planned graph, in node order."""
+    return {n: n.meta[MARK] for n in gm.graph.nodes if MARK in n.meta}

@@ -1,0 +1,144 @@
+"""Every private torch name that amp_graph uses, in one place, each with the versions it was checked on.
+
+Before: ``from torch._guards import tracing`` in six files. After: one file to read when torch moves.
+Checked on 2.13.0 (all of it run by the test-suite); 2.11 and 2.12 by reading their sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
+from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
+from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "compiled_call",
+    "dispatch_has_kernel",
+    "make_fx",
+    "outside_dynamo",
+    "own_code_object",
+    "set_compiled_call",
+    "storage_key",
+    "tracing_fake",
+]
+
+# A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
+# object, 256 in all) would turn the ninth shape into a silent fp32 run.
+NO_LIMIT = 1_000_000
+
+
+@contextlib.contextmanager
+def tracing_fake(mode: FakeTensorMode) -> Iterator[None]:
+    """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes."""
+    shape_env = mode.shape_env
+    guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
+    with tracing(None), guards, mode:
+        yield
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the storage of ``tensor``; None where it has none (sparse, subclasses)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
+    """Say whether ``op`` has a kernel registered for the dispatch key named ``key``."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def own_code_object(function: types.FunctionType) -> types.FunctionType:
+    """Return ``function`` with a code object of its own.
+
+    Dynamo's cache hangs on the code object, which is shared by every closure of one ``def``: without this,
+    models converted one after the other fill each other's cache.
+    """
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+class _CompileTimeConfig:
+    """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
+
+    Setting them globally would change the user's own ``torch.compile``; setting them around each call
+    would cost every step.
+    """
+
+    def __init__(self, inner: Any, skipped: Callable[[types.CodeType, str], None]) -> None:
+        self._inner = inner
+        self._skipped = skipped
+        # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
+        self._torchdynamo_orig_backend = inner
+        self.hooks = inner.hooks
+
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(
+            allow_rnn=True,
+            recompile_limit=NO_LIMIT,
+            accumulated_recompile_limit=NO_LIMIT,
+            cprofile=False,
+        ):
+            result = self._inner(frame, *args, **kwargs)
+        reason = getattr(result, "skip_reason", None)
+        if getattr(result, "guarded_code", None) is None:
+            self._skipped(frame.f_code, str(reason or ""))
+        return result
+
+
+def capture_with_dynamo(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    dynamic: bool | None,
+    fullgraph: bool,
+    skipped: Callable[[types.CodeType, str], None],
+) -> Callable[..., Any]:
+    """Return ``function`` captured by Dynamo into ``backend``; ``skipped`` hears of frames that were not.
+
+    2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
+    rely on the raised limits and on the code object of its own.
+    """
+    import inspect
+
+    optimize = torch._dynamo.optimize
+    known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
+    extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    context = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
+    context.callback = _CompileTimeConfig(context.callback, skipped)
+    return context(function)  # type: ignore[no-any-return]
+
+
+def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an outer ``torch.compile`` from tracing into ``function``; what ``function`` compiles is its own."""
+    return torch._dynamo.disable(function, recursive=False)  # type: ignore[no-any-return]
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """Return what ``nn.Module.compile`` (or amp_graph) put in front of ``module``'s call, or None."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Put ``call`` in front of ``module(...)`` the way ``nn.Module.compile`` does; None takes it away."""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = call

@@ -1,0 +1,23 @@
+"""Settings of every test: one thread, a fixed seed, and the warnings of other packages."""
+
+import pytest
+import torch
+
+# Third-party deprecations only; a warning of our own code is an error (pyproject.toml).
+IGNORED_WARNINGS = (
+    "ignore:.*:DeprecationWarning:transformers.*",
+    "ignore:.*:FutureWarning:transformers.*",
+    # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+
+
+def pytest_configure(config):
+    for line in IGNORED_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,191 @@
+"""Generative and physical models: autoencoders, diffusion, radiance fields, volumes."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .core import add, args
+from .losses import classify, full, project, regress
+
+
+def _image():
+    return args(torch.randn(4, 3, 16, 16))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.LeakyReLU(0.1),
+            nn.Conv2d(8, 16, 3, 2, 1),
+            nn.Flatten(),
+            nn.Linear(256, 12),
+        )
+        self.widen = nn.Linear(12, 256)
+        self.decode = nn.Sequential(
+            nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ELU(), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh()
+        )
+
+    def forward(self, x):
+        return self.decode(self.widen(self.encode(x)).view(-1, 16, 4, 4))
+
+
+add("autoencoder", Autoencoder, _image, regress, "cnn")
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(20, 32), nn.ReLU())
+        self.mu, self.logvar = nn.Linear(32, 4), nn.Linear(32, 4)
+        self.decode = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 20))
+
+    def forward(self, x, noise=None):
+        h = self.encode(x)
+        mu, logvar = self.mu(h), self.logvar(h)
+        std = torch.exp(0.5 * logvar)
+        eps = torch.randn_like(std) if noise is None else noise
+        recon = self.decode(mu + eps * std)
+        kl = -0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
+        return recon, kl
+
+
+def _elbo(out):
+    recon, kl = map(full, out)
+    return regress(recon) + kl
+
+
+add("vae", VAE, lambda: args(torch.randn(8, 20), noise=torch.randn(8, 4)), _elbo, "vae")
+add("vae_random", VAE, lambda: args(torch.randn(8, 20)), _elbo, "vae", "random")
+
+
+def timestep_embedding(t, dim, max_period=10000):
+    half = dim // 2
+    freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    angle = t[:, None].float() * freqs[None]
+    return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1)
+
+
+class DiffusionBlock(nn.Module):
+    def __init__(self, cin, cout, time):
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(4, cin), nn.Conv2d(cin, cout, 3, padding=1)
+        self.time = nn.Linear(time, cout)
+        self.norm2, self.conv2 = nn.GroupNorm(4, cout), nn.Conv2d(cout, cout, 3, padding=1)
+        self.skip = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
+
+    def forward(self, x, emb):
+        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(emb))[:, :, None, None]
+        return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
+
+
+class DiffusionUNet(nn.Module):
+    def __init__(self, width=8, time=16):
+        super().__init__()
+        self.width = width
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
+        self.start = nn.Conv2d(3, width, 3, padding=1)
+        self.down = DiffusionBlock(width, width, time)
+        self.pool = nn.Conv2d(width, width, 3, 2, 1)
+        self.mid = DiffusionBlock(width, 2 * width, time)
+        self.attn = nn.Linear(2 * width, 6 * width)
+        self.up = DiffusionBlock(3 * width, width, time)
+        self.end = nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, 3, 3, padding=1))
+
+    def forward(self, x, t):
+        emb = self.time(timestep_embedding(t, self.width).to(x.dtype))
+        a = self.down(self.start(x), emb)
+        b = self.mid(self.pool(a), emb)
+        n, c, h, w = b.shape
+        q, k, v = self.attn(b.flatten(2).transpose(1, 2)).chunk(3, -1)
+        b = b + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, c, h, w)
+        b = F.interpolate(b, scale_factor=2, mode="nearest")
+        return self.end(self.up(torch.cat([a, b], 1), emb))
+
+
+def _noisy():
+    return args(torch.randn(2, 3, 8, 8), torch.tensor([3, 871]))
+
+
+add("diffusion_unet", DiffusionUNet, _noisy, regress, "cnn", "positions")
+
+
+class NeRF(nn.Module):
+    """Fourier features of the input coordinates, then a density and a colour, composed along the ray."""
+
+    def __init__(self, bands=8, width=32):
+        super().__init__()
+        self.bands = bands
+        self.trunk = nn.Sequential(
+            nn.Linear(3 + 6 * bands, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        )
+        self.density, self.colour = nn.Linear(width, 1), nn.Linear(width, 3)
+
+    def encode(self, x):
+        features = [x]
+        for i in range(self.bands):
+            features += [torch.sin(2.0**i * math.pi * x), torch.cos(2.0**i * math.pi * x)]
+        return torch.cat(features, -1)
+
+    def forward(self, points):
+        h = self.trunk(self.encode(points))
+        sigma, rgb = F.softplus(self.density(h)).squeeze(-1), torch.sigmoid(self.colour(h))
+        alpha = 1 - torch.exp(-sigma * 0.2)
+        passed = torch.cumprod(torch.cat([torch.ones_like(alpha[:, :1]), 1 - alpha + 1e-10], -1), -1)[:, :-1]
+        return ((alpha * passed)[..., None] * rgb).sum(1)
+
+
+add("nerf", NeRF, lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp")
+
+
+class Conv3dNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv3d(1, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.ReLU(), nn.MaxPool3d(2),
+            nn.Conv3d(6, 8, 3, padding=1), nn.Softplus(), nn.AdaptiveAvgPool3d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume")
+
+
+class Dueling(nn.Module):
+    """Reinforcement learning: a Gaussian policy's log-probability and entropy, and a dueling value."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.Tanh())
+        self.mean, self.value, self.advantage = nn.Linear(24, 2), nn.Linear(24, 1), nn.Linear(24, 4)
+        self.log_std = nn.Parameter(torch.full((2,), -0.5))
+
+    def forward(self, state, action):
+        h = self.trunk(state)
+        dist = torch.distributions.Normal(self.mean(h), self.log_std.exp(), validate_args=False)
+        advantage = self.advantage(h)
+        q = self.value(h) + advantage - advantage.mean(-1, keepdim=True)
+        return dist.log_prob(action).sum(-1), dist.entropy().sum(-1), q
+
+
+add(
+    "gaussian_policy",
+    Dueling,
+    lambda: args(torch.randn(8, 6), torch.randn(8, 2)),
+    project,
+    "mlp",
+    "distribution",
+)
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(10, 32), nn.Mish(), nn.Dropout(0.3), nn.Linear(32, 4), nn.LogSoftmax(-1))
+
+
+add("dropout_mlp", _mlp, lambda: args(torch.randn(16, 10)), project, "mlp", "random", "sequential_root")

@@ -1,0 +1,255 @@
+"""Traps of capture: what breaks a graph, hides code from it, or gives a model an unusual face."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .core import add, args
+from .losses import classify, of, own, project, regress
+
+logger = logging.getLogger("corpus")
+WIDTH = 16
+
+
+def _rows():
+    return args(torch.randn(6, WIDTH))
+
+
+def _mlp(out: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, out))
+
+
+class LogsInForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _mlp(), _mlp(4)
+
+    def forward(self, x):
+        x = self.first(x)
+        logger.info("mean activation %.3f", x.mean().item())
+        return self.second(x)
+
+
+class BranchesOnValue(LogsInForward):
+    def forward(self, x):
+        x = self.first(x)
+        x = x / x.abs().max() if x.abs().max().item() > 1e-3 else x
+        return self.second(x)
+
+
+class PrintsInForward(LogsInForward):
+    def forward(self, x):
+        x = self.first(x)
+        if x.shape[0] > 1:
+            print(end="")
+        return self.second(x)
+
+
+add("graph_break_logging", LogsInForward, _rows, classify, "trap", "graph_break")
+add("graph_break_branch", BranchesOnValue, _rows, classify, "trap", "graph_break", "data_dependent")
+add("graph_break_print", PrintsInForward, _rows, classify, "trap", "graph_break")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+add("checkpoint_reentrant", lambda: Checkpointed(True), _rows, classify, "trap", "checkpoint", "graph_break")
+add("checkpoint", lambda: Checkpointed(False), _rows, classify, "trap", "checkpoint")
+
+
+class StraightThrough(torch.autograd.Function):
+    """A backward that is not the derivative of its forward: to retrace it is to lose it."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return torch.round(x * scale) / scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        inside = (x.abs() <= 2).to(grad.dtype)
+        return grad * inside, (grad * x).sum().reshape(scale.shape).to(scale.dtype)
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.scale = nn.Parameter(torch.tensor(8.0))
+
+    def forward(self, x):
+        return self.second(StraightThrough.apply(self.first(x), self.scale))
+
+
+# Rounds to a grid: where the product lands beside a rounding border, one bit moves a whole step.
+add("custom_function", Quantized, _rows, classify, "trap", "autograd_function", "discontinuous")
+
+
+class NestedAutocast(nn.Module):
+    def __init__(self, enabled):
+        super().__init__()
+        self.enabled = enabled
+        self.first, self.second, self.third = _mlp(), _mlp(), _mlp(4)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.enabled:
+            with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=True):
+                x = self.second(x)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                x = self.second(x.to(self.third[0].weight.dtype))
+        return self.third(x.to(self.third[0].weight.dtype))
+
+
+add("autocast_disabled_inside", lambda: NestedAutocast(False), _rows, classify, "trap", "nested_autocast")
+add("autocast_enabled_inside", lambda: NestedAutocast(True), _rows, classify, "trap", "nested_autocast")
+
+
+class NoGradPart(nn.Module):
+    """A target without gradients from weights that are trained as well: cast caches mix the two up."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.predict = _mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = F.normalize(self.net(x + 0.1), dim=-1)
+        online = F.normalize(self.predict(self.net(x)), dim=-1)
+        return ((online - target) ** 2).sum(-1).mean()
+
+
+add("no_grad_part", NoGradPart, _rows, own, "trap", "no_grad", "loss_inside")
+
+
+class Cond(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        # Both branches use both layers: each parameter has a gradient whichever side is taken.
+        return torch.cond(
+            x.sum() > 0,
+            lambda x: self.left(x).relu() + self.right(x),
+            lambda x: self.left(x) - self.right(x).tanh(),
+            (x,),
+        )
+
+
+add("cond", Cond, _rows, classify, "trap", "higher_order")
+
+
+@dataclass
+class Detection:
+    boxes: torch.Tensor
+    scores: torch.Tensor
+    labels: torch.Tensor
+
+
+class Outputs(nn.Module):
+    """The same computation behind different kinds of outputs."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.boxes, self.scores = _mlp(4), _mlp(3)
+
+    def forward(self, x):
+        boxes, scores = self.boxes(x), self.scores(x)
+        labels = scores.argmax(-1)
+        if self.kind == "dataclass":
+            return Detection(boxes, scores, labels)
+        if self.kind == "dict":
+            return {"boxes": boxes, "extra": {"scores": scores, "labels": labels}, "name": "detector"}
+        if self.kind == "list":
+            return [boxes, scores, labels]
+        return boxes, (scores, (labels, boxes * 2)), None
+
+
+for kind in ("dataclass", "dict", "list", "nested_tuple"):
+    add(f"output_{kind}", lambda kind=kind: Outputs(kind), _rows, project, "trap", "outputs")
+
+
+class KeywordInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, query, *, keys, scale=1.0, options=None):
+        weights = torch.softmax(self.query(query) @ self.key(keys).t() * scale, -1)
+        return {"mixed": weights @ (options["values"] if options else keys), "weights": weights}
+
+
+def _keywords():
+    options = {"values": torch.randn(5, 3), "name": "values"}
+    return args(torch.randn(6, WIDTH), keys=torch.randn(5, WIDTH), scale=0.5, options=options)
+
+
+add("keyword_inputs", KeywordInputs, _keywords, of("mixed", regress), "trap", "inputs")
+add("sequential_root", lambda: _mlp(4), _rows, classify, "trap", "sequential_root", "nn_root")
+add("linear_root", lambda: nn.Linear(WIDTH, 4), _rows, classify, "trap", "nn_root")
+
+
+def _steps():
+    return args(torch.randn(3, 7, WIDTH))
+
+
+RNN = ("trap", "rnn", "nn_root")
+add("lstm_root", lambda: nn.LSTM(WIDTH, 12, batch_first=True), _steps, project, *RNN, "no_autocast_fp16")
+add("gru_root", lambda: nn.GRU(WIDTH, 12, batch_first=True), _steps, project, *RNN)
+
+
+class Repeated(nn.Module):
+    """One block called three times: its weights need one cast, its activations three."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.head(x)
+
+
+add("module_repeated", Repeated, _rows, classify, "trap", "repeated")
+
+
+class IntegerOnly(nn.Module):
+    """No floating-point parameter and no gradient: nothing to do, and nothing to fail at."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randint(0, 100, (50,)))
+
+    def forward(self, ids):
+        return (self.table[ids] * 3 + 1).cumsum(-1) % 17
+
+
+add(
+    "integer_only",
+    IntegerOnly,
+    lambda: args(torch.randint(0, 50, (4, 9))),
+    lambda out: out.float().mean(),
+    "trap",
+    "integer",
+)

@@ -23,6 +23,7 @@ from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
 
@@ -72,6 +73,7 @@ def rewrite(
 def rewrite_in_place(gm: GraphModule, policy: Policy, device: str | None = None) -> Rewritten:
     """Rewrite ``gm`` itself and say what was done."""
     adopt_values(gm)
+    mark_regions(gm)
     if not any(tensors(value(n)) for n in gm.graph.nodes):
         if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
             raise CaptureError(

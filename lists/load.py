@@ -1,6 +1,6 @@
 """Finds and loads lists: the default for bfloat16 on CPU is ``bf16_cpu.toml`` over what it extends.
 
-A file is laid over what it extends; of later names in `effective`, only what the file itself says is laid over.
+A file is laid over what it extends; of `effective`'s later names, only what the file itself says.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ def parse(text: str, file: str) -> ListFile:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         where = f"{file}:{line[1]}" if line else file
-        raise ListError(
-            f"not TOML: {error}", where=where, legal="https://toml.io", fix=_OP_SNIPPET
-        ) from error
+        raise ListError(f"not TOML: {error}", where=where, legal="TOML 1.0", fix=_OP_SNIPPET) from error
     lines = Lines(text, file)
     check_keys(data, _TOP_KEYS, lambda key: lines.at(key), "the file", _OP_SNIPPET)
     head = table(data.get("list", {}), lines.at("list"), '[list]\nname = "mine"\nextends = "default"')
@@ -160,7 +158,7 @@ def _modules(entries: object, lines: Lines) -> Iterator[ModuleRule]:
         check_keys(
             entry,
             _MODULE_KEYS,
-            lambda key, i=index: lines.at("module", i, key),
+            partial(lines.at, "module", index),
             "[[module]]",
             _MODULE_SNIPPET,
         )

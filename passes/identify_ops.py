@@ -21,6 +21,7 @@ from amp_graph.passes.node_value import argument_values, fake_mode_of, tensors, 
 from amp_graph.passes.torch_private import (
     FakeTensorMode,
     OpOverload,
+    concrete_size,
     make_fx,
     tracing_fake,
 )
@@ -169,9 +170,16 @@ def _leaf_key(leaf: Any) -> Any:
 def trace_node(
     node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
 ) -> GraphModule:
-    """Return the node's own small graph of ATen operations, one placeholder per tensor argument."""
+    """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
+
+    Symbolic sizes are traced as numbers, in a fake mode of their own: which operations run does not depend
+    on them, and tracing must not add guards to the user's sizes.
+    """
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
+    if any(_is_symbolic(leaf) for leaf in flat):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        flat = [_concrete(leaf, mode) for leaf in flat]
     places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
 
     def call(*given: torch.Tensor) -> Any:
@@ -188,6 +196,28 @@ def trace_node(
         # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
         given = [flat[i].detach() for i in places]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
+    return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
+    """Return ``leaf`` with numbers for its symbolic sizes, in ``mode``."""
+    if isinstance(leaf, torch.SymInt):
+        return concrete_size(leaf)
+    if isinstance(leaf, torch.SymFloat):
+        return 1.0
+    if isinstance(leaf, torch.SymBool):
+        return True
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    sizes = [concrete_size(size) for size in leaf.shape]
+    strides = [concrete_size(stride) for stride in leaf.stride()]
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
 
 
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:

@@ -26,7 +26,9 @@ from amp_graph.passes.node_value import (
     tensors,
     value,
 )
-from amp_graph.passes.plan_precision import FULL, LOW, MARK, Mark, marks
+from amp_graph.passes.paint import FULL, LOW
+from amp_graph.passes.plan_precision import MARK, Mark, marks
+from amp_graph.passes.regions import GRAD
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 
 CAST = "amp_cast"  # meta key: why the cast is there
@@ -71,10 +73,8 @@ class _Insertion:
     memory: Memory
     changes: list[Change] = field(default_factory=list)
     casts: dict[Any, Node] = field(default_factory=dict)
-    grad_enabled: bool = True
 
     def visit(self, node: Node) -> None:
-        self._follow_grad_mode(node)
         mark: Mark | None = node.meta.get(MARK)
         if mark is None:
             wants = {} if is_part(node) else dict.fromkeys(_eligible(node), FULL)
@@ -85,10 +85,6 @@ class _Insertion:
         self._recompute(node)
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             self._convert_result(node)
-
-    def _follow_grad_mode(self, node: Node) -> None:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled":
-            self.grad_enabled = bool(node.args[0])
 
     def _give(self, node: Node, source: Node, dtype: torch.dtype) -> None:
         """Let ``node`` read ``source`` in ``dtype``."""
@@ -105,7 +101,7 @@ class _Insertion:
         """
         written = self.memory.is_written(source)
         leaf = source.op in ("placeholder", "get_attr")
-        key = (source, dtype, self.memory.epoch(source, reader), self.grad_enabled if leaf or written else None)
+        key = (source, dtype, self.memory.epoch(source, reader), reader.meta.get(GRAD, True) if leaf or written else None)
         if key not in self.casts:
             self.casts[key] = self._new_cast(source, reader, dtype, after=not (leaf or written))
         return self.casts[key]

@@ -107,7 +107,7 @@ class _Painting:
             (source,) = kind.applies
             if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
                 continue
-            if not is_eligible(captured(source)) or not _keeps_size(source, node):
+            if not is_eligible(captured(source)) or _is_leaf(source) or not _keeps_size(source, node):
                 continue
             if node.users and all(self._takes_low(user, node, found) for user in node.users):
                 found.add(node)
@@ -182,7 +182,7 @@ class _Painting:
             return "" if tainted else f"{kind.why}; accuracy=fast: low precision lies ahead"
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
-        if not low and not tainted and len(counted) == 1:
+        if not low and not tainted and len(counted) == 1 and not _is_leaf(counted[0]):
             return "accuracy=fast: low precision lies ahead"
         return ""
 
@@ -229,6 +229,11 @@ class _Painting:
         self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False
     ) -> Choice:
         return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
+
+
+def _is_leaf(node: Node) -> bool:
+    """Say whether ``node`` is an input or a parameter: a gather from one must not convert, nor round, it whole."""
+    return node.op in ("placeholder", "get_attr")
 
 
 def _names(kind: Classification) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,10 +19,10 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classify
 from amp_graph.passes.identify_ops import is_tensor_call
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible
-from amp_graph.passes.paint import Choice, Problem, paint
+from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
+from amp_graph.passes.regions import REGION
 
 MARK = "amp"  # meta key
-LOW, FULL = "low", "full"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class PlanPrecision(Pass):
         self, gm: GraphModule, classes: dict[Node, Classification]
     ) -> dict[Node, Classification]:
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
-        region = autocast_regions(gm)
         ours = self.lists.unlisted == "opaque"
         held = positions.protected(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(re.compile(self.keep_fp32), FULL, "kept by keep_fp32")] if self.keep_fp32 else []
@@ -87,8 +86,8 @@ class PlanPrecision(Pass):
             path = facts.module_path(node)
             rule = next(((p, why) for regex, p, why in rules if _matches(regex, path)), None)
             wish = node.meta.get("amp_wish")
-            if node in region:
-                done[node] = replace(found, cls=OpClass.OPAQUE, why=region[node])
+            if REGION in node.meta:
+                done[node] = replace(found, cls=OpClass.OPAQUE, why=node.meta[REGION], listed=True)
             elif wish or rule:
                 precision, why = wish or rule  # type: ignore[misc]
                 done[node] = _by_wish(found, precision, f"{why} (module {path})")
@@ -133,22 +132,6 @@ def _by_wish(found: Classification, precision: str, why: str) -> Classification:
     return found
 
 
-def autocast_regions(gm: GraphModule) -> dict[Node, str]:
-    """Return the nodes inside the user's own ``torch.autocast`` regions, with what to say about them."""
-    depth: list[Any] = []
-    found: dict[Node, str] = {}
-    for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name == "_enter_autocast":
-            depth.append(node.args)
-        elif name == "_exit_autocast" and depth:
-            depth.pop()
-        elif depth:
-            enabled = depth[-1][2] if len(depth[-1]) > 2 else True
-            found[node] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"
-    return found
-
-
 def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
     found = problem.classes[node]
     return Mark(
@@ -159,7 +142,7 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         found.names,
         choice.wants,
         choice.converts_result,
-        found.listed,
+        found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
         found.written,
     )
 

@@ -7,11 +7,14 @@ Checked on 2.13.0 (all of it run by the test-suite); 2.11 and 2.12 by reading th
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
@@ -23,7 +26,9 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "capture_with_dynamo",
     "compiled_call",
+    "concrete_size",
     "dispatch_has_kernel",
     "make_fx",
     "outside_dynamo",
@@ -40,11 +45,24 @@ NO_LIMIT = 1_000_000
 
 @contextlib.contextmanager
 def tracing_fake(mode: FakeTensorMode) -> Iterator[None]:
-    """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes."""
+    """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes.
+
+    The Python dispatcher is what Dynamo itself uses: kernels in C++ refuse symbolic sizes.
+    """
     shape_env = mode.shape_env
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
-    with tracing(None), guards, mode:
+    with tracing(None), guards, enable_python_dispatcher(), mode:
         yield
+
+
+def concrete_size(size: Any) -> int:
+    """Return a number for a symbolic size: its hint, or 4 for each symbol that has none."""
+    if isinstance(size, torch.SymInt):
+        if size.node.hint is not None:
+            return int(size.node.hint)
+        expression = size.node.expr
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, 4)))
+    return int(size)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -60,14 +78,19 @@ def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
+_SERIAL = itertools.count()
+
+
 def own_code_object(function: types.FunctionType) -> types.FunctionType:
     """Return ``function`` with a code object of its own.
 
     Dynamo's cache hangs on the code object, which is shared by every closure of one ``def``: without this,
     models converted one after the other fill each other's cache.
     """
+    # The name is part of the key under which Dynamo remembers which sizes were seen to change.
+    name = f"{function.__name__}_{next(_SERIAL)}"
     return types.FunctionType(
-        function.__code__.replace(),
+        function.__code__.replace(co_name=name),
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -94,7 +117,6 @@ class _CompileTimeConfig:
             allow_rnn=True,
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
-            cprofile=False,
         ):
             result = self._inner(frame, *args, **kwargs)
         reason = getattr(result, "skip_reason", None)
@@ -116,8 +138,6 @@ def capture_with_dynamo(
     2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
     rely on the raised limits and on the code object of its own.
     """
-    import inspect
-
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

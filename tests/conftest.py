@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-# Third-party deprecations only; a warning of our own code is an error (pyproject.toml).
+# Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
-    "ignore:.*:DeprecationWarning:transformers.*",
-    "ignore:.*:FutureWarning:transformers.*",
     # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
     r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning",
 )

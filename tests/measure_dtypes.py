@@ -20,8 +20,8 @@ MOVES = frozenset(
     f"aten.{name}"
     for name in (
         "detach alias t view expand transpose permute slice select unsqueeze squeeze _unsafe_view clone "
-        "split split_with_sizes unbind as_strided _reshape_alias view_as_real view_as_complex lift_fresh unfold "
-        "diagonal chunk empty empty_like new_empty empty_strided new_empty_strided"
+        "split split_with_sizes unbind as_strided _reshape_alias view_as_real view_as_complex lift_fresh "
+        "unfold diagonal chunk empty empty_like new_empty empty_strided new_empty_strided"
     ).split()
 )
 CASTS = frozenset({"aten._to_copy", "aten.copy_", "aten._foreach_copy_", "prims.convert_element_type"})

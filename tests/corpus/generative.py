@@ -33,7 +33,7 @@ class Autoencoder(nn.Module):
         return self.decode(self.widen(self.encode(x)).view(-1, 16, 4, 4))
 
 
-add("autoencoder", Autoencoder, _image, regress, "cnn")
+add("autoencoder", Autoencoder, _image, regress, "cnn", "kinks")
 
 
 class VAE(nn.Module):
@@ -58,7 +58,7 @@ def _elbo(out):
     return regress(recon) + kl
 
 
-add("vae", VAE, lambda: args(torch.randn(8, 20), noise=torch.randn(8, 4)), _elbo, "vae")
+add("vae", VAE, lambda: args(torch.randn(8, 20), noise=torch.randn(8, 4)), _elbo, "vae", "kinks")
 add("vae_random", VAE, lambda: args(torch.randn(8, 20)), _elbo, "vae", "random")
 
 
@@ -138,7 +138,7 @@ class NeRF(nn.Module):
         return ((alpha * passed)[..., None] * rgb).sum(1)
 
 
-add("nerf", NeRF, lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp")
+add("nerf", NeRF, lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp", "kinks")
 
 
 class Conv3dNet(nn.Module):
@@ -154,7 +154,7 @@ class Conv3dNet(nn.Module):
         return self.head(self.net(x))
 
 
-add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume")
+add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume", "kinks")
 
 
 class Dueling(nn.Module):

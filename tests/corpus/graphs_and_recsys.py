@@ -42,7 +42,7 @@ class GCN(nn.Module):
         return self.conv2(F.relu(self.conv1(x, edge_index)), edge_index)
 
 
-add("gcn", GCN, _graph, classify, "graph", "scatter")
+add("gcn", GCN, _graph, classify, "graph", "scatter", "kinks")
 
 
 class GATLayer(nn.Module):
@@ -99,7 +99,7 @@ class PointNet(nn.Module):
         return self.fc(torch.max(x, 2, keepdim=False)[0])
 
 
-add("pointnet", PointNet, lambda: args(torch.randn(6, 40, 3)), classify, "points")
+add("pointnet", PointNet, lambda: args(torch.randn(6, 40, 3)), classify, "points", "kinks")
 
 
 class DLRM(nn.Module):
@@ -125,7 +125,7 @@ def _clicks() -> Inputs:
     return args(torch.randn(batch, 6), sparse, torch.arange(0, batch * hot, hot))
 
 
-add("dlrm", DLRM, _clicks, binary, "recsys", "embedding_bag")
+add("dlrm", DLRM, _clicks, binary, "recsys", "embedding_bag", "kinks")
 
 
 class WideAndDeep(nn.Module):
@@ -152,7 +152,7 @@ def _pairs() -> Inputs:
     return args(torch.randint(0, 15, (16,)), torch.randint(0, 25, (16,)))
 
 
-add("wide_and_deep", WideAndDeep, _pairs, _squared, "recsys")
+add("wide_and_deep", WideAndDeep, _pairs, _squared, "recsys", "kinks")
 
 
 class MetricNet(nn.Module):

@@ -145,7 +145,7 @@ def _padded_sequence() -> Inputs:
     return args(torch.randn(3, 10, WIDTH), src_key_padding_mask=mask)
 
 
-add("transformer_encoder", _encoder, _padded_sequence, regress, "attention", "nn_root")
+add("transformer_encoder", _encoder, _padded_sequence, regress, "attention", "nn_root", "kinks")
 
 
 class MultiheadBlock(nn.Module):
@@ -183,7 +183,7 @@ class WaveNet(nn.Module):
         return self.end(F.relu(skips))
 
 
-add("wavenet", WaveNet, lambda: args(torch.randn(2, 1, 40)), segment, "cnn", "audio")
+add("wavenet", WaveNet, lambda: args(torch.randn(2, 1, 40)), segment, "cnn", "audio", "kinks")
 
 
 class ConformerBlock(nn.Module):

@@ -232,24 +232,3 @@ class Repeated(nn.Module):
 
 
 add("module_repeated", Repeated, _rows, classify, "trap", "repeated")
-
-
-class IntegerOnly(nn.Module):
-    """No floating-point parameter and no gradient: nothing to do, and nothing to fail at."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.randint(0, 100, (50,)))
-
-    def forward(self, ids):
-        return (self.table[ids] * 3 + 1).cumsum(-1) % 17
-
-
-add(
-    "integer_only",
-    IntegerOnly,
-    lambda: args(torch.randint(0, 50, (4, 9))),
-    lambda out: out.float().mean(),
-    "trap",
-    "integer",
-)

@@ -216,3 +216,24 @@ class WeightNorm(nn.Module):
 
 
 add("weight_norm_lora", WeightNorm, _rows, project, "trap", "parametrized")
+
+
+class IntegerOnly(nn.Module):
+    """No floating-point parameter and no gradient: nothing to do, and nothing to fail at."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randint(0, 100, (50,)))
+
+    def forward(self, ids):
+        return (self.table[ids] * 3 + 1).cumsum(-1) % 17
+
+
+add(
+    "integer_only",
+    IntegerOnly,
+    lambda: args(torch.randint(0, 50, (4, 9))),
+    lambda out: out.float().mean(),
+    "trap",
+    "integer",
+)

@@ -75,9 +75,9 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
-add("resnet_basic", lambda: ResNet(BasicBlock), _image, classify, "cnn", "inplace")
-add("resnet_bottleneck", lambda: ResNet(Bottleneck), _image, classify, "cnn", "inplace")
-add("resnet_eval", lambda: ResNet(BasicBlock).eval(), _image, classify, "cnn", "inplace", "eval")
+add("resnet_basic", lambda: ResNet(BasicBlock), _image, classify, "cnn", "inplace", "kinks")
+add("resnet_bottleneck", lambda: ResNet(Bottleneck), _image, classify, "cnn", "inplace", "kinks")
+add("resnet_eval", lambda: ResNet(BasicBlock).eval(), _image, classify, "cnn", "inplace", "eval", "kinks")
 
 
 class InvertedResidual(nn.Module):
@@ -106,7 +106,7 @@ def _mobilenet() -> nn.Module:
     return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
 
 
-add("mobilenet", _mobilenet, _image, classify, "cnn", "inplace", "sequential_root")
+add("mobilenet", _mobilenet, _image, classify, "cnn", "inplace", "sequential_root", "kinks")
 
 
 class DenseNet(nn.Module):
@@ -130,7 +130,7 @@ class DenseNet(nn.Module):
         return self.head(F.avg_pool2d(torch.cat(features, 1), 4).amax((2, 3)))
 
 
-add("densenet", DenseNet, _image, classify, "cnn")
+add("densenet", DenseNet, _image, classify, "cnn", "kinks")
 
 
 class UNet(nn.Module):
@@ -157,7 +157,7 @@ class UNet(nn.Module):
         return self.out(self.dec1(torch.cat([self.up1(b), a], 1)))
 
 
-add("unet", UNet, _image, segment, "cnn")
+add("unet", UNet, _image, segment, "cnn", "kinks")
 
 
 class SqueezeExcite(nn.Module):

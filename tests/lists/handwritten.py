@@ -12,7 +12,7 @@ def x(*shape: int) -> torch.Tensor:
 
 
 def fixed(*shape: int) -> torch.Tensor:
-    """Return a tensor that takes no gradient: a buffer, or the operand of an operator without a derivative."""
+    """Return a tensor that takes no gradient: a buffer, or an operand without a derivative."""
     return x(*shape).detach()
 
 
@@ -135,7 +135,24 @@ HANDWRITTEN: dict[str, Callable[[], list[tuple]]] = {
     "rnn_tanh_cell": lambda: [cell(1)],
     "rnn_relu_cell": lambda: [cell(1)],
     "mkldnn_rnn_layer": lambda: [
-        (x(5, 2, 3), x(16, 3), x(16, 4), x(16), x(16), x(1, 2, 4), x(1, 2, 4), False, [], 2, 4, 1, True, False, True, True)
+        (
+            x(5, 2, 3),
+            x(16, 3),
+            x(16, 4),
+            x(16),
+            x(16),
+            x(1, 2, 4),
+            x(1, 2, 4),
+            False,
+            [],
+            2,
+            4,
+            1,
+            True,
+            False,
+            True,
+            True,
+        )
     ],
     "sym_numel": lambda: [(x(3),)],
     "size": lambda: [(x(3),)],

@@ -1,20 +1,23 @@
-"""Runs one operator of a list in low precision, forward and backward, on samples that torch's own OpInfos give."""
+"""Runs the operators of a list in low precision, forward and backward, on samples from torch's OpInfos."""
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
 from amp_graph.lists import OpList, Rule
 from amp_graph.lists.operators import overloads_of
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .handwritten import HANDWRITTEN
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's test module misses hypothesis, and says so
+    from torch.testing._internal.common_methods_invocations import op_db
 
 Sample = tuple[tuple, dict]
 
@@ -30,23 +33,23 @@ def op_infos() -> dict[str, list]:
     return found
 
 
-def samples(op: str, count: int = 2) -> Iterator[Sample]:
-    """Yield float32 samples on which the operator runs; they are made afresh for every call."""
+@cache
+def samples(op: str, count: int = 2) -> tuple[Sample, ...]:
+    """Return float32 samples on which the operator runs; `failure` copies them before use."""
     packet = op.split(".")[1]
     if packet in HANDWRITTEN:
-        yield from ((args, {}) for args in HANDWRITTEN[packet]())
-        return
-    good = 0
+        return tuple((args, {}) for args in HANDWRITTEN[packet]())
+    return tuple(itertools.islice((s for s in _op_info_samples(packet) if not failure(op, s)), count))
+
+
+def _op_info_samples(packet: str) -> Iterator[Sample]:
     for info in op_infos().get(packet, ()):
-        if torch.float32 not in info.supported_dtypes("cpu"):
-            continue
-        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd), 6):
-            args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
-            if has_floats(args) and not failure(op, (args, kwargs)):
-                good += 1
-                yield args, kwargs
-            if good == count:
-                return
+        if torch.float32 in info.supported_dtypes("cpu"):
+            made = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+            for sample in itertools.islice(made, 6):
+                args = (sample.input, *sample.args)
+                if has_floats(args):
+                    yield args, dict(sample.kwargs)
 
 
 def has_floats(values: object) -> bool:
@@ -104,7 +107,7 @@ def failure(op: str, sample: Sample) -> str:
 
 
 def failures(op_list: OpList, classes: set[str]) -> dict[str, str]:
-    """Run every rule of these classes in the list's dtype; say what each does that fails, or has no sample."""
+    """Run every rule of these classes in the list's dtype; say which fails, and which has no sample."""
     dtype = getattr(torch, op_list.dtype)
     found = {}
     for rule in op_list:
@@ -124,3 +127,35 @@ def promotion_failures(op_list: OpList) -> dict[str, str]:
                 if message := failure(rule.op, lowered(sample, rule, dtype, keep)):
                     found[rule.op] = message
     return found
+
+
+def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:
+    """Compare, bit by bit, a cast before the operator with a cast after it, in forward and gradient."""
+    results, gradients = [], []
+    for before in (True, False):
+        leaves: list[torch.Tensor] = []
+
+        def leaf(value, leaves=leaves):
+            if not is_full(value):
+                return value
+            leaves.append(value.detach().clone().requires_grad_(value.requires_grad))
+            return leaves[-1]
+
+        args, kwargs = tree_map(leaf, sample)
+        if before:
+            args, kwargs = lowered((args, kwargs), rule, dtype)
+        result = tree_flatten(target(rule.op)(*args, **kwargs))[0]
+        outputs = [
+            o if o.dtype != torch.float32 else o.to(dtype) for o in result if isinstance(o, torch.Tensor)
+        ]
+        differentiable = [o for o in outputs if o.requires_grad]
+        inputs = [one for one in leaves if one.requires_grad]
+        ones = [torch.linspace(0.1, 1, o.numel()).reshape(o.shape).to(dtype) for o in differentiable]
+        found = torch.autograd.grad(differentiable, inputs, ones, allow_unused=True) if differentiable else ()
+        results.append(outputs)
+        gradients.append([None if g is None else g.to(dtype) for g in found])
+    if not all(map(torch.equal, *results)):
+        return "another result"
+    pairs = zip(*gradients, strict=True)
+    same = all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    return "" if same else "another gradient"

@@ -1,10 +1,8 @@
-"""The autocast lists are PyTorch's own tables, entry by entry: compared with the dispatcher of the installed torch."""
+"""The autocast lists are PyTorch's own tables, entry by entry, as the torch at hand has them."""
 
 import pytest
 import torch
-
-from amp_graph.lists import load
-from amp_graph.lists import load as load_list
+from amp_graph.lists import files, load
 
 KEYS = {"autocast_cuda": "AutocastCUDA", "autocast_cpu": "AutocastCPU"}
 COUNTS = {
@@ -55,7 +53,7 @@ def test_policies_have_their_counts(name):
 
 @pytest.mark.parametrize("name", KEYS)
 def test_policy_and_class_agree(name):
-    op_list = load_list(name, dtype="float16", device="cuda")
+    op_list = load(name, dtype="float16", device="cuda")
     assert op_list.unlisted == "native"
     assert all(rule.cls == CLASSES.get(rule.policy, "deny") for rule in op_list)
 
@@ -92,8 +90,6 @@ def test_classes_match_what_autocast_does(policy):
 
 @pytest.mark.parametrize(("version", "listed"), [("2.11.0", False), ("2.12.1+cu130", True), ("2.13.0", True)])
 def test_since_is_honoured(monkeypatch, version, listed):
-    from amp_graph.lists import files
-
     monkeypatch.setattr(torch, "__version__", version)
     files._parsed.cache_clear()
     rules = load("autocast_cuda", dtype="float16", device="cuda").rules

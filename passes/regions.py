@@ -1,0 +1,31 @@
+"""The user's own regions in a captured graph: ``torch.autocast`` and ``no_grad``.
+
+Before: ``_enter_autocast(...)``, nodes, ``_exit_autocast(...)``. After: the nodes know that they are inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule
+
+REGION = "amp_region"  # meta key: what to say of a node inside the user's torch.autocast
+GRAD = "amp_grad"  # meta key: whether the node runs with gradients enabled
+
+
+def mark_regions(gm: GraphModule) -> None:
+    """Mark the nodes of ``gm`` that the user's own regions govern."""
+    open_regions: list[Any] = []
+    grad = True
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            open_regions.append(node.args)
+        elif name == "_exit_autocast" and open_regions:
+            open_regions.pop()
+        elif name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        node.meta[GRAD] = grad
+        if open_regions and not name.endswith("_autocast"):
+            enabled = open_regions[-1][2] if len(open_regions[-1]) > 2 else True
+            node.meta[REGION] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"

@@ -1,0 +1,112 @@
+"""Looking a call up, and the conditions on its arguments."""
+
+import math
+
+import pytest
+import torch
+from amp_graph.lists import OpClass, OpList, Rule, load
+from amp_graph.lists.schema import Kind, functional_packet
+
+aten = torch.ops.aten
+
+
+def rule(op="aten.gelu", cls="deny", **fields):
+    return Rule(op, OpClass(cls), "test", **fields)
+
+
+def op_list(*rules):
+    keys = dict.fromkeys(r.op for r in rules)
+    return OpList("t", "bfloat16", "cpu", "opaque", {k: tuple(r for r in rules if r.op == k) for k in keys})
+
+
+def test_overload_before_packet_before_functional():
+    found = op_list(
+        rule("aten.add"), rule("aten.add.Scalar", "allow"), rule("aten.mul_", "neutral"), rule("aten.mul")
+    )
+    assert found.lookup(aten.add.Tensor, {}).cls == "deny"
+    assert found.lookup(aten.add.Scalar, {}).cls == "allow"
+    assert found.lookup(aten.add_.Scalar, {}).cls == "deny"
+    assert found.lookup(aten.add.out, {}).cls == "deny"
+    assert found.lookup(aten.mul_.Tensor, {}).cls == "neutral"
+    assert found.lookup(aten.sub.Tensor, {}) is None
+
+
+def test_a_condition_that_fails_goes_on_to_the_packet():
+    found = op_list(rule("aten.gelu.default", "allow", when=(("approximate", "tanh"),)), rule("aten.gelu"))
+    assert found.lookup(aten.gelu.default, {"approximate": "tanh"}).cls == "allow"
+    assert found.lookup(aten.gelu.default, {"approximate": "none"}).cls == "deny"
+
+
+def test_in_place_names():
+    assert functional_packet("aten.relu_") == "aten.relu"
+    assert functional_packet("aten.__iand__") == "aten.__and__"
+    assert functional_packet("aten.__and__") is None
+    assert functional_packet("aten.relu") is None
+
+
+VALUES = {
+    "integer": (3, 3.0, -2),
+    "float": (0.5, math.inf, math.nan),
+    "none": (None,),
+    "tensor": (torch.ones(1), torch.ones((), dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_kinds(kind):
+    for other, values in VALUES.items():
+        for value in values:
+            assert Kind(kind).holds(value) is (kind == other)
+
+
+def test_scalar_is_any_number():
+    assert all(Kind("scalar").holds(value) for value in (1, 0.5, True, 1j))
+    assert not any(Kind("scalar").holds(value) for value in (None, "1", torch.ones(())))
+
+
+def test_symbolic_numbers_have_kinds():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = ShapeEnv().create_unbacked_symint()
+    assert Kind("integer").holds(size)
+    assert not Kind("float").holds(size)
+
+
+@pytest.mark.parametrize(
+    ("condition", "value", "holds"),
+    [
+        ("tanh", "tanh", True),
+        ("tanh", "none", False),
+        (True, True, True),
+        (True, 1, False),
+        (1, True, False),
+        ((1, 2), 2.0, True),
+        ((1, 2), 3, False),
+        ((Kind("none"), "a"), None, True),
+        (1, torch.ones(()), False),
+        ("a", None, False),
+    ],
+)
+def test_conditions(condition, value, holds):
+    assert rule(when=(("x", condition),)).matches({"x": value}) is holds
+
+
+def test_an_argument_not_given_counts_as_none():
+    assert rule(when=(("dtype", Kind("none")),)).matches({})
+    assert not rule(when=(("dtype", 1),)).matches({})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent", "cls"),
+    [
+        ("bfloat16", 3, "follow"),
+        ("bfloat16", 2.0, "follow"),
+        ("bfloat16", -1, "deny"),
+        ("bfloat16", 0.5, "deny"),
+        ("bfloat16", torch.ones(()), "deny"),
+        ("float16", 3, "deny"),
+    ],
+)
+def test_whole_powers(dtype, exponent, cls):
+    found = load("default", dtype=dtype, device="cpu").lookup(aten.pow.Tensor_Scalar, {"exponent": exponent})
+    assert found.cls == cls

@@ -9,6 +9,7 @@ from amp_graph.convert import convert as convert
 from amp_graph.convert import revert as revert
 from amp_graph.errors import AmpGraphError as AmpGraphError
 from amp_graph.policy import Policy as Policy
+from amp_graph.report import report as report
 from amp_graph.rewrite import rewrite as rewrite
 
-__all__ = ["AmpGraphError", "Policy", "convert", "revert", "rewrite"]
+__all__ = ["AmpGraphError", "Policy", "convert", "report", "revert", "rewrite"]

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
@@ -42,29 +43,26 @@ def check_compile(compile: Compile) -> None:
 def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> Runner:
     """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
     if compile == "eager":
-        _run_checkpoints(gm)
+        outline_checkpoints(gm)
+        _run_selective_checkpoints(gm)
         gm.recompile()
         return gm.forward
+    tag_checkpoints(gm)
     backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
     return backend(gm, example_inputs)  # type: ignore[no-any-return]
 
 
-def _run_checkpoints(gm: GraphModule) -> None:
-    """Let activation checkpointing happen where the graph runs eagerly.
+def _run_selective_checkpoints(gm: GraphModule) -> None:
+    """Let checkpoints that were left as captured happen where the graph runs eagerly.
 
     The captured operator only marks its body for a partitioner; interpreted, it would save everything.
     """
-    for part in gm.children():
-        if isinstance(part, GraphModule):
-            _run_checkpoints(part)
-            part.recompile()
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
-            node.target = _checkpoint
+            node.target = _selective_checkpoint
 
 
-def _checkpoint(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    options = {k: v for k, v in kwargs.items() if k in ("preserve_rng_state", "determinism_check", "debug")}
-    # The reentrant kind only differs in how autograd is entered, and refuses bodies whose inputs need no
-    # gradient; the other kind recomputes the same operations.
+def _selective_checkpoint(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    context = body.meta.get("_checkpoint_context_fn") or kwargs.get("context_fn")
+    options = {"context_fn": context} if context else {}
     return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, **options)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.base import Pass
+from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -72,6 +73,8 @@ def rewrite(
 
 def rewrite_in_place(gm: GraphModule, policy: Policy, device: str | None = None) -> Rewritten:
     """Rewrite ``gm`` itself and say what was done."""
+    adopt_values(gm)
+    inline_checkpoints(gm)
     adopt_values(gm)
     mark_regions(gm)
     if not any(tensors(value(n)) for n in gm.graph.nodes):

@@ -6,12 +6,13 @@ Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from amp_graph.lists import OpClass, OpList, Rule
+from amp_graph.lists import OpClass, OpList, Rule, load
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import Identity, Operation, identify, tensor_inputs
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
@@ -57,6 +58,7 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if not operations:
         return Classification(OpClass.NEUTRAL, "no floating-point work", "", names, mixed=True)
     rules = [lists.lookup(o.op, o.arguments) for o in operations]
+    known = rules if lists.unlisted == "opaque" else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
     cls = _joined(classes, len(operations))
     rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
@@ -64,20 +66,32 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     written = frozenset(inputs[i] for o in operations for i in _written(o))
     listed = all(r is not None or facts.is_view(o.op) for r, o in zip(rules, operations, strict=True))
     why = rule.why if rule else _unlisted_reason(lists, operations, rules)
-    native = lists.unlisted == "native" and rule is None
+    kernel = next((k for k in known if k is not None), None)
     return Classification(
         OpClass.OPAQUE if cls is None else cls,
         why,
         rule.origin if rule else "",
         names,
-        applies=_applies(rule, operations, inputs),
+        applies=_applies(rule or kernel, operations, inputs),
         written=written,
-        mixed=native or bool(rule and rule.promotes) or cls is OpClass.NEUTRAL and len(inputs) == 1,
+        mixed=all(k is None or k.promotes for k in known) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
         dtype=_asked_dtype(operations),
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
     )
+
+
+def _kernel_facts(rule: Rule | None, operation: Operation, lists: OpList) -> Rule | None:
+    """Return what our own list knows of an operation's kernel where PyTorch's policy does not name it."""
+    if rule is not None:
+        return rule
+    return _defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
+
+
+@lru_cache(maxsize=8)
+def _defaults(dtype: str, device: str) -> OpList:
+    return load("default", dtype=dtype, device=device)
 
 
 def is_conversion_target(node: Node) -> bool:
@@ -90,12 +104,11 @@ def _listed_identity(
 ) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Identify ``node``, taking composites that no list names apart until the list names the parts."""
     apart: frozenset[OpOverload] = frozenset()
+    whole = identify(node, mode)
     while True:
         found = identify(node, mode, apart)
-        if isinstance(found, str):
-            if apart:  # a composite that will not come apart counts as one operation
-                return identify(node, mode), frozenset()
-            return found, apart
+        if isinstance(found, str):  # a composite that will not come apart counts as one operation
+            return whole, frozenset()
         more = {
             o.op
             for o in found.operations
@@ -107,7 +120,8 @@ def _listed_identity(
             and lists.lookup(o.op, o.arguments) is None
         }
         if not more:
-            return found, apart
+            told = any(lists.lookup(o.op, o.arguments) for o in found.operations if o.floating)
+            return (found, apart) if told else (whole, frozenset())
         apart = apart | frozenset(more)
 
 

@@ -68,7 +68,7 @@ def _is_conversion(node: Node) -> bool:
         return False
     if node.kwargs.get("copy") or node.kwargs.get("memory_format") or any(a is True for a in node.args):
         return False
-    if value(node).device != value(node.args[0]).device or value(node).shape != value(node.args[0]).shape:
+    if value(node).device != value(node.args[0]).device:
         return False
     identity = node.meta.get(OPS)
     by_operation = isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= CONVERSIONS

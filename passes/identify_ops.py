@@ -162,8 +162,10 @@ def _leaf_key(leaf: Any) -> Any:
         return ("bool", leaf if isinstance(leaf, bool) else None)
     if isinstance(leaf, (int, torch.SymInt)):
         return ("int",)
+    if isinstance(leaf, torch.SymFloat):
+        return ("float",)
     if isinstance(leaf, slice):
-        return ("slice", leaf.start is None, leaf.stop is None, leaf.step)
+        return ("slice", leaf.start is None, leaf.stop is None, leaf.step is None)
     return (type(leaf), leaf)
 
 
@@ -192,7 +194,7 @@ def trace_node(
         return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
 
     table = {op: op.decompose for op in decompose}
-    with tracing_fake(mode):
+    with tracing_fake(mode, symbolic=False):
         # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
         given = [flat[i].detach() for i in places]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)

@@ -6,6 +6,7 @@ once, read by both linears; each weight's cast beside its first use.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import (
@@ -82,6 +84,7 @@ class _Insertion:
             wants = dict(mark.wants)
         for source, want in wants.items():
             self._give(node, source, self.dtype if want == LOW else torch.float32)
+        self._saturate(node)
         self._recompute(node)
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             self._convert_result(node)
@@ -101,7 +104,8 @@ class _Insertion:
         """
         written = self.memory.is_written(source)
         leaf = source.op in ("placeholder", "get_attr")
-        key = (source, dtype, self.memory.epoch(source, reader), reader.meta.get(GRAD, True) if leaf or written else None)
+        place = (reader.meta.get(GRAD, True), reader.meta.get(CHECKPOINT)) if leaf or written else None
+        key = (source, dtype, self.memory.epoch(source, reader), place)
         if key not in self.casts:
             self.casts[key] = self._new_cast(source, reader, dtype, after=not (leaf or written))
         return self.casts[key]
@@ -113,7 +117,7 @@ class _Insertion:
         with tracing_fake(self.mode), torch.no_grad():
             new = value(source).to(dtype)
         origin = source if after else reader
-        cast.meta = {k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module") if k in origin.meta}
+        cast.meta = {k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT) if k in origin.meta}
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
@@ -125,6 +129,20 @@ class _Insertion:
         cast.meta[CAST] = reason
         self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
         return cast
+
+    def _saturate(self, node: Node) -> None:
+        """Bring constants that were resolved for fp32 into the range of a lowered operand.
+
+        The plan lowers such a node only where the constant masks a softmax, which any very negative number does.
+        """
+        if not any(tensors(value(s)) and value(s).dtype == self.dtype for s in _eligible(node)):
+            return
+        limit = torch.finfo(self.dtype).max
+        clamp = lambda a: a if not isinstance(a, float) or facts.fits(a, self.dtype) else math.copysign(limit, a)  # noqa: E731
+        args, kwargs = tuple(map(clamp, node.args)), {k: clamp(v) for k, v in node.kwargs.items()}
+        if (args, kwargs) != (node.args, node.kwargs):
+            node.args, node.kwargs = args, kwargs
+            self.changes.append(Change("insert-casts", "saturated a constant", node.name, f"beyond {self.dtype}"))
 
     def _recompute(self, node: Node) -> None:
         """Recompute the value of ``node`` where an input changed; give it full precision where it refuses."""

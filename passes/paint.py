@@ -9,6 +9,7 @@ auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leave
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
+from amp_graph.passes.torch_private import concrete_size
 
 LOW, FULL, AS_CAPTURED = "low", "full", "captured"
 FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
@@ -248,12 +250,5 @@ def _without_scalars(nodes: list[Node]) -> list[Node]:
 
 def _keeps_size(source: Node, node: Node) -> bool:
     """Say whether a movement keeps at least the number of elements."""
-    before, after = captured(source), captured(node)
-    try:
-        return bool(after.numel() >= before.numel()) if not _symbolic(before, after) else False
-    except (TypeError, RuntimeError):
-        return False
-
-
-def _symbolic(*values: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for v in values for size in v.shape)
+    before, after = ([concrete_size(n) for n in captured(v).shape] for v in (source, node))
+    return math.prod(after) >= math.prod(before)

@@ -23,6 +23,7 @@ from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
 from amp_graph.passes.regions import REGION
 
 MARK = "amp"  # meta key
+MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
 
 
 @dataclass(frozen=True)
@@ -93,23 +94,26 @@ class PlanPrecision(Pass):
                 done[node] = _by_wish(found, precision, f"{why} (module {path})")
             elif node in held:
                 done[node] = replace(found, cls=OpClass.DENY, why=positions.WHY)
-            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and self._overflows(gm, node, classes):
-                done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")
+            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.dtype):
+                if not _only_masks(node, classes):
+                    done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")
+                else:
+                    done[node] = found
             else:
                 done[node] = found
         return done
 
-    def _overflows(self, gm: GraphModule, node: Node, classes: Mapping[Node, Classification]) -> bool:
-        """Say whether a constant of ``node`` is outside the low dtype's range; saturate it where that is exact.
 
-        A mask value resolved at capture as fp32's minimum only has to be "very negative" for a softmax.
-        """
-        constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-        if all(facts.fits(c, self.dtype) for c in constants):
-            return False
-        if not is_eligible(captured(node)):
-            return False
-        return True
+def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:
+    """Say whether a constant of ``node`` was resolved at capture for fp32 and is outside the range of ``dtype``."""
+    constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    return is_eligible(captured(node)) and not all(facts.fits(c, dtype) for c in constants)
+
+
+def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:
+    """Say whether ``node`` is read by softmax and attention only, for which a constant need only be very negative."""
+    readers = [classes.get(user) for user in node.users]
+    return bool(readers) and all(r is not None and set(r.names) <= MASKED for r in readers)
 
 
 def _decided(found: Classification) -> Classification:

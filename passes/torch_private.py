@@ -44,14 +44,16 @@ NO_LIMIT = 1_000_000
 
 
 @contextlib.contextmanager
-def tracing_fake(mode: FakeTensorMode) -> Iterator[None]:
+def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[None]:
     """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes.
 
-    The Python dispatcher is what Dynamo itself uses: kernels in C++ refuse symbolic sizes.
+    ``symbolic``: use the Python dispatcher, as Dynamo does, because kernels in C++ refuse symbolic sizes. It
+    takes some composites apart in other operations than the C++ ones that will run.
     """
     shape_env = mode.shape_env
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
-    with tracing(None), guards, enable_python_dispatcher(), mode:
+    python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
+    with tracing(None), guards, python, mode:
         yield
 
 
@@ -115,6 +117,10 @@ class _CompileTimeConfig:
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         with dynamo_config.patch(
             allow_rnn=True,
+            # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
+            # loop, would lose the whole frame).
+            capture_dynamic_output_shape_ops=True,
+            capture_scalar_outputs=True,
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
         ):

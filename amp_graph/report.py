@@ -1,0 +1,124 @@
+"""What ran in which precision, and why, for a converted model.
+
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.graphs``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.errors import CaptureError
+from amp_graph.graph_report import GraphReport, graph_report
+from amp_graph.passes.text import SHORT
+from amp_graph.policy import Policy
+from amp_graph.report_html import html_page
+from amp_graph.report_text import WIDTH, report_text
+
+NOT_CAPTURED = "not captured yet: call the model once"
+AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
+FAILED = "nothing was captured: every call ran as it is written"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a converted model: its graphs, and what was not captured.
+
+    ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
+    precision that the policy comes to on the model's device.
+    """
+
+    model: str
+    policy: Policy
+    dtype: str
+    compile: str
+    status: str
+    graphs: tuple[GraphReport, ...]
+    skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    def text(self, width: int | None = WIDTH) -> str:
+        """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
+        return report_text(self, width)
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one self-contained page, which fetches nothing, to ``path``."""
+        Path(path).write_text(html_page(self), encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, the same for the same model, policy and inputs."""
+        return {
+            "format": 1,
+            "model": self.model,
+            "policy": str(self.policy),
+            "accuracy": self.policy.accuracy,
+            "dtype": self.dtype,
+            "compile": self.compile,
+            "status": self.status,
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return self.text()
+
+
+def report(model: torch.nn.Module) -> Report:
+    """Return what ran where and why, of a model that ``amp_graph.convert`` converted.
+
+    Raises CaptureError if ``model`` is not converted.
+    """
+    found = conversion_of(model)
+    if found is None:
+        raise CaptureError(_not_converted(model))
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return Report(
+        type(model).__name__,
+        found.policy,
+        _dtype(found),
+        found.compile if isinstance(found.compile, str) else getattr(found.compile, "__name__", "a callable"),
+        _status(found),
+        tuple(graph_report(i, record, weights) for i, record in enumerate(found.graphs)),
+        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.skipped)),
+        tuple(found.notes),
+    )
+
+
+def _dtype(found: Conversion) -> str:
+    devices = sorted({p.device.type for p in found.model.parameters()} - {"cpu"})
+    return SHORT[found.policy.torch_dtype(devices[0] if devices else "cpu")]
+
+
+def _status(found: Conversion) -> str:
+    if found.policy.level == "O0":
+        return AS_WRITTEN
+    if found.graphs:
+        return ""
+    return FAILED if found.notes or found.skipped else NOT_CAPTURED
+
+
+def _not_converted(model: object) -> str:
+    if not isinstance(model, torch.nn.Module):
+        return (
+            f"report: a {type(model).__name__} is not a converted model\n"
+            "  legal: what amp_graph.convert returned\n"
+            "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+        )
+    inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
+    if inside:
+        return (
+            f"report: {type(model).__name__} is not converted; its submodule {inside[0]!r} is\n"
+            f"  fix:   amp_graph.report(model.get_submodule({inside[0]!r}))"
+        )
+    return (
+        f"report: {type(model).__name__} is not converted\n"
+        "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+    )

@@ -1,0 +1,170 @@
+"""A report as text: one screen a graph, equal layers folded into one line.
+
+``linear  layers.*.fc  x12  low  a matrix product: most of a model's work``
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from amp_graph.graph_report import WEIGHT, GraphReport, NodeReport
+
+if TYPE_CHECKING:
+    from amp_graph.report import Report
+
+WIDTH = 110
+ROWS = 40
+ACCURACY = {
+    "autocast": "mixed operands promote, as torch.autocast does",
+    "fast": "low-precision streams: leaner, less exact than torch.autocast",
+}
+
+
+def report_text(report: Report, width: int | None = WIDTH) -> str:
+    """Return ``report`` as text; lines of the table are cut at ``width`` (None: never)."""
+    lines = [f"amp_graph report: {report.model}", *_head(report)]
+    seen: dict[tuple[str, ...], int] = {}
+    for graph in report.graphs:
+        body = tuple(graph_lines(graph, width))
+        first = seen.setdefault(body, graph.index)
+        same = graph.index != first
+        title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
+        lines += ["", f"{title}: as graph {first}" if same else title, *(() if same else body)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(report: Report) -> list[str]:
+    policy = report.policy
+    lines = [
+        f"  policy     {policy}",
+        f"  accuracy   {policy.accuracy}: {ACCURACY[policy.accuracy]}",
+        f"  precision  {report.dtype}, compile={report.compile}",
+    ]
+    breaks = sum(bool(g.break_reason) for g in report.graphs)
+    count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
+    lines.append(f"  captured   {count}" if report.graphs else f"  {report.status}")
+    lines += [f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped]
+    return lines + [f"  note: {note}" for note in report.notes]
+
+
+def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
+    """Return all that is said of one graph but its title, indented."""
+    lines = [*_break(graph)]
+    if not graph.has_fp32:
+        kind = "no fp32 operation" if graph.has_floats else "integer-only"
+        return [*lines, f"  {kind}: nothing to do"]
+    lines += [*_counts(graph.operations), *_casts(graph), _memory(graph), *_unlisted(graph.operations), ""]
+    rows = fold(graph.operations)
+    lines += [f"  {line}" for line in aligned([("operation", "module", "", "precision", "reason"), *rows[:ROWS]])]
+    if len(rows) > ROWS:
+        lines.append(f"  and {len(rows) - ROWS} more lines: report.html(path) has every node")
+    return [_cut(line, width) for line in lines]
+
+
+def _break(graph: GraphReport) -> list[str]:
+    if not graph.break_reason:
+        return []
+    where = f" at {short_place(graph.break_line)}" if graph.break_line else ""
+    return [f"  ends in a graph break{where}", f"    {graph.break_reason}"]
+
+
+def _counts(nodes: Sequence[NodeReport]) -> list[str]:
+    """Count the operations by class and precision."""
+    total = Counter(n.precision for n in nodes)
+    lines = [f"  {_many(len(nodes), 'operation')}: {_tally(total)}"]
+    for cls in dict.fromkeys(n.cls for n in nodes):
+        lines.append(f"    {cls:<12}{_tally(Counter(n.precision for n in nodes if n.cls == cls))}")
+    return lines
+
+
+def _tally(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[p]} {p}" for p in ("low", "full", "captured") if counts[p]) or "none"
+
+
+def _casts(graph: GraphReport) -> list[str]:
+    weights = sum(c.of == WEIGHT for c in graph.casts)
+    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights"
+    lines = [f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed"]
+    return lines + [f"    removed {note.node}: {note.reason}" for note in graph.removed[:3]]
+
+
+def _memory(graph: GraphReport) -> str:
+    total = size_text(sum(graph.bytes.values()))
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
+    return f"  activations written, estimated: {total} ({parts}); as captured {size_text(graph.captured_bytes)}"
+
+
+def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:
+    unlisted = [n for n in nodes if not n.listed]
+    if not unlisted:
+        return []
+    lines = ["  operations that no list names, run as captured:"]
+    for ops, count in Counter(n.ops for n in unlisted).items():
+        first = next(n for n in unlisted if n.ops == ops)
+        lines.append(f"    {_names(ops)} x{count}, first at {short_place(first.line) or first.name}")
+    return lines
+
+
+def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
+    """Return one row for all nodes with the same operation, precision and reason."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for node in nodes:
+        reason = node.reason.removeprefix(", ".join(node.ops) + ": ")
+        groups.setdefault((_names(node.ops), node.precision, reason), []).append(node.module)
+    return [
+        (ops, _modules(modules), f"x{len(modules)}" if len(modules) > 1 else "", precision, reason)
+        for (ops, precision, reason), modules in groups.items()
+    ]
+
+
+def _modules(paths: Iterable[str]) -> str:
+    """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``."""
+    exact: dict[str, set[str]] = {}
+    for path in paths:
+        exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
+    shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
+    shown = [name or "(root)" for name in shown]
+    return ", ".join(shown[:2]) + (f", {len(shown) - 2} more" if len(shown) > 2 else "")
+
+
+def _names(ops: tuple[str, ...]) -> str:
+    shown = [op.removeprefix("aten.") for op in ops]
+    return ", ".join(shown[:3]) + (f", {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns; the last column is not padded."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines
+
+
+def size_text(size: int) -> str:
+    """``4.1 MiB`` for a number of bytes."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def short_place(place: str) -> str:
+    """Return a place with its file relative to the current directory, where it lies inside."""
+    here = os.getcwd().rstrip(os.sep) + os.sep
+    return place.removeprefix(here)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else line[: width - 3].rstrip() + "..."

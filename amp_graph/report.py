@@ -14,9 +14,10 @@ import torch
 
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
-from amp_graph.graph_report import GraphReport, graph_report
+from amp_graph.graph_report import GraphReport
 from amp_graph.passes.text import SHORT
 from amp_graph.policy import Policy
+from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text
 
@@ -86,7 +87,7 @@ def report(model: torch.nn.Module) -> Report:
         _dtype(found),
         found.compile if isinstance(found.compile, str) else getattr(found.compile, "__name__", "a callable"),
         _status(found),
-        tuple(graph_report(i, record, weights) for i, record in enumerate(found.graphs)),
+        tuple(read_graph(i, record, weights) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.skipped)),
         tuple(found.notes),
     )

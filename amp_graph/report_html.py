@@ -20,7 +20,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --low: #1a7f37; --full: #b35900; --cast: #8250df; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; }
-pre { font: 12px/1.45 ui-monospace, monospace; overflow-x: auto; border: 1px solid var(--line); padding: .7rem; }
+pre { font: 12px/1.45 ui-monospace, monospace; overflow-x: auto; border: 1px solid var(--line);
+  padding: .7rem; }
 table { border-collapse: collapse; width: 100%; font-size: 12px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .5rem; border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; background: Canvas; }
@@ -90,10 +91,10 @@ def _table(nodes: Iterable[NodeReport]) -> str:
 
 
 def _row(node: NodeReport) -> str:
-    kinds = [node.precision, *(["cast"] if node.cls == "cast" else []), *([] if node.listed else ["unlisted"])]
-    cells = (f"{node.number} {node.name}", ", ".join(node.ops), node.module, node.cls, node.precision,
-             node.type, node.reason, node.origin, node.line)  # fmt: skip
-    return f'<tr class="{escape(" ".join(kinds))}">{_cells(cells)}</tr>'
+    kinds = f"{node.precision}{' cast' * (node.cls == 'cast')}{' unlisted' * (not node.listed)}"
+    what = (f"{node.number} {node.name}", ", ".join(node.ops), node.module)
+    why = (node.cls, node.precision, node.type, node.reason, node.origin, node.line)
+    return f'<tr class="{escape(kinds)}">{_cells((*what, *why))}</tr>'
 
 
 def _cells(cells: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH = 110
 ROWS = 40
+HEAD = ("operation", "module", "", "precision", "reason")
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision streams: leaner, less exact than torch.autocast",
@@ -59,7 +60,7 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
         return [*lines, f"  {kind}: nothing to do"]
     lines += [*_counts(graph.operations), *_casts(graph), _memory(graph), *_unlisted(graph.operations), ""]
     rows = fold(graph.operations)
-    lines += [f"  {line}" for line in aligned([("operation", "module", "", "precision", "reason"), *rows[:ROWS]])]
+    lines += [f"  {line}" for line in aligned([HEAD, *rows[:ROWS]])]
     if len(rows) > ROWS:
         lines.append(f"  and {len(rows) - ROWS} more lines: report.html(path) has every node")
     return [_cut(line, width) for line in lines]
@@ -95,7 +96,8 @@ def _casts(graph: GraphReport) -> list[str]:
 def _memory(graph: GraphReport) -> str:
     total = size_text(sum(graph.bytes.values()))
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
-    return f"  activations written, estimated: {total} ({parts}); as captured {size_text(graph.captured_bytes)}"
+    before = size_text(graph.captured_bytes)
+    return f"  activations written, estimated: {total} ({parts}); as captured {before}"
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:

@@ -74,11 +74,22 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         names,
         applies=_applies(rule or kernel, operations, inputs),
         written=written,
-        mixed=all(k is None or k.promotes for k in known) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
+        mixed=_takes_mixed(rules, known, operations) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
         dtype=_asked_dtype(operations),
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
+    )
+
+
+def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations: list[Operation]) -> bool:
+    """Say whether every operation takes operands of two precisions as they come.
+
+    A composite that no list names meets them in the operations that it is written in terms of.
+    """
+    return all(
+        k is None or k.promotes or (r is None and facts.is_composite(o.op))
+        for r, k, o in zip(rules, known, operations, strict=True)
     )
 
 
@@ -120,7 +131,8 @@ def _listed_identity(
             and lists.lookup(o.op, o.arguments) is None
         }
         if not more:
-            told = any(lists.lookup(o.op, o.arguments) for o in found.operations if o.floating)
+            rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
+            told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
             return (found, apart) if told else (whole, frozenset())
         apart = apart | frozenset(more)
 

@@ -113,9 +113,13 @@ def is_tensor_call(node: Node) -> bool:
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts."""
+    """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts.
+
+    A tensor that is passed twice counts once: some functions ask whether two arguments are the same object.
+    """
     flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
-    return [leaf for leaf in flat if isinstance(leaf, Node) for _ in tensors(value(leaf))]
+    found = {id(t): leaf for leaf in flat if isinstance(leaf, Node) for t in tensors(value(leaf))}
+    return list(found.values())
 
 
 def identify(
@@ -148,7 +152,9 @@ def _key(node: Node) -> Any:
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
     try:
-        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat))
+        first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
+        same = tuple(first.get(id(leaf)) for leaf in flat)
+        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat), same)
         hash(key)
     except TypeError:
         return None
@@ -181,13 +187,18 @@ def trace_node(
     flat, spec = tree_flatten((args, kwargs))
     if any(_is_symbolic(leaf) for leaf in flat):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        flat = [_concrete(leaf, mode) for leaf in flat]
-    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
+        flat = [once[id(leaf)] for leaf in flat]
+    places: dict[int, list[int]] = {}
+    for i, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor):
+            places.setdefault(id(leaf), []).append(i)
 
     def call(*given: torch.Tensor) -> Any:
         leaves = list(flat)
-        for place, tensor in zip(places, given, strict=True):
-            leaves[place] = tensor
+        for same, tensor in zip(places.values(), given, strict=True):
+            for place in same:
+                leaves[place] = tensor
         call_args, call_kwargs = tree_unflatten(leaves, spec)
         if node.op == "call_method":
             return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
@@ -196,7 +207,7 @@ def trace_node(
     table = {op: op.decompose for op in decompose}
     with tracing_fake(mode, symbolic=False):
         # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
-        given = [flat[i].detach() for i in places]
+        given = [flat[same[0]].detach() for same in places.values()]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
 
 

@@ -1,0 +1,55 @@
+"""Convert the model that TARGET names, call it once, and return what was captured.
+
+``captured("model.py:build", ["f32[8,16]"], "bf16")`` is a ``Conversion`` with at least one graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.convert import convert
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.target import load_target
+
+
+def captured(
+    text: str, inputs: Sequence[str] = (), policy: str | None = None, training: bool | None = None
+) -> Conversion:
+    """Capture TARGET; ``training`` None leaves the model's mode as it is. Raises where nothing is captured.
+
+    A model that TARGET has converted itself keeps its own policy where ``policy`` is None.
+    """
+    target = load_target(text, inputs)
+    model = target.model
+    if training is not None:
+        model.train(training)
+    if policy is not None or conversion_of(model) is None:
+        convert(model, policy)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AmpGraphWarning)
+        model(*target.args, **target.kwargs)
+    for warning in seen:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    found = conversion_of(model)
+    assert found is not None, "convert attaches a conversion"
+    if not found.graphs:
+        raise CaptureError(_nothing(found))
+    return found
+
+
+def _nothing(found: Conversion) -> str:
+    if found.policy.level == "O0":
+        return (
+            "nothing to show: level O0 runs the model as it is written, and captures nothing\n"
+            "  legal: level O1\n  fix:   --policy bf16"
+        )
+    causes = [*(f"{s.where}: {s.reason}" for s in found.skipped), *found.notes]
+    listed = "".join(f"\n    {cause}" for cause in dict.fromkeys(causes))
+    return (
+        f"nothing was captured of {type(found.model).__name__}{':' if listed else ''}{listed}\n"
+        "  legal: a model whose forward computes on tensors in Python that torch.compile can capture\n"
+        "  fix:   TORCH_LOGS=graph_breaks amp-graph dump ... says where it stops"
+    )

@@ -1,0 +1,108 @@
+"""``amp-graph dump``: the captured graphs of a model, before and after, in one of several forms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from amp_graph.capture_target import captured
+from amp_graph.conversion import Conversion
+from amp_graph.errors import AmpGraphError
+from amp_graph.graph_dot import dot_lines
+from amp_graph.graph_lines import Lines, diff_lines, text_lines
+from amp_graph.graph_report import GraphReport
+from amp_graph.report import Report, report
+from amp_graph.report_html import html_page
+from amp_graph.rewrite import Rewritten
+from amp_graph.terminal import STYLES, write_lines, write_table
+
+COLUMNS = ("node", "operation", "type", "precision", "reason")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture TARGET and print its graphs."""
+    _check(args)
+    found = captured(args.target, args.input, args.policy, args.training)
+    with _opened(args.output) as out:
+        _write(args, found, report(found.model), out)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    chosen = [name for name in ("before", "diff", "reasons") if getattr(args, name)]
+    if chosen and args.format != "text":
+        raise AmpGraphError(
+            f"dump: --{chosen[0]} needs --format text, and --format is {args.format}\n"
+            f"  legal: --format text\n  fix:   amp-graph dump {args.target} --{chosen[0]}"
+        )
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        out = open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise AmpGraphError(
+            f"dump: cannot write {path}: {error.strerror}\n"
+            "  legal: a file in a directory that exists\n  fix:   --output graphs.txt"
+        ) from error
+    with out:
+        yield out
+
+
+def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextIO) -> None:
+    if args.format == "json":
+        out.write(json.dumps(told.to_dict(), indent=2) + "\n")
+    elif args.format == "report":
+        out.write(told.text())
+    elif args.format == "html":
+        out.write(html_page(told))
+    else:
+        for graph, record in zip(told.graphs, found.graphs, strict=True):
+            _write_graph(args, graph, record.rewritten, out)
+
+
+def _write_graph(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
+    title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
+    if args.format == "dot":
+        return write_lines(
+            ((s, "") for s in dot_lines(graph.index, rewritten.gm, rewritten.dtype, title)), out
+        )
+    gap: Lines = [("", "")] if graph.index else []
+    write_lines([*gap, (f"# {title}", "bold")], out)
+    if args.format == "code":
+        write_lines([(line, "") for line in rewritten.gm.code.strip().splitlines()], out)
+    elif args.format == "table":
+        rows = [
+            (
+                (n.number, ", ".join(n.ops), n.type, n.precision, n.reason),
+                STYLES.get("cast" if n.cls == "cast" else n.precision, ""),
+            )
+            for n in graph.nodes
+        ]
+        write_table(COLUMNS, rows, out)
+    else:
+        _write_text(args, graph, rewritten, out)
+
+
+def _write_text(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
+    """Print what was asked for of before, after and the difference; without a word, after."""
+    chosen = [name for name in ("before", "after", "diff") if getattr(args, name)] or ["after"]
+    shown: dict[str, Lines] = {
+        "before": [(line, "") for line in graph.before.splitlines()],
+        "after": text_lines(rewritten, args.reasons),
+        "diff": diff_lines(rewritten),
+    }
+    for name in chosen:
+        if len(chosen) > 1:
+            write_lines([(f"# {name}", "bold")], out)
+        write_lines(shown[name] or [("# no difference", "")], out)
+    if graph.break_reason:
+        write_lines([(f"# ends in a graph break: {graph.break_reason} ({graph.break_line})", "red")], out)

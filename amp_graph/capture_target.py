@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.convert import convert
@@ -22,15 +24,16 @@ def captured(
 
     A model that TARGET has converted itself keeps its own policy where ``policy`` is None.
     """
-    target = load_target(text, inputs)
-    model = target.model
-    if training is not None:
-        model.train(training)
-    if policy is not None or conversion_of(model) is None:
-        convert(model, policy)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AmpGraphWarning)
-        model(*target.args, **target.kwargs)
+    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+        target = load_target(text, inputs)
+        model = target.model
+        if training is not None:
+            model.train(training)
+        if policy is not None or conversion_of(model) is None:
+            convert(model, policy)
+        with warnings.catch_warnings(record=True) as seen, _quiet():
+            warnings.simplefilter("always", AmpGraphWarning)
+            model(*target.args, **target.kwargs)
     for warning in seen:
         print(f"warning: {warning.message}", file=sys.stderr)
     found = conversion_of(model)
@@ -38,6 +41,18 @@ def captured(
     if not found.graphs:
         raise CaptureError(_nothing(found))
     return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error that arrives as an exception anyway."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _nothing(found: Conversion) -> str:

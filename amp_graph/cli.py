@@ -60,9 +60,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
-    parser.add_argument(
-        "node", metavar="NODE", help="a node's name or number (%%7), an input or a module path"
-    )
+    parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
     parser.set_defaults(module="amp_graph.command_explain")
 
 
@@ -137,7 +135,7 @@ def _short(error: BaseException) -> str:
     words = str(error).strip().splitlines()
     lines = [f"{type(error).__name__}: {words[0] if words else ''}", *(f"  {word}" for word in words[1:12])]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
-    if frames:
+    if frames:  # none where the code that failed belongs to a package
         last = frames[-1]
         lines.append(f"  at {last.filename}:{last.lineno}, in {last.name}: {last.line}")
     return "\n".join([*lines, "  fix:   --traceback shows all of it"])

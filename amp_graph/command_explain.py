@@ -41,16 +41,27 @@ class Found:
     def names(self) -> tuple[str, ...]:
         """What a user may call the node."""
         name, number = self.part.path + self.node.name, self.part.path + self.number
-        plain = (name, number, number.replace("%", ""), self.part.path + shown_name(self.node))
+        plain = (name, number, self.part.path + shown_name(self.node))
         return (*plain, *(f"{self.index}:{one}" for one in plain))
+
+    @property
+    def module(self) -> str:
+        """The module that an operation, and not plumbing, stands in."""
+        return self.told.module if self.told and self.told.cls else ""
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The node's operations, with and without their namespace: ``aten.linear``, ``linear``."""
+        ops = self.told.ops if self.told else ()
+        return (*ops, *(op.partition(".")[2] for op in ops))
 
 
 def run(args: argparse.Namespace) -> int:
     """Capture TARGET and explain the nodes that NODE names."""
     conversion = captured(args.target, args.input, args.policy, args.training)
     nodes = list(_nodes(conversion))
-    chosen = [one for one in nodes if args.node in one.names]
-    chosen = chosen or [one for one in nodes if one.told and one.told.cls and one.told.module == args.node]
+    chosen = [one for one in nodes if args.node in (*one.names, one.module)]
+    chosen = chosen or [one for one in nodes if args.node in one.operations]
     if not chosen:
         raise AmpGraphError(_unknown(args.node, nodes))
     for position, one in enumerate(chosen):
@@ -69,12 +80,11 @@ def _nodes(conversion: Conversion) -> Iterator[Found]:
 
 
 def _unknown(name: str, nodes: list[Found]) -> str:
-    known = {n for one in nodes for n in (one.names[0], one.names[3])}
-    known |= {one.told.module for one in nodes if one.told and one.told.module}
+    known = {n for one in nodes for n in (one.names[0], one.names[2], one.module, *one.operations)} - {""}
     near = difflib.get_close_matches(name, sorted(known), 5, 0.5) or sorted(known)[:5]
     return (
         f"explain: no node {name!r}; near: {', '.join(near)}\n"
-        "  legal: a node's name or number (%7, 1:%7 in graph 1), an input's name, or a module's path\n"
+        "  legal: a node's name or number (%7, 1:%7 in graph 1), an input, a module's path, an operation\n"
         "  fix:   amp-graph dump TARGET --format text shows the numbers"
     )
 

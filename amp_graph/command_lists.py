@@ -7,7 +7,10 @@ import sys
 
 import torch
 
+from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
+from amp_graph.lists.fields import nearest
+from amp_graph.lists.operators import known_names
 from amp_graph.lists.parse import normalise
 from amp_graph.lists.schema import Kind, lookup_keys
 from amp_graph.passes import facts
@@ -20,10 +23,11 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.parse(args.policy)
     lists = policy.op_list(device)
+    lines = _one(args.op, lists) if args.op else []
     head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
     write_lines([(head, "bold")], sys.stdout)
     if args.op:
-        write_lines([(line, "") for line in _one(args.op, lists)], sys.stdout)
+        write_lines([(line, "") for line in lines], sys.stdout)
         return 0
     rules = sorted(lists, key=lambda rule: rule.op)
     rows = [((r.op, str(r.cls), when_text(r) or "always", r.why), "") for r in rules]
@@ -37,7 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _one(name: str, lists: OpList) -> list[str]:
     op = normalise(name)
-    overloads = check_op_exists(op, where="OP")
+    try:
+        overloads = check_op_exists(op)
+    except ListError as error:
+        what, legal = str(error).splitlines()[:2]
+        near = next(iter(nearest(op, known_names(op.partition(".")[0]))), "aten.linear")
+        raise AmpGraphError(f"lists: {what}\n{legal}\n  fix:   amp-graph lists {near}") from error
     keys = list(dict.fromkeys(key for overload in overloads for key in lookup_keys(overload)))
     found = [rule for key in keys for rule in lists.rules.get(key, ())]
     if not found:

@@ -5,6 +5,7 @@ Before: ``Captured`` (a GraphModule whose nodes carry marks). After: ``GraphRepo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -105,6 +106,12 @@ def shown_name(node: Node) -> str:
     return str(node.target) if node.op == "get_attr" else node.name
 
 
+def user_line(node: Node) -> str:
+    """Return the user's line that made ``node``; "" where only this package's own call is on record."""
+    line = facts.source_line(node)
+    return "" if line.startswith(os.path.dirname(__file__) + os.sep) else line
+
+
 def precision_of(node: Node, low: torch.dtype) -> str:
     """Return "low", "full" or "captured": what the node computes in, or a cast converts to."""
     mark = mark_of(node)
@@ -132,7 +139,7 @@ def node_reports(part: Part, low: torch.dtype) -> Iterator[tuple[Node, NodeRepor
                 "full" if refused else precision_of(node, low),
                 refused or (mark.reason if mark else node.meta[CAST] if is_cast(node) else _unmarked(node)),
                 mark.origin if mark else "",
-                facts.source_line(node),
+                user_line(node),
                 type_text(value(node)),
                 type_text(captured(node)),
                 mark is None or mark.listed,

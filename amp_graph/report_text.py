@@ -128,8 +128,8 @@ def _modules(paths: Iterable[str]) -> str:
     exact: dict[str, set[str]] = {}
     for path in paths:
         exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
-    shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
-    shown = [name or "(root)" for name in shown]
+    groups = [[folded] if len(full) > 2 else sorted(full) for folded, full in exact.items()]
+    shown = [name or "(root)" for group in groups for name in group]
     return ", ".join(shown[:2]) + (f", {len(shown) - 2} more" if len(shown) > 2 else "")
 
 

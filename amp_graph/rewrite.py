@@ -24,7 +24,9 @@ from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.regions import mark_regions
+from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
 
@@ -103,6 +105,8 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
         PlanPrecision(lists, dtype, policy.accuracy, policy.keep_fp32),
         InsertCasts(dtype, policy.keep_outputs),
         EliminateCasts(),
+        ShareCasts(),
+        ProtectNorms(),
     ]
 
 

@@ -56,7 +56,8 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if conversion or (names and set(names) <= CONVERSIONS):
         return _conversion(node, names)
     if not operations:
-        return Classification(OpClass.NEUTRAL, "no floating-point work", "", names, mixed=True)
+        inputs = frozenset(tensor_inputs(node))
+        return Classification(OpClass.NEUTRAL, "returns what it was given", "", names, inputs, mixed=True)
     rules = [lists.lookup(o.op, o.arguments) for o in operations]
     known = rules if lists.unlisted == "opaque" else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}

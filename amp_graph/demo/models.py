@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 class BasicBlock(nn.Module):
@@ -88,7 +88,13 @@ class CharGPT(nn.Module):
     """A character-level GPT, as one writes it by hand."""
 
     def __init__(
-        self, symbols: int, length: int = 128, width: int = 128, layers: int = 4, heads: int = 4, dropout: float = 0.1
+        self,
+        symbols: int,
+        length: int = 128,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(symbols, width)
@@ -115,7 +121,6 @@ def hf_gpt2(symbols: int, length: int = 128, width: int = 128, layers: int = 3, 
     """Return Hugging Face's GPT-2, unmodified and small, with random weights; nothing is downloaded."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=symbols, n_positions=length, n_embd=width, n_layer=layers, n_head=heads)
-    config.use_cache = False
-    config.bos_token_id = config.eos_token_id = 0
+    sizes = {"n_positions": length, "n_embd": width, "n_layer": layers, "n_head": heads}
+    config = GPT2Config(vocab_size=symbols, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes)
     return GPT2LMHeadModel(config)

@@ -1,0 +1,8 @@
+"""The demo: three models trained on real data, with and without amp_graph, side by side.
+
+``amp-graph demo`` and ``python -m amp_graph.demo`` call ``main``.
+"""
+
+from amp_graph.demo.run import main as main
+
+__all__ = ["main"]

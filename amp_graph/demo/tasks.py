@@ -1,0 +1,101 @@
+"""What is trained: a model, its data and how long, under a short name (``cnn``, ``gpt``, ``hf``).
+
+``task("gpt", quick=False)`` is the character GPT with its batches and its number of steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from amp_graph.demo import models
+from amp_graph.demo.data import SYMBOLS, Batch, Digits, SourceText, _missing
+
+NAMES = ("cnn", "gpt", "hf")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One race: so many steps of batches of this size, ended early after ``seconds``."""
+
+    dtype: str
+    steps: int
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with its data, its loss and its two races, one for each low precision."""
+
+    name: str
+    title: str
+    build: Callable[[], nn.Module]
+    data: Digits | SourceText
+    logits: Callable[[nn.Module, Tensor], Tensor]
+    rate: float
+    phases: tuple[Phase, ...]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of a batch, and which of its predictions are right."""
+        inputs, targets = batch
+        logits = self.logits(model, inputs).flatten(0, -2)
+        return nn.functional.cross_entropy(logits, targets.flatten()), logits.argmax(-1) == targets.flatten()
+
+
+def task(name: str, *, quick: bool = False, steps: int | None = None) -> Task:
+    """Return the task of that name. Raises MissingData where its package is not installed."""
+    made = {"cnn": _cnn, "gpt": _gpt, "hf": _hf}[name](quick)
+    phases = made.phases
+    if quick:
+        phases = (Phase("bf16", 12, 8, 60), Phase("fp16", 4, 2, 60))
+    if steps is not None:
+        phases = tuple(replace(p, steps=steps if p.dtype == "bf16" else max(2, steps // 5)) for p in phases)
+    return replace(made, phases=phases)
+
+
+def has_transformers() -> bool:
+    """Say whether Hugging Face transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _call(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs)  # type: ignore[no-any-return]
+
+
+def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(input_ids=inputs).logits  # type: ignore[no-any-return]
+
+
+def _cnn(quick: bool) -> Task:
+    widths = (8, 16) if quick else (32, 64, 128)
+    phases = (Phase("bf16", 120, 32, 40), Phase("fp16", 16, 8, 15))
+    return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), _call, 2e-3, phases)
+
+
+def _gpt(quick: bool) -> Task:
+    sizes = {"length": 32, "width": 32, "layers": 2} if quick else {"length": 64, "width": 128, "layers": 3}
+    phases = (Phase("bf16", 120, 12, 60), Phase("fp16", 16, 2, 20))
+    data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
+    build = lambda: models.CharGPT(len(SYMBOLS), **sizes)  # noqa: E731
+    return Task("gpt", "character GPT on Python's source text", build, data, _call, 2e-3, phases)
+
+
+def _hf(quick: bool) -> Task:
+    if not has_transformers():
+        raise _missing("transformers")
+    sizes = {"length": 32, "width": 32, "layers": 1} if quick else {"length": 64, "width": 128, "layers": 2}
+    phases = (Phase("bf16", 100, 12, 50), Phase("fp16", 12, 2, 20))
+    data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
+    build = lambda: models.hf_gpt2(len(SYMBOLS), **sizes)  # noqa: E731
+    return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 2e-3, phases)
+
+
+def built(chosen: Task) -> nn.Module:
+    """Return the task's model with its starting weights, the same for every variant."""
+    torch.manual_seed(1)
+    return chosen.build()

@@ -1,0 +1,102 @@
+"""How a step is trained: fp32, torch.autocast, or amp_graph; each with its own copy of the model.
+
+``Trainee(task, VARIANTS["bf16"][2], model).step(batch)`` is one training step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.conversion import Captured, conversion_of
+from amp_graph.demo.data import Batch
+from amp_graph.demo.tasks import Phase, Task
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the same training: under autocast in a dtype, or converted with a policy."""
+
+    name: str
+    autocast: torch.dtype | None = None
+    policy: str = ""
+    scaled: bool = False
+
+
+FP32 = Variant("fp32")
+VARIANTS = {
+    "bf16": (
+        FP32,
+        Variant("autocast bf16", autocast=torch.bfloat16),
+        Variant("amp_graph bf16", policy="bf16"),
+        Variant("amp_graph bf16 fast", policy="bf16,accuracy=fast"),
+    ),
+    "fp16": (
+        FP32,
+        Variant("autocast fp16", autocast=torch.float16, scaled=True),
+        Variant("amp_graph fp16", policy="fp16", scaled=True),
+    ),
+}
+
+
+@dataclass
+class Trainee:
+    """A copy of the task's model, its optimizer, and how it did."""
+
+    task: Task
+    phase: Phase
+    variant: Variant
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    graphs: tuple[Captured, ...] = ()
+
+    @staticmethod
+    def of(task: Task, phase: Phase, variant: Variant, start: nn.Module) -> Trainee:
+        """Return a trainee with a copy of the starting weights; amp_graph converts it, in one line."""
+        model = copy.deepcopy(start)
+        if variant.policy:
+            amp_graph.convert(model, variant.policy)
+        return Trainee(task, phase, variant, model)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.rate, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=self.variant.scaled)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one batch, as a user's loop does."""
+        self.optimizer.zero_grad()
+        loss = self.forward(batch)[0]
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss and the right predictions of a batch, in the variant's precision."""
+        dtype = self.variant.autocast
+        with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+            return self.task.loss(self.model, batch)
+
+    def held_out(self) -> tuple[float, float]:
+        """Return loss and accuracy on what was not trained on."""
+        self.model.eval()
+        losses, right = [], []
+        with torch.no_grad():
+            for batch in self.task.data.held_out(self.phase.batch):
+                loss, hits = self.forward(batch)
+                losses.append(float(loss))
+                right.append(float(hits.float().mean()))
+        self.model.train()
+        return statistics.fmean(losses), statistics.fmean(right)
+
+    def remember_graphs(self) -> None:
+        """Keep the graphs captured so far: those of training."""
+        found = conversion_of(self.model)
+        self.graphs = tuple(found.graphs) if found else ()

@@ -3,13 +3,39 @@
 >>> import amp_graph
 >>> model = amp_graph.convert(model)
 >>> print(amp_graph.report(model).text())
+
+Names are imported when first used, so that ``amp-graph --help`` does not wait for torch.
 """
 
-from amp_graph.convert import convert as convert
-from amp_graph.convert import revert as revert
-from amp_graph.errors import AmpGraphError as AmpGraphError
-from amp_graph.policy import Policy as Policy
-from amp_graph.report import report as report
-from amp_graph.rewrite import rewrite as rewrite
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["AmpGraphError", "Policy", "convert", "report", "revert", "rewrite"]
+if TYPE_CHECKING:
+    from amp_graph.convert import convert as convert
+    from amp_graph.convert import revert as revert
+    from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.policy import Policy as Policy
+    from amp_graph.precision import precision as precision
+    from amp_graph.report import report as report
+    from amp_graph.rewrite import rewrite as rewrite
+
+_HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
+_HOME |= {"report": "report", "revert": "convert", "rewrite": "rewrite"}
+__all__ = ["AmpGraphError", "Policy", "convert", "precision", "report", "revert", "rewrite"]
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
+        made = self.__dict__[name] = getattr(importlib.import_module(f"amp_graph.{_HOME[name]}"), name)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOME or not isinstance(value, ModuleType):  # a submodule must not hide its function
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

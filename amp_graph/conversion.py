@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import types
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from amp_graph.rewrite import Rewritten, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
+HERE = os.path.dirname(__file__)
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Captured:
 
 
 @dataclass
-class Skipped:
-    """A piece of the user's code that Dynamo did not capture."""
+class Piece:
+    """A place in the user's code where capture stopped, or that was not captured at all."""
 
     where: str
     reason: str
@@ -61,7 +63,8 @@ class Conversion:
     dynamic: bool | None = None
     strict: bool = False
     graphs: list[Captured] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    breaks: list[Piece] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     runs: int = 0
 
@@ -100,7 +103,7 @@ class Conversion:
         return result
 
     def _nothing_ran(self) -> None:
-        causes = "; ".join(f"{s.where}: {s.reason}" for s in self.skipped[-3:])
+        causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-3:])
         self._complain("nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations"))
 
     def _complain(self, what: str) -> None:
@@ -130,7 +133,7 @@ class Conversion:
             self._backend,
             dynamic=self.dynamic,
             fullgraph=False,
-            skipped=self._hear_of_skip,
+            heard=self,
         )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
@@ -144,7 +147,7 @@ class Conversion:
         rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model))
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
-            record.break_reason, record.break_line = _first_line(reason.reason), _line_of(reason.user_stack)
+            record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)
         self.graphs.append(record)
         run = lower(gm, example_inputs, self.compile)
 
@@ -157,11 +160,12 @@ class Conversion:
     def _name_modules(self, gm: GraphModule) -> None:
         """Give nodes the path of their module from the root, also in pieces after a graph break."""
         names = {str(id(m)): name for name, m in self.model.named_modules()}
+        arguments = list(inspect.signature(self.model.forward).parameters)
         wishes = {name: m.amp_precision for name, m in self.model.named_modules() if hasattr(m, "amp_precision")}
         for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
             for node in part.graph.nodes:
                 if node.op == "placeholder":
-                    node.meta["amp_input"] = _input_name(node)
+                    node.meta["amp_input"] = _input_name(node, arguments)
                 stack = node.meta.get("nn_module_stack") or {}
                 paths = [names[key] for key in stack if key in names]
                 node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
@@ -169,10 +173,14 @@ class Conversion:
                 if wish:
                     node.meta["amp_wish"] = wish
 
-    def _hear_of_skip(self, code: types.CodeType, reason: str) -> None:
-        if code.co_filename.startswith((TORCH, STDLIB, "<")) or not reason:
-            return
-        self.skipped.append(Skipped(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
+    def skipped(self, code: types.CodeType, reason: str) -> None:
+        """Hear from Dynamo that a frame runs as it was written; torch's own frames do not count."""
+        if reason and not code.co_filename.startswith((TORCH, STDLIB, HERE, "<")):
+            self.pieces.append(Piece(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
+
+    def broke(self, reason: str, stack: Any) -> None:
+        """Hear from Dynamo that a graph ended before its frame did."""
+        self.breaks.append(Piece(_line_of(stack), _cause(reason)))
 
     # -- copies ---------------------------------------------------------------------------------------
 
@@ -216,9 +224,15 @@ def _first_line(error: Any) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
+def _cause(reason: str) -> str:
+    """Return what Dynamo says of a break in one line: the problem, and its explanation where there is one."""
+    found = re.search(r"Explanation: (.*)", reason)
+    return _first_line(reason) + (f": {found.group(1).strip()}" if found else "")
+
+
 def _line_of(stack: Any) -> str:
     """Return the user's line of a graph break."""
-    own = [s for s in stack or () if s.filename != inspect.getfile(Conversion)]
+    own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else ""
 
 
@@ -231,11 +245,18 @@ def _with_parents(path: str) -> list[str]:
     return ["", *[".".join(parts[: i + 1]) for i in range(len(parts))]]
 
 
-def _input_name(node: torch.fx.Node) -> str:
+def _input_name(node: torch.fx.Node, names: Sequence[str]) -> str:
     """Return an input's name as the user writes it: ``encoder.0.weight``, ``x``."""
-    import re
-
     source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     text = str(source() if callable(source) else source)
     found = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
-    return ".".join(found) if found else clean_path(text) or str(node.target)
+    return ".".join(found) if found else _argument_name(text, names) or str(node.target)
+
+
+def _argument_name(text: str, names: Sequence[str]) -> str:
+    """Turn Dynamo's ``L['args'][0]``, ``L['kwargs']['mask']`` or ``L['x']`` into the argument's name."""
+    place = re.fullmatch(r"[LG]\['args'\]\[(\d+)\](.*)", text)
+    if place and int(place[1]) < len(names):
+        return names[int(place[1])] + place[2]
+    plain = re.fullmatch(r"[LG](?:\['kwargs'\])?\['([^']+)'\](.*)", text)
+    return plain[1] + plain[2] if plain else clean_path(text)

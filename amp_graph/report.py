@@ -88,7 +88,7 @@ def report(model: torch.nn.Module) -> Report:
         found.compile if isinstance(found.compile, str) else getattr(found.compile, "__name__", "a callable"),
         _status(found),
         tuple(read_graph(i, record, weights) for i, record in enumerate(found.graphs)),
-        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.skipped)),
+        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
         tuple(found.notes),
     )
 
@@ -103,7 +103,7 @@ def _status(found: Conversion) -> str:
         return AS_WRITTEN
     if found.graphs:
         return ""
-    return FAILED if found.notes or found.skipped else NOT_CAPTURED
+    return FAILED if found.notes or found.pieces else NOT_CAPTURED
 
 
 def _not_converted(model: object) -> str:

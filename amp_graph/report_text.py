@@ -1,14 +1,15 @@
 """A report as text: one screen a graph, equal layers folded into one line.
 
-``linear  layers.*.fc  x12  low  a matrix product: most of a model's work``
+``low  a matrix product: most of a model's work``, and below it ``linear x12 in layers.*.fc``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from amp_graph.graph_report import WEIGHT, GraphReport, NodeReport
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from amp_graph.report import Report
 
 WIDTH = 110
-ROWS = 40
-HEAD = ("operation", "module", "", "precision", "reason")
+REASONS = 25
+CELL = 60
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision streams: leaner, less exact than torch.autocast",
@@ -58,11 +59,18 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
     if not graph.has_fp32:
         kind = "no fp32 operation" if graph.has_floats else "integer-only"
         return [*lines, f"  {kind}: nothing to do"]
-    lines += [*_counts(graph.operations), *_casts(graph), _memory(graph), *_unlisted(graph.operations), ""]
-    rows = fold(graph.operations)
-    lines += [f"  {line}" for line in aligned([HEAD, *rows[:ROWS]])]
-    if len(rows) > ROWS:
-        lines.append(f"  and {len(rows) - ROWS} more lines: report.html(path) has every node")
+    lines += [
+        *_counts(graph.operations),
+        *_casts(graph),
+        _memory(graph),
+        *_unlisted(graph.operations),
+        *_skips(graph),
+    ]
+    lines.append("")
+    groups = list(_by_reason(graph.operations, width))
+    lines += [line for group in groups[:REASONS] for line in group]
+    if len(groups) > REASONS:
+        lines.append(f"  and {len(groups) - REASONS} more reasons: report.html(path) has every node")
     return [_cut(line, width) for line in lines]
 
 
@@ -111,6 +119,29 @@ def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:
     return lines
 
 
+def _skips(graph: GraphReport) -> list[str]:
+    """Say what the passes left alone, each reason once."""
+    groups: dict[str, list[str]] = {}
+    for note in graph.skips:
+        groups.setdefault(note.reason, []).append(note.node)
+    lines = [f"  left alone: {nodes[0]}{_more(nodes)}: {reason}" for reason, nodes in groups.items()]
+    return [*lines[:5], *([f"  and {len(lines) - 5} more reasons"] if len(lines) > 5 else [])]
+
+
+def _more(nodes: Sequence[str]) -> str:
+    return f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+
+
+def _by_reason(nodes: Sequence[NodeReport], width: int | None) -> Iterator[list[str]]:
+    """Yield each precision and reason, with the operations that it is given for below it."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for ops, count, precision, modules, reason in fold(nodes):
+        groups.setdefault((precision, reason), []).append(f"{ops}{f' {count}' if count else ''} in {modules}")
+    for (precision, reason), operations in groups.items():
+        below = textwrap.wrap("; ".join(operations), (width or WIDTH) - 13, break_long_words=False)
+        yield [f"  {precision:<9}{reason}", *(f"             {line}" for line in below)]
+
+
 def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     """Return one row for all nodes with the same operation, precision and reason."""
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -118,24 +149,29 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
         reason = node.reason.removeprefix(", ".join(node.ops) + ": ")
         groups.setdefault((_names(node.ops), node.precision, reason), []).append(node.module)
     return [
-        (ops, _modules(modules), f"x{len(modules)}" if len(modules) > 1 else "", precision, reason)
+        (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)
         for (ops, precision, reason), modules in groups.items()
     ]
 
 
 def _modules(paths: Iterable[str]) -> str:
-    """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``."""
+    """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``; long paths lose their start."""
     exact: dict[str, set[str]] = {}
     for path in paths:
         exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
-    groups = [[folded] if len(full) > 2 else sorted(full) for folded, full in exact.items()]
-    shown = [name or "(root)" for group in groups for name in group]
-    return ", ".join(shown[:2]) + (f", {len(shown) - 2} more" if len(shown) > 2 else "")
+    shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
+    shown = [name or "(root)" for name in shown]
+    short = ", ".join(shown)
+    if len(short) > CELL:
+        more = f", {len(shown) - 1} more" if len(shown) > 1 else ""
+        room = CELL - len(more)
+        short = (shown[0] if len(shown[0]) <= room else "..." + shown[0][3 - room :]) + more
+    return short
 
 
 def _names(ops: tuple[str, ...]) -> str:
     shown = [op.removeprefix("aten.") for op in ops]
-    return ", ".join(shown[:3]) + (f", {len(shown) - 3} more" if len(shown) > 3 else "")
+    return shown[0] if len(shown) == 1 else f"{shown[0]}, {len(shown) - 1} more"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -33,6 +33,7 @@ def inline_checkpoints(gm: GraphModule) -> None:
         number += 1
     if number:
         gm.graph.eliminate_dead_code(lambda n: n.op != "get_attr")
+        gm.delete_all_unused_submodules()
         gm.recompile()
 
 
@@ -99,7 +100,7 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node]) -> None:
     for index, node in enumerate(results):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (call, index))
-        last.meta = {k: v for k, v in node.meta.items() if k != CHECKPOINT}
+        last.meta = {k: v for k, v in node.meta.items() if k not in (CHECKPOINT, "amp", "amp_cast")}
         node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         gm.graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from amp_graph.lists import OpClass, OpList, Rule, load
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import Identity, Operation, identify, tensor_inputs
-from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
+from amp_graph.passes.torch_private import FakeTensorMode, OpOverload, allow_in_graph
 
 # A node's explicit dtype is the user's instruction: these methods and operations convert and do no more.
 CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
@@ -28,7 +28,9 @@ class Classification:
 
     ``applies`` are the nodes to which the class applies (the others keep their captured precision),
     ``written`` those that the node writes to. ``mixed`` says that the kernel itself promotes operands of
-    different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any.
+    different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any, and
+    ``takes_dtype`` that the call has such an argument and leaves it open. ``partial``: the list names the
+    inputs that the class speaks of.
     """
 
     cls: OpClass
@@ -40,13 +42,41 @@ class Classification:
     mixed: bool = False
     conversion: bool = False
     dtype: torch.dtype | None = None
+    partial: bool = False
+    takes_dtype: bool = False
     expand: bool = False
     listed: bool = True
     decomposed: frozenset[OpOverload] = frozenset()
 
 
+_FUNCTIONS: dict[type, OpClass] = {}
+
+
+def register_function(function: type, cls: OpClass) -> None:
+    """Let the ``autograd.Function`` subclass ``function`` be ``allow`` or ``deny`` wherever it is called."""
+    _FUNCTIONS[function] = cls
+    allow_in_graph(function)
+
+
+def _registered(node: Node) -> Classification | None:
+    cells = getattr(node.target, "__closure__", None) or ()
+    function = next((c.cell_contents for c in cells if _is_function(c.cell_contents)), None) if _FUNCTIONS else None
+    if function is None:
+        return None
+    why = "its owner decided so with amp_graph.precision"
+    inputs = frozenset(tensor_inputs(node))
+    return Classification(_FUNCTIONS[function], why, "amp_graph.precision", (function.__name__,), inputs)
+
+
+def _is_function(content: object) -> bool:
+    return isinstance(content, type) and content in _FUNCTIONS
+
+
 def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     """Classify ``node``; a node that cannot be traced alone, or whose parts disagree, says so."""
+    owned = _registered(node)
+    if owned is not None:
+        return owned
     conversion = is_conversion_target(node)
     found, decomposed = _listed_identity(node, lists, mode)
     if isinstance(found, str):
@@ -77,6 +107,8 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         written=written,
         mixed=_takes_mixed(rules, known, operations) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
         dtype=_asked_dtype(operations),
+        partial=rule is not None and rule.inputs is not None,
+        takes_dtype=len(operations) == 1 and operations[0].arguments.get("dtype", ...) is None,
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classify
-from amp_graph.passes.identify_ops import is_tensor_call, tensor_inputs, trace_node
+from amp_graph.passes.identify_ops import is_tensor_call, trace_node, traced_inputs
 from amp_graph.passes.node_value import CAPTURED, fake_mode_of, value
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
@@ -59,18 +59,19 @@ def expand(
 ) -> list[Node] | None:
     """Replace ``node`` by its operations and return them; None, and no change, where that cannot be.
 
-    It cannot where sizes are symbolic (they would be frozen into constants), or where the result is a
-    structure whose parts are not taken out one by one.
+    It cannot where the result is a structure whose parts are not taken out one by one, or where symbolic
+    sizes do not survive the tracing.
     """
-    if any(_is_symbolic(value(source)) for source in tensor_inputs(node)):
+    try:
+        small = trace_node(node, mode, decompose, symbolic=True)
+    except Exception:  # torch's own tracing of symbolic sizes; the caller reports the node as left alone
         return None
-    small = trace_node(node, mode, decompose)
     taken_apart = all(u.op == "call_function" and u.target is operator.getitem for u in node.users)
     result = small.graph.output_node().args[0]
     if not isinstance(result, Node) and not taken_apart:
         return None
     env: dict[Node, Any] = {}
-    inputs = iter(tensor_inputs(node))
+    inputs = iter(traced_inputs(node))
     made: list[Node] = []
     with gm.graph.inserting_before(node):
         for part in small.graph.nodes:
@@ -84,10 +85,6 @@ def expand(
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
     return made
-
-
-def _is_symbolic(val: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in val.shape)
 
 
 def _constant(gm: GraphModule, tensor: torch.Tensor, part: Node) -> Node:

@@ -74,7 +74,7 @@ def source_line(node: Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File "):
+        if lines[index].startswith("File ") and ", in amp_graph_forward" not in lines[index]:
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{_short(lines[index])}: {code}" if code else _short(lines[index])
     return ""

@@ -122,6 +122,17 @@ def tensor_inputs(node: Node) -> list[Node]:
     return list(found.values())
 
 
+def traced_inputs(node: Node) -> list[Node]:
+    """Return the nodes behind the placeholders of ``trace_node(..., symbolic=True)``, in order."""
+    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+    found: dict[int, Node] = {}
+    for leaf in flat:
+        if isinstance(leaf, Node):
+            given = [value(leaf)] if isinstance(value(leaf), torch.SymInt) else tensors(value(leaf))
+            found.update((id(one), leaf) for one in given)
+    return list(found.values())
+
+
 def identify(
     node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
 ) -> Identity | str:
@@ -176,22 +187,23 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def trace_node(
-    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
+    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset(), *, symbolic: bool = False
 ) -> GraphModule:
     """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
 
     Symbolic sizes are traced as numbers, in a fake mode of their own: which operations run does not depend
-    on them, and tracing must not add guards to the user's sizes.
+    on them, and tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that is
+    to run; a symbolic number is then an input as a tensor is.
     """
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
-    if any(_is_symbolic(leaf) for leaf in flat):
+    if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
         flat = [once[id(leaf)] for leaf in flat]
     places: dict[int, list[int]] = {}
     for i, leaf in enumerate(flat):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, (torch.Tensor, torch.SymInt)):
             places.setdefault(id(leaf), []).append(i)
 
     def call(*given: torch.Tensor) -> Any:
@@ -205,9 +217,9 @@ def trace_node(
         return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
 
     table = {op: op.decompose for op in decompose}
-    with tracing_fake(mode, symbolic=False):
+    with tracing_fake(mode, symbolic=symbolic):
         # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
-        given = [flat[same[0]].detach() for same in places.values()]
+        given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
 
 

@@ -85,6 +85,9 @@ class _Insertion:
         for source, want in wants.items():
             self._give(node, source, self.dtype if want == LOW else torch.float32)
         self._saturate(node)
+        if mark is not None and mark.asks_dtype:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             self._convert_result(node)

@@ -47,6 +47,7 @@ class Choice:
     reason: str
     wants: Mapping[Node, str] = field(default_factory=dict)
     converts_result: bool = False
+    asks_dtype: bool = False
 
 
 def paint(problem: Problem) -> dict[Node, Choice]:
@@ -161,7 +162,9 @@ class _Painting:
         if not counted:
             return Choice(AS_CAPTURED, "no fp32 operand")
         if len(low) == len(counted):
-            if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node):
+            if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
+                return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+            if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
                 return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
         if node in self.early:
@@ -181,14 +184,24 @@ class _Painting:
     ) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
         if kind.cls is OpClass.FP32_INSIDE:
-            return "" if tainted else f"{kind.why}; accuracy=fast: low precision lies ahead"
+            norm = kind.partial and not tainted
+            return f"{kind.why}; accuracy=fast: low precision lies ahead" if norm else ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
         if not low and not tainted and len(counted) == 1 and not _is_leaf(counted[0]):
             return "accuracy=fast: low precision lies ahead"
         return ""
 
-    def _must_return_full(self, node: Node) -> bool:
+    def _returns_fp32(self, node: Node, kind: Classification) -> bool:
+        """Say whether a reduction of a low value should return full precision by its own ``dtype`` argument.
+
+        That rounds less and needs no cast, where nothing ahead is low precision; a reproduction of PyTorch's
+        own policy must not do so.
+        """
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and kind.takes_dtype and node not in self.ahead and len(node.all_input_nodes) == 1
+
+    def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose what autocast keeps.
 
         On CUDA autocast returns fp32 from norms and softmax; returning low precision is rounding-equal only
@@ -196,7 +209,7 @@ class _Painting:
         only for the last norm, behind which nothing is low any more (a cast before it instead of after it).
         """
         if self.fast:
-            return node not in self.ahead
+            return kind.partial and node not in self.ahead
         if self.problem.lists.device != "cuda":
             return False
         return not all(self._takes_low(user, node, self.early) for user in node.users)

@@ -32,7 +32,8 @@ class Mark:
 
     ``precision`` is the precision the node computes in: "low", "full" or "captured" (left alone).
     ``wants`` maps each input that must be in one precision to it; other inputs are taken as they come.
-    ``converts_result`` says that the result is made full precision at once, for all its readers.
+    ``converts_result`` says that the result is made full precision at once, for all its readers;
+    ``asks_dtype`` that the call is given ``dtype=torch.float32``.
     """
 
     cls: OpClass
@@ -44,6 +45,7 @@ class Mark:
     converts_result: bool = False
     listed: bool = True
     written: frozenset[Node] = frozenset()
+    asks_dtype: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         choice.converts_result,
         found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
         found.written,
+        choice.asks_dtype,
     )
 
 

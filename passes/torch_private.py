@@ -11,7 +11,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
@@ -26,6 +26,8 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "allow_in_graph",
+    "break_reasons",
     "capture_with_dynamo",
     "compiled_call",
     "concrete_size",
@@ -100,6 +102,16 @@ def own_code_object(function: types.FunctionType) -> types.FunctionType:
     )
 
 
+class CaptureListener(Protocol):
+    """Who hears of what Dynamo did not capture."""
+
+    def skipped(self, code: types.CodeType, reason: str) -> None:
+        """Hear that a frame runs as it was written."""
+
+    def broke(self, reason: str, stack: Any) -> None:
+        """Hear that a graph ended before its frame did."""
+
+
 class _CompileTimeConfig:
     """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
 
@@ -107,14 +119,15 @@ class _CompileTimeConfig:
     would cost every step.
     """
 
-    def __init__(self, inner: Any, skipped: Callable[[types.CodeType, str], None]) -> None:
+    def __init__(self, inner: Any, heard: CaptureListener) -> None:
         self._inner = inner
-        self._skipped = skipped
+        self._heard = heard
         # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
         self._torchdynamo_orig_backend = inner
         self.hooks = inner.hooks
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        known = len(break_reasons())
         with dynamo_config.patch(
             allow_rnn=True,
             # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
@@ -125,9 +138,10 @@ class _CompileTimeConfig:
             accumulated_recompile_limit=NO_LIMIT,
         ):
             result = self._inner(frame, *args, **kwargs)
-        reason = getattr(result, "skip_reason", None)
+        for reason in break_reasons()[known:]:
+            self._heard.broke(str(reason.reason), reason.user_stack)
         if getattr(result, "guarded_code", None) is None:
-            self._skipped(frame.f_code, str(reason or ""))
+            self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
         return result
 
 
@@ -137,9 +151,9 @@ def capture_with_dynamo(
     *,
     dynamic: bool | None,
     fullgraph: bool,
-    skipped: Callable[[types.CodeType, str], None],
+    heard: CaptureListener,
 ) -> Callable[..., Any]:
-    """Return ``function`` captured by Dynamo into ``backend``; ``skipped`` hears of frames that were not.
+    """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
     2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
     rely on the raised limits and on the code object of its own.
@@ -148,13 +162,23 @@ def capture_with_dynamo(
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
     context = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
-    context.callback = _CompileTimeConfig(context.callback, skipped)
+    context.callback = _CompileTimeConfig(context.callback, heard)
     return context(function)  # type: ignore[no-any-return]
 
 
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep an outer ``torch.compile`` from tracing into ``function``; what ``function`` compiles is its own."""
     return torch._dynamo.disable(function, recursive=False)  # type: ignore[no-any-return]
+
+
+def allow_in_graph(function: type) -> None:
+    """Let Dynamo put calls of an ``autograd.Function`` into graphs as they are, instead of tracing into them."""
+    torch._dynamo.allow_in_graph(function)
+
+
+def break_reasons() -> list[Any]:
+    """Return the list to which Dynamo appends the reason of every graph break, graphs without nodes included."""
+    return torch._dynamo.utils.graph_break_reasons
 
 
 def compiled_call(module: torch.nn.Module) -> Any:

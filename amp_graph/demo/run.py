@@ -1,6 +1,6 @@
 """The demo's command: trains, prints the tables, saves the picture and the graphs.
 
-``main(["--quick", "--models", "cnn"])`` returns 0, or 2 with a message where something is missing.
+``main(["--quick", "--models", "cnn"])`` returns 0, or 1 with a message where something is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from amp_graph.demo import explain, show
 from amp_graph.demo.data import MissingData
 from amp_graph.demo.race import Result, race
 from amp_graph.demo.tasks import NAMES, Task, has_transformers, task
+from amp_graph.demo.threads import useful_threads
 from amp_graph.demo.variants import Trainee
 from amp_graph.errors import AmpGraphError
 
@@ -36,12 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     before = torch.get_num_threads()
     try:
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads or useful_threads())
         _demo(options)
     except AmpGraphError as error:
         print(error, file=sys.stderr)
-        return 2
+        return 1
     finally:
         torch.set_num_threads(before)
     return 0
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="tiny models, a few steps: only to see that it works"
     )
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the results")
-    parser.add_argument("--threads", type=_positive, help="CPU threads (default: as torch chooses)")
+    parser.add_argument(
+        "--threads", type=_positive, help="CPU threads (default: as torch chooses, or 1 on a busy machine)"
+    )
     return parser
 
 
@@ -138,10 +140,10 @@ def _save(one: Trainee, folder: Path) -> None:
 
 def _notes(console: Console, folder: Path, seconds: float) -> None:
     console.print(
-        "Every variant starts from the same weights and sees the same batches; one step of each in turn.\n"
-        "The ratio is that of a whole step (forward, backward, update) to torch.autocast's in the same dtype\n"
-        "and round: below 1 is faster. fp16 has few kernels on CPU and is slow there, so its race has smaller\n"
-        "batches and fewer steps.\n"
+        "Every variant starts from the same weights and sees the same batches, one step of each in turn.\n"
+        "time: a whole step (forward, backward, update) over torch.autocast's in the same dtype and round;\n"
+        "below 1 is faster. casts: executed in one forward and backward. saved: kept for backward, beside\n"
+        "parameters. fp16 is slow on CPU, so its race has smaller batches and fewer steps.\n"
         f"Loss curves, graphs and reports are in {folder}/; the demo took {seconds:.0f} s."
     )
 

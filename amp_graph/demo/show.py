@@ -28,17 +28,15 @@ def console() -> Console:
 
 def results_table(task: Task, results: Mapping[str, Sequence[Result]]) -> Table:
     """Return the table of one model; a rule divides the two low precisions."""
-    table = Table(
-        title=f"{task.name}: {task.title}", title_justify="left", title_style="bold", pad_edge=False
-    )
+    table = Table(title=f"{task.name}: {task.title}", title_justify="left", title_style="bold", box=SIMPLE)
     table.add_column("variant", no_wrap=True)
     heads = (
         "steps x\nbatch",
         "train\nloss",
-        "held-out loss\n(accuracy)",
-        "step time / autocast's\nmedian [p25-p75]",
+        "held-out\nloss (accuracy)",
+        "time / autocast\nmedian [p25-p75]",
     )
-    for head in (*heads, "casts\na step", "saved for\nbackward", "operations\nlow / full"):
+    for head in (*heads, "casts /\nstep", "saved\nMB", "ops low\n/ full"):
         table.add_column(head, justify="right", no_wrap=True)
     for rows in results.values():
         for row in rows:
@@ -57,7 +55,7 @@ def _cells(row: Result) -> tuple[str, ...]:
         f"{row.held_out_loss:.3f} ({row.held_out_accuracy:.1%})",
         "1" if middle == low == high == 1 else f"{middle:.2f} [{low:.2f}-{high:.2f}]",
         f"{row.casts}",
-        f"{row.saved_mb:.1f} MB",
+        f"{row.saved_mb:.1f}",
         operations,
     )
 

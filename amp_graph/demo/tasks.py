@@ -74,7 +74,7 @@ def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
 def _cnn(quick: bool) -> Task:
     widths = (8, 16) if quick else (32, 64, 128)
     phases = (Phase("bf16", 120, 32, 40), Phase("fp16", 16, 8, 15))
-    return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), _call, 2e-3, phases)
+    return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), _call, 1e-3, phases)
 
 
 def _gpt(quick: bool) -> Task:
@@ -82,7 +82,7 @@ def _gpt(quick: bool) -> Task:
     phases = (Phase("bf16", 120, 12, 60), Phase("fp16", 16, 2, 20))
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.CharGPT(len(SYMBOLS), **sizes)  # noqa: E731
-    return Task("gpt", "character GPT on Python's source text", build, data, _call, 2e-3, phases)
+    return Task("gpt", "character GPT on Python's source text", build, data, _call, 1e-3, phases)
 
 
 def _hf(quick: bool) -> Task:
@@ -92,7 +92,7 @@ def _hf(quick: bool) -> Task:
     phases = (Phase("bf16", 100, 12, 50), Phase("fp16", 12, 2, 20))
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.hf_gpt2(len(SYMBOLS), **sizes)  # noqa: E731
-    return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 2e-3, phases)
+    return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 1e-3, phases)
 
 
 def built(chosen: Task) -> nn.Module:

@@ -1,0 +1,295 @@
+"""Golden graphs: what small models become, as text. To accept a new text: EXPECTTEST_ACCEPT=1 pytest <this file>."""
+
+import expecttest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_graph.passes.text import graph_text
+from tests.passes.graphs import body_text, capture, rewritten
+
+
+class Block(nn.Module):
+    """A pre-norm block as in GPT-2, of width 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.fc, self.out = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        q, k, v = (a.view(2, 3, 2, 4).transpose(1, 2) for a in self.qkv(self.ln_1(x)).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2) / 2.0).softmax(-1)
+        x = x + self.proj((weights @ v).transpose(1, 2).reshape(2, 3, 8))
+        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+
+
+class Stacked(nn.Module):
+    """What feeds the block: a value that trains and is no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.ln, self.fc = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.fc(self.ln(x))
+        return x + self.fc(self.ln(x))
+
+
+class Residual(nn.Module):
+    """conv-bn-relu twice, with the in-place operations of torchvision."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        h += x
+        return self.relu(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc(self.lstm(x)[0][:, -1])
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
+
+
+class WritesToView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        before = self.b(h)
+        h[:, :4].add_(1.0)
+        return self.b(h) - before
+
+
+X = (2, 3, 8)
+CASES = {
+    "block": (Block, lambda: (torch.randn(X),)),
+    "stacked": (Stacked, lambda: (torch.tensor([[0, 1, 2]]),)),
+    "residual": (Residual, lambda: (torch.randn(2, 4, 5, 5),)),
+    "with_loss": (WithLoss, lambda: (torch.randn(3, 8), torch.tensor([0, 1, 2]))),
+    "writes_to_view": (WritesToView, lambda: (torch.randn(2, 8),)),
+    "recurrent": (Recurrent, lambda: (torch.randn(2, 3, 4),)),
+}
+
+
+def graph_of(name, policy="bf16"):
+    build, inputs = CASES[name]
+    with torch._dynamo.config.patch(allow_rnn=True):
+        return rewritten(capture(build(), *inputs()), policy)
+
+
+class GoldenTest(expecttest.TestCase):
+    def check(self, text, expected, skip=1):
+        self.assertLessEqual(len(text.splitlines()), 45, "a golden graph fits on one screen")
+        self.assertExpectedInline(text, expected, skip=skip)
+
+    def test_transformer_block_autocast(self):
+        self.check(body_text(graph_of("block")), """\
+%13: f32[2,3,8] = layer_norm(%2, (8,), %0, %1, 1e-05)  # ln_1
+%14: bf16[2,3,8] = .bfloat16(%13)  # ln_1
+%15: bf16[24,8] = .bfloat16(%3)  # qkv
+%16: bf16[24] = .bfloat16(%4)  # qkv
+%17: bf16[2,3,24] = linear(%14, %15, %16)  # qkv
+%18: (bf16[2,3,8], bf16[2,3,8], bf16[2,3,8]) = .chunk(%17, 3, -1)
+%19: bf16[2,3,8] = getitem(%18, 0)
+%20: bf16[2,3,8] = getitem(%18, 1)
+%21: bf16[2,3,8] = getitem(%18, 2)
+%22: bf16[2,3,2,4] = .view(%19, 2, 3, 2, 4)
+%23: bf16[2,2,3,4] = .transpose(%22, 1, 2)
+%24: bf16[2,3,2,4] = .view(%20, 2, 3, 2, 4)
+%25: bf16[2,2,3,4] = .transpose(%24, 1, 2)
+%26: bf16[2,3,2,4] = .view(%21, 2, 3, 2, 4)
+%27: bf16[2,2,3,4] = .transpose(%26, 1, 2)
+%28: bf16[2,2,4,3] = .transpose(%25, -1, -2)
+%29: bf16[2,2,3,3] = matmul(%23, %28)
+%30: bf16[2,2,3,3] = truediv(%29, 2.0)
+%31: bf16[2,2,3,3] = .softmax(%30, -1)
+%32: bf16[2,2,3,4] = matmul(%31, %27)
+%33: bf16[2,3,2,4] = .transpose(%32, 1, 2)
+%34: bf16[2,3,8] = .reshape(%33, 2, 3, 8)
+%35: bf16[8,8] = .bfloat16(%5)  # proj
+%36: bf16[8] = .bfloat16(%6)  # proj
+%37: bf16[2,3,8] = linear(%34, %35, %36)  # proj
+%38: f32[2,3,8] = add(%2, %37)
+%39: f32[2,3,8] = layer_norm(%38, (8,), %7, %8, 1e-05)  # ln_2
+%40: bf16[2,3,8] = .bfloat16(%39)  # ln_2
+%41: bf16[32,8] = .bfloat16(%9)  # fc
+%42: bf16[32] = .bfloat16(%10)  # fc
+%43: bf16[2,3,32] = linear(%40, %41, %42)  # fc
+%44: bf16[2,3,32] = gelu(%43)
+%45: bf16[8,32] = .bfloat16(%11)  # out
+%46: bf16[8] = .bfloat16(%12)  # out
+%47: bf16[2,3,8] = linear(%44, %45, %46)  # out
+%48: f32[2,3,8] = add(%38, %47)
+return (%48,)""")
+
+    def test_transformer_block_fast(self):
+        self.check(body_text(graph_of("block", "bf16,accuracy=fast")), """\
+%13: bf16[2,3,8] = .bfloat16(%2)  # ln_1
+%14: bf16[2,3,8] = layer_norm_low(%13, (8,), %0, %1, 1e-05)  # ln_1
+%15: bf16[24,8] = .bfloat16(%3)  # qkv
+%16: bf16[24] = .bfloat16(%4)  # qkv
+%17: bf16[2,3,24] = linear(%14, %15, %16)  # qkv
+%18: (bf16[2,3,8], bf16[2,3,8], bf16[2,3,8]) = .chunk(%17, 3, -1)
+%19: bf16[2,3,8] = getitem(%18, 0)
+%20: bf16[2,3,8] = getitem(%18, 1)
+%21: bf16[2,3,8] = getitem(%18, 2)
+%22: bf16[2,3,2,4] = .view(%19, 2, 3, 2, 4)
+%23: bf16[2,2,3,4] = .transpose(%22, 1, 2)
+%24: bf16[2,3,2,4] = .view(%20, 2, 3, 2, 4)
+%25: bf16[2,2,3,4] = .transpose(%24, 1, 2)
+%26: bf16[2,3,2,4] = .view(%21, 2, 3, 2, 4)
+%27: bf16[2,2,3,4] = .transpose(%26, 1, 2)
+%28: bf16[2,2,4,3] = .transpose(%25, -1, -2)
+%29: bf16[2,2,3,3] = matmul(%23, %28)
+%30: bf16[2,2,3,3] = truediv(%29, 2.0)
+%31: bf16[2,2,3,3] = .softmax(%30, -1)
+%32: bf16[2,2,3,4] = matmul(%31, %27)
+%33: bf16[2,3,2,4] = .transpose(%32, 1, 2)
+%34: bf16[2,3,8] = .reshape(%33, 2, 3, 8)
+%35: bf16[8,8] = .bfloat16(%5)  # proj
+%36: bf16[8] = .bfloat16(%6)  # proj
+%37: bf16[2,3,8] = linear(%34, %35, %36)  # proj
+%38: bf16[2,3,8] = add(%13, %37)
+%39: bf16[2,3,8] = layer_norm_low(%38, (8,), %7, %8, 1e-05)  # ln_2
+%40: bf16[32,8] = .bfloat16(%9)  # fc
+%41: bf16[32] = .bfloat16(%10)  # fc
+%42: bf16[2,3,32] = linear(%39, %40, %41)  # fc
+%43: bf16[2,3,32] = gelu(%42)
+%44: bf16[8,32] = .bfloat16(%11)  # out
+%45: bf16[8] = .bfloat16(%12)  # out
+%46: bf16[2,3,8] = linear(%43, %44, %45)  # out
+%47: bf16[2,3,8] = add(%38, %46)
+%48: f32[2,3,8] = .float(%47)
+return (%48,)""")
+
+    def test_shared_casts_of_a_stream_fast(self):
+        self.check(body_text(graph_of("stacked", "bf16,accuracy=fast")), """\
+%6: f32[1,3,8] = embedding(%1, %0, None, None, 2.0, False, False)  # embed
+%7: (bf16[1,3,8], bf16[1,3,8]) = shared_cast(%6, bf16, 2, False)  # embed
+%8: bf16[1,3,8] = getitem(%7, 0)  # embed
+%9: bf16[1,3,8] = getitem(%7, 1)  # embed
+%10: bf16[1,3,8] = layer_norm_low(%8, (8,), %2, %3, 1e-05)  # ln
+%11: bf16[8,8] = .bfloat16(%4)  # fc
+%12: bf16[8] = .bfloat16(%5)  # fc
+%13: bf16[1,3,8] = linear(%10, %11, %12)  # fc
+%14: bf16[1,3,8] = add(%9, %13)
+%15: bf16[1,3,8] = layer_norm_low(%14, (8,), %2, %3, 1e-05)  # ln
+%16: bf16[1,3,8] = linear(%15, %11, %12)  # fc
+%17: bf16[1,3,8] = add(%14, %16)
+%18: f32[1,3,8] = .float(%17)
+return (%18,)""")
+
+    def test_residual_block(self):
+        self.check(body_text(graph_of("residual")), """\
+%13: bf16[2,4,5,5] = .bfloat16(%1)  # conv1
+%14: bf16[4,4,3,3] = .bfloat16(%0)  # conv1
+%15: bf16[2,4,5,5] = conv2d(%13, %14, None, (1, 1), (1, 1), (1, 1), 1)  # conv1
+%16: i64[] = .add_(%2, 1)  # bn1
+%17: bf16[2,4,5,5] = batch_norm(%15, %3, %4, %5, %6, True, 0.1, 1e-05)  # bn1
+%18: bf16[2,4,5,5] = relu(%17, inplace=True)  # relu
+%19: bf16[4,4,3,3] = .bfloat16(%7)  # conv2
+%20: bf16[2,4,5,5] = conv2d(%18, %19, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
+%21: i64[] = .add_(%8, 1)  # bn2
+%22: bf16[2,4,5,5] = batch_norm(%20, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
+%23: bf16[2,4,5,5] = iadd(%22, %1)
+%24: bf16[2,4,5,5] = relu(%23, inplace=True)  # relu
+%25: f32[2,4,5,5] = .float(%24)
+return (%25,)""")
+
+    def test_recurrent(self):
+        self.check(body_text(graph_of("recurrent")), """\
+%7: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
+%8: bf16[1,2,8] = .bfloat16(%7)  # lstm
+%9: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
+%10: bf16[1,2,8] = .bfloat16(%9)  # lstm
+%11: bf16[2,3,4] = .bfloat16(%4)  # lstm
+%12: bf16[32,4] = .bfloat16(%0)  # lstm
+%13: bf16[32,8] = .bfloat16(%1)  # lstm
+%14: bf16[32] = .bfloat16(%2)  # lstm
+%15: bf16[32] = .bfloat16(%3)  # lstm
+%16: (bf16[2,3,8], bf16[1,2,8], bf16[1,2,8]) = lstm(%11, (%8, %10), [%12, %13, %14, %15], True, 1, 0.0, True, False, True)  # lstm
+%17: bf16[2,3,8] = getitem(%16, 0)  # lstm
+%18: bf16[2,8] = getitem(%17, (:, -1))
+%19: bf16[2,8] = .bfloat16(%5)  # fc
+%20: bf16[2] = .bfloat16(%6)  # fc
+%21: bf16[2,2] = linear(%18, %19, %20)  # fc
+%22: f32[2,2] = .float(%21)  # fc
+return (%22,)""")
+
+    def test_mlp_with_its_loss_inside(self):
+        self.check(graph_text(graph_of("with_loss")), """\
+%0: f32[16,8] = input L_self_modules_a_parameters_weight_
+%1: f32[16] = input L_self_modules_a_parameters_bias_
+%2: f32[3,8] = input L_x_
+%3: f32[4,16] = input L_self_modules_b_parameters_weight_
+%4: f32[4] = input L_self_modules_b_parameters_bias_
+%5: i64[3] = input L_y_
+%6: bf16[3,8] = .bfloat16(%2)  # a
+%7: bf16[16,8] = .bfloat16(%0)  # a
+%8: bf16[16] = .bfloat16(%1)  # a
+%9: bf16[3,16] = linear(%6, %7, %8)  # a
+%10: bf16[3,16] = relu(%9)
+%11: bf16[4,16] = .bfloat16(%3)  # b
+%12: bf16[4] = .bfloat16(%4)  # b
+%13: bf16[3,4] = linear(%10, %11, %12)  # b
+%14: f32[3,4] = .float(%13)  # b
+%15: f32[] = cross_entropy(%14, %5)
+return (%15,)""")
+
+    def test_mlp_with_its_loss_inside_fp16(self):
+        self.check(body_text(graph_of("with_loss", "fp16")), """\
+%6: f16[3,8] = .half(%2)  # a
+%7: f16[16,8] = .half(%0)  # a
+%8: f16[16] = .half(%1)  # a
+%9: f16[3,16] = linear(%6, %7, %8)  # a
+%10: f16[3,16] = relu(%9)
+%11: f16[4,16] = .half(%3)  # b
+%12: f16[4] = .half(%4)  # b
+%13: f16[3,4] = linear(%10, %11, %12)  # b
+%14: f32[3,4] = .float(%13)  # b
+%15: f32[] = cross_entropy(%14, %5)
+return (%15,)""")
+
+    def test_write_to_a_view(self):
+        self.check(body_text(graph_of("writes_to_view")), """\
+%5: bf16[2,8] = .bfloat16(%2)  # a
+%6: bf16[8,8] = .bfloat16(%0)  # a
+%7: bf16[8] = .bfloat16(%1)  # a
+%8: bf16[2,8] = linear(%5, %6, %7)  # a
+%9: bf16[8,8] = .bfloat16(%3)  # b
+%10: bf16[8] = .bfloat16(%4)  # b
+%11: bf16[2,8] = linear(%8, %9, %10)  # b
+%12: bf16[2,4] = getitem(%8, (:, :4))
+%13: bf16[2,4] = .add_(%12, 1.0)
+%14: bf16[2,8] = linear(%8, %9, %10)  # b
+%15: bf16[2,8] = sub(%14, %11)
+%16: f32[2,8] = .float(%15)
+return (%16,)""")
+
+
+def test_text_is_the_same_from_capture_to_capture():
+    for name in CASES:
+        for policy in ("bf16", "bf16,accuracy=fast"):
+            assert graph_text(graph_of(name, policy)) == graph_text(graph_of(name, policy)), (name, policy)

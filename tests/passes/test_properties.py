@@ -1,0 +1,151 @@
+"""Random small graphs through every pass: the contract, idempotence, determinism, identity of parameters, dtypes."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.node_value import tensors, value
+from amp_graph.passes.text import graph_text
+from tests.passes.graphs import BF16, FP32, capture, run_step, standard_passes
+from tests.passes.programs import program
+
+SEEDS = range(40)
+POLICIES = ("bf16", "bf16,accuracy=fast", "fp16", "bf16,lists=autocast_cpu")
+
+
+@lru_cache(maxsize=None)
+def captured(seed):
+    model, inputs = program(seed)
+    return capture(model, *inputs)
+
+
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_contract_holds_after_every_pass(seed, policy):
+    graph = captured(seed)
+    gm, done = graph.through(standard_passes(policy))
+    assert [d.name for d in done] == [p.name for p in standard_passes(policy)]
+    step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    assert [t.dtype for t in step.outputs] == [t.dtype for t in plain.outputs]
+    assert [t.shape for t in step.outputs] == [t.shape for t in plain.outputs]
+    assert [g is None for g in step.grads] == [g is None for g in plain.grads]
+    assert all(g is None or g.dtype == FP32 for g in step.grads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_metadata_says_what_runs(seed):
+    """Every node's recorded dtype and shape is what the node really returns."""
+    graph = captured(seed)
+    gm, _ = graph.through(standard_passes())
+
+    class Compare(torch.fx.Interpreter):
+        def run_node(self, n):
+            got = super().run_node(n)
+            for t, said in zip(tensors(got), tensors(value(n)), strict=True):
+                assert (t.dtype, t.shape) == (said.dtype, said.shape), n.name
+            return got
+
+    Compare(gm).run(*graph.given)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_outputs_are_as_near_as_low_precision_is(seed, policy):
+    """Both runs round differently at most as autocast's two neighbours do: no operation was lost or doubled."""
+    graph = captured(seed)
+    gm, _ = graph.through(standard_passes(policy))
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    for a, b in zip(low.outputs[:1], plain.outputs[:1], strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
+    model, inputs = program(seed, grad_modes=False)
+    traced = torch.fx.symbolic_trace(model)
+    once = amp_graph.rewrite(traced, "bf16", inputs)
+    again = amp_graph.rewrite(torch.fx.symbolic_trace(model), "bf16", inputs)
+    assert graph_text(once) == graph_text(again)
+    assert graph_text(amp_graph.rewrite(once, "bf16")) == graph_text(once)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_pass_run_again_changes_nothing(seed, policy):
+    gm = captured(seed).fresh()
+    for one in standard_passes(policy):
+        run_passes(gm, [one], checked=True)
+        text = graph_text(gm)
+        (second,) = run_passes(gm, [one], checked=True)
+        assert graph_text(gm) == text, one.name
+        if one.name not in ("plan-precision",):  # the plan lists every mark, changed or not
+            assert not second.result.modified, (one.name, second.result.changes)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_planning_again_gives_the_same_marks(seed):
+    gm = captured(seed).fresh()
+    identify, expand, plan = standard_passes()[:3]
+    run_passes(gm, [identify, expand, plan], checked=True)
+    first = {n.name: n.meta.get("amp") for n in gm.graph.nodes}
+    run_passes(gm, [plan], checked=True)
+    assert {n.name: n.meta.get("amp") for n in gm.graph.nodes} == first
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_parameters_are_shared_and_the_graph_given_stays_as_it_was(seed):
+    model, inputs = program(seed, grad_modes=False)
+    traced = torch.fx.symbolic_trace(model)
+    before = traced.graph.python_code("self").src
+    made = amp_graph.rewrite(traced, "bf16", inputs)
+    assert traced.graph.python_code("self").src == before
+    ours = dict(made.named_parameters())
+    own = dict(model.named_parameters())
+    assert ours
+    for name, p in ours.items():
+        assert own[name] is p
+        assert p.dtype == FP32
+        assert p.requires_grad
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 5))
+def test_an_exported_graph_is_rewritten_too(seed):
+    model, inputs = program(seed, grad_modes=False)
+    with torch.no_grad():
+        exported = torch.export.export(model, tuple(x.detach() for x in inputs), strict=False)
+        made = amp_graph.rewrite(exported.module(check_guards=False), "bf16")
+        got, want = made(*inputs), model(*inputs)
+    assert {t.dtype for n in made.graph.nodes for t in tensors(value(n))} >= {FP32}
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    assert (got[0] - want[0]).norm() <= 0.1 * want[0].norm() + 1e-3
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 5))
+def test_a_converted_program_runs_the_graph_that_rewrite_makes(seed):
+    model, (x, y) = program(seed)
+    graph = captured(seed)
+    want = run_step(graph.through(standard_passes())[0], graph.given)
+    torch._dynamo.reset()
+    converted = amp_graph.convert(model, "bf16")
+    got = converted(x.clone(), y.detach().clone().requires_grad_())
+    assert len(conversion_of(converted).graphs) == 1
+    for a, b in zip(got, want.outputs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_generator_reaches_what_it_is_for():
+    """Low values, casts, the user's own conversions, writes and regions all occur."""
+    lines = [line.kind for seed in SEEDS for line in program(seed)[0].lines]
+    for kind in ("no_grad", "write_view", "write_after_read", "write_mixed", "there_and_back", "wide_reader", "low"):
+        assert lines.count(kind) >= 3, kind
+    lowered = 0
+    for seed in SEEDS:
+        gm, _ = captured(seed).through(standard_passes())
+        lowered += any(t.dtype == BF16 for n in gm.graph.nodes for t in tensors(value(n)))
+    assert lowered >= 30

@@ -1,0 +1,98 @@
+"""The demo runs end to end, its table and files are there, and every variant learns."""
+
+import importlib.util
+import json
+import math
+from statistics import fmean
+
+import pytest
+import torch
+
+from amp_graph.demo import main
+from amp_graph.demo.data import SYMBOLS, Digits, SourceText
+from amp_graph.demo.measure import casts_and_saved
+
+ROWS = {
+    "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast"],
+    "fp16": ["fp32", "autocast fp16", "amp_graph fp16"],
+}
+
+
+def run(folder, *models):
+    assert main(["--quick", "--models", ",".join(models), "--output", str(folder)]) == 0
+    return json.loads((folder / "results.json").read_text())["models"]
+
+
+def check(found, folder, name):
+    for kind, rows in found.items():
+        assert [row["variant"] for row in rows] == ROWS[kind]
+        for row in rows:
+            figures = (*row["losses"], row["loss"], row["held_out_loss"], *row["ratio"])
+            assert all(map(math.isfinite, figures))
+            assert row["ratio"][1] <= row["ratio"][0] <= row["ratio"][2]
+            assert len(row["losses"]) == row["steps"]
+            if kind == "bf16":
+                assert fmean(row["losses"][-3:]) < fmean(row["losses"][:3])
+            assert bool(row["casts"]) == (row["variant"] != "fp32")
+            assert row["saved_mb"] > 0
+            if row["variant"].startswith("amp_graph"):
+                assert row["operations"]["low"] > 0
+                assert row["saved_mb"] < rows[0]["saved_mb"]
+    for kind in ("bf16", "bf16_fast", "fp16"):
+        short = "f16[" if kind == "fp16" else "bf16["
+        assert short in (folder / f"{name}_{kind}_graph.txt").read_text()
+        assert (folder / f"{name}_{kind}_report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_demo(name, tmp_path, capsys):
+    found = run(tmp_path, name)
+    check(found[name], tmp_path, name)
+    shown = capsys.readouterr().out
+    assert "amp_graph bf16 fast" in shown
+    assert "which operation ran in which precision, and why" in shown
+    assert "…" not in shown  # no column was cut
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "linear" in (tmp_path / "results.txt").read_text()
+
+
+@pytest.mark.slow
+def test_demo_with_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    check(run(tmp_path, "hf")["hf"], tmp_path, "hf")
+
+
+def test_demo_names_what_is_missing(tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
+    assert main(["--quick", "--output", str(tmp_path)]) == 1
+    assert "scikit-learn is not installed\n  fix:   pip install 'amp-graph[demo]'" in capsys.readouterr().err
+
+
+def test_demo_refuses_unknown_models(tmp_path, capsys):
+    assert main(["--models", "cnn,bert", "--output", str(tmp_path)]) == 1
+    assert "unknown model bert\n  legal: cnn, gpt, hf" in capsys.readouterr().err
+
+
+def test_data_is_the_same_every_time():
+    digits, text = Digits.load(), SourceText.load(16, 120_000)
+    for data in (digits, text):
+        assert torch.equal(data.batch(3, 4)[0], data.batch(3, 4)[0])
+        assert not torch.equal(data.batch(3, 4)[0], data.batch(4, 4)[0])
+    inputs, targets = text.batch(0, 2)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert int(text.ids.max()) < len(SYMBOLS)
+
+
+def test_casts_are_counted_in_forward_and_backward():
+    model = torch.nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().sum()
+
+    casts, saved = casts_and_saved(model, forward)
+    # Input, weight, bias and the result; back, the gradients of all but the input.
+    assert casts == 4 + 3
+    assert saved == (8 + 16) * 2 / 1e6 or saved == 8 * 2 / 1e6

@@ -1,0 +1,55 @@
+"""Every example runs, and does what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_train_digits():
+    assert load("train_digits").main(epochs=6) > 0.9
+
+
+def test_inspect_graph():
+    text = load("inspect_graph").main()
+    assert "softmax" in text
+
+
+def test_custom_policy():
+    found = load("custom_policy").main()
+    linear = {name: precision for name, precision in found.items() if name.endswith("linear")}
+    assert linear == {
+        "encoder.0 linear": "full",
+        "encoder.1 linear": "low",
+        "encoder.2 linear": "low",
+        "head linear": "full",
+    }
+    assert {p for name, p in found.items() if name.endswith(("gelu", "tanh"))} == {"full"}
+
+
+def test_torch_compile_backend():
+    assert load("torch_compile_backend").main() == torch.bfloat16
+
+
+def test_all_examples_are_tested():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        "train_digits",
+        "inspect_graph",
+        "custom_policy",
+        "torch_compile_backend",
+    }
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_examples_are_short(path):
+    assert len(path.read_text().splitlines()) <= 60

@@ -102,7 +102,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     return [
         IdentifyOps(),
         ExpandComposites(lists),
-        PlanPrecision(lists, dtype, policy.accuracy, policy.keep_fp32),
+        PlanPrecision(lists, dtype, policy.accuracy, policy.keep_fp32, policy.keep_outputs),
         InsertCasts(dtype, policy.keep_outputs),
         EliminateCasts(),
         ShareCasts(),

@@ -37,6 +37,7 @@ class Problem:
     memory: Memory
     lists: OpList
     accuracy: str
+    keep_outputs: bool = True
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class _Painting:
         if kind.cls is OpClass.DENY:
             self.tainted.add(node)
             return self._set_full(kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.OPAQUE and kind.takes_dtype and _is_like(kind):
+            return Choice(AS_CAPTURED, f"{kind.why}; only the shape of its operand counts", asks_dtype=True)
         if kind.cls is OpClass.OPAQUE:
             return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
         if kind.cls is OpClass.PROMOTE:
@@ -164,6 +167,8 @@ class _Painting:
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
                 return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+            if self._is_widened_anyway(node, kind, low):
+                return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
                 return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
@@ -199,7 +204,23 @@ class _Painting:
         own policy must not do so.
         """
         ours = self.problem.lists.unlisted == "opaque"
-        return ours and kind.takes_dtype and node not in self.ahead and len(node.all_input_nodes) == 1
+        return ours and kind.takes_dtype and len(node.all_input_nodes) == 1 and self._only_full_readers(node)
+
+    def _only_full_readers(self, node: Node) -> bool:
+        """Say whether everything that reads ``node`` takes full precision."""
+        return bool(node.users) and all(self._takes_full(user) for user in node.users)
+
+    def _takes_full(self, user: Node) -> bool:
+        kind = self.classes.get(user)
+        restored = user.op == "output" and self.problem.keep_outputs
+        return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
+
+    def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
+        """Say whether ``node`` only moves a value that another reader widens: one cast then serves both."""
+        if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
+            return False
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and any(user is not node and self._takes_full(user) for user in low[0].users)
 
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose what autocast keeps.
@@ -256,6 +277,11 @@ def _is_leaf(node: Node) -> bool:
 
 def _names(kind: Classification) -> str:
     return ", ".join(kind.names)
+
+
+def _is_like(kind: Classification) -> bool:
+    """Say whether a call makes a new tensor in the image of another (``randn_like``, ``new_zeros``)."""
+    return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
 
 
 def _without_scalars(nodes: list[Node]) -> list[Node]:

@@ -59,6 +59,7 @@ class PlanPrecision(Pass):
     dtype: torch.dtype
     accuracy: str = "autocast"
     keep_fp32: str = ""
+    keep_outputs: bool = True
     name: ClassVar[str] = "plan-precision"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -69,7 +70,7 @@ class PlanPrecision(Pass):
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
         classes = {node: _decided(classify(node, self.lists, mode)) for node in nodes}
         classes = self._constrained(gm, classes)
-        problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy)
+        problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
         changes: list[Change] = []
         for node, choice in paint(problem).items():
             node.meta[MARK] = _mark(node, choice, problem)

@@ -37,13 +37,15 @@ def products(model, *args, names=PRODUCTS, **kwargs):
 
 
 def assert_runs_low(model, *args, dtype=BF16, names=PRODUCTS, **kwargs):
-    """One call, which may capture: it runs captured graphs only, in low precision."""
+    """Two calls, of which the first may capture: both run a captured graph, in low precision."""
     before = conversion_of(model).runs
+    model(*args, **kwargs)
+    assert conversion_of(model).runs > before
+    assert not amp_graph.report(model).skipped
     found = products(model, *args, names=names, **kwargs)
     assert found
     assert set(found) == {dtype}
-    assert conversion_of(model).runs > before
-    assert not conversion_of(model).skipped
+    assert conversion_of(model).runs - before >= 2
 
 
 def count(model):
@@ -145,7 +147,7 @@ def test_twenty_shapes_of_one_model(dynamic):
     model = amp_graph.convert(Net(), dynamic=dynamic)
     for rows in range(2, 22):
         assert_runs_low(model, torch.randn(rows, 16))
-    assert conversion_of(model).runs == 20
+    assert conversion_of(model).runs == 40
     assert (count(model) == 20) == (dynamic is False)
 
 
@@ -154,7 +156,7 @@ def test_twenty_ranks_scales_and_modes_of_one_model():
     for step in range(20):
         model.train(step % 2 == 0)
         assert_runs_low(model, torch.arange(3), float(step))
-    assert conversion_of(model).runs == 20
+    assert conversion_of(model).runs == 40
 
 
 def test_twenty_switches_of_one_model_with_many_flags():
@@ -223,8 +225,9 @@ def test_roots_of_torch_nn(root):
         assert_runs_low(root, *given)
 
 
-@pytest.mark.parametrize(("kind", "low"), [(nn.LSTM, True), (nn.GRU, True), (nn.RNN, True)])
-def test_recurrent_roots(kind, low):
+# The list for CPU leaves a GRU as its inputs come (follow): in 16 bits its gates round, and nothing is faster.
+@pytest.mark.parametrize(("kind", "dtype"), [(nn.LSTM, BF16), (nn.RNN, BF16), (nn.GRU, torch.float32)])
+def test_recurrent_roots(kind, dtype):
     model, x = kind(8, 8, batch_first=True), torch.randn(2, 5, 8)
     plain = model(x)[0]
     amp_graph.convert(model, "bf16")
@@ -233,7 +236,7 @@ def test_recurrent_roots(kind, low):
         out = model(x)[0]
     assert conversion_of(model).runs == 1
     torch.testing.assert_close(out, plain, rtol=0.05, atol=0.02)
-    assert (BF16 in products(model, x, names=PRODUCTS | RECURRENT)) == low
+    assert set(products(model, x, names=PRODUCTS | RECURRENT)) == {dtype}
 
 
 # -- what is not captured -----------------------------------------------------------------------------
@@ -353,15 +356,19 @@ def test_inside_a_users_own_compile(outer):
     assert set(products(wrapped, x)) == {BF16}
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_a_custom_function_runs_as_written_and_keeps_its_backward():
     model, args, _ = make("custom_function")
     amp_graph.convert(model, "bf16")
     CASES["custom_function"].loss(model(*args)).backward()
     assert model.scale.grad.isfinite()
     assert model.scale.grad != 0
-    marks = [n for g in amp_graph.report(model).graphs for n in g.operations if "autograd" in n.reason or "StraightThrough" in " ".join(n.ops)]
-    opaque = [n for g in amp_graph.report(model).graphs for n in g.operations if n.cls == "opaque"]
-    assert marks or opaque
+    with DtypeLog() as log:
+        model(*args)
+    assert [(n, t[0]) for n, t in log.entries if n in {"aten.round", "aten.div"}] == [
+        ("aten.round", torch.float32),
+        ("aten.div", torch.float32),
+    ]
     assert products(model, *args)[-1] == BF16
 
 

@@ -1,6 +1,7 @@
 """Every example runs, and does what it says."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ FOLDER = Path(__file__).parent.parent / "examples"
 def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dynamo looks a function's globals up by its module's name
     spec.loader.exec_module(module)
     return module
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -18,6 +19,7 @@ from amp_graph.demo.race import Result
 from amp_graph.demo.tasks import Task
 
 LEAST_WIDTH = 100
+LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
 
 
 def console() -> Console:
@@ -28,7 +30,7 @@ def console() -> Console:
 
 def results_table(task: Task, results: Mapping[str, Sequence[Result]]) -> Table:
     """Return the table of one model; a rule divides the two low precisions."""
-    table = Table(title=f"{task.name}: {task.title}", title_justify="left", title_style="bold", box=SIMPLE)
+    table = Table(title=f"{task.name}: {task.title}", title_justify="left", title_style="bold", **LOOK)
     table.add_column("variant", no_wrap=True)
     heads = (
         "steps x\nbatch",
@@ -63,7 +65,7 @@ def _cells(row: Result) -> tuple[str, ...]:
 def excerpt_table(task: Task, rows: Sequence[Row]) -> Table:
     """Return the table of what ran where and why."""
     title = f"{task.name}, amp_graph bf16: which operation ran in which precision, and why (excerpt)"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
+    table = Table(title=title, title_justify="left", title_style="bold", **LOOK)
     table.add_column("operation", overflow="fold", max_width=34)
     table.add_column("count", justify="right")
     table.add_column("precision")

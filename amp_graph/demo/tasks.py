@@ -52,7 +52,7 @@ def task(name: str, *, quick: bool = False, steps: int | None = None) -> Task:
     made = {"cnn": _cnn, "gpt": _gpt, "hf": _hf}[name](quick)
     phases = made.phases
     if quick:
-        phases = (Phase("bf16", 12, 8, 60), Phase("fp16", 4, 2, 60))
+        phases = (Phase("bf16", 20, 16, 60), Phase("fp16", 4, 2, 60))
     if steps is not None:
         phases = tuple(replace(p, steps=steps if p.dtype == "bf16" else max(2, steps // 5)) for p in phases)
     return replace(made, phases=phases)
@@ -72,14 +72,14 @@ def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _cnn(quick: bool) -> Task:
-    widths = (8, 16) if quick else (32, 64, 128)
-    phases = (Phase("bf16", 120, 32, 40), Phase("fp16", 16, 8, 15))
+    widths = (8, 16) if quick else (16, 32, 64)
+    phases = (Phase("bf16", 150, 32, 40), Phase("fp16", 30, 4, 20))
     return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), _call, 1e-3, phases)
 
 
 def _gpt(quick: bool) -> Task:
-    sizes = {"length": 32, "width": 32, "layers": 2} if quick else {"length": 64, "width": 128, "layers": 3}
-    phases = (Phase("bf16", 120, 12, 60), Phase("fp16", 16, 2, 20))
+    sizes = {"length": 32, "width": 32, "layers": 2} if quick else {"length": 64, "width": 96, "layers": 2}
+    phases = (Phase("bf16", 150, 8, 50), Phase("fp16", 30, 2, 25))
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.CharGPT(len(SYMBOLS), **sizes)  # noqa: E731
     return Task("gpt", "character GPT on Python's source text", build, data, _call, 1e-3, phases)
@@ -88,8 +88,8 @@ def _gpt(quick: bool) -> Task:
 def _hf(quick: bool) -> Task:
     if not has_transformers():
         raise _missing("transformers")
-    sizes = {"length": 32, "width": 32, "layers": 1} if quick else {"length": 64, "width": 128, "layers": 2}
-    phases = (Phase("bf16", 100, 12, 50), Phase("fp16", 12, 2, 20))
+    sizes = {"length": 32, "width": 32, "layers": 1} if quick else {"length": 64, "width": 96, "layers": 2}
+    phases = (Phase("bf16", 150, 8, 50), Phase("fp16", 20, 2, 25))
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.hf_gpt2(len(SYMBOLS), **sizes)  # noqa: E731
     return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 1e-3, phases)

@@ -13,7 +13,7 @@ import torch
 
 
 def useful_threads(patience: float = 2.0) -> int:
-    """Return torch's number of threads, or 1 where that is measured to be faster; takes about ``patience``."""
+    """Return as many as torch chose, or 1 where that is measured (for ``patience`` seconds) to be faster."""
     chosen = torch.get_num_threads()
     if chosen == 1:
         return 1

@@ -101,9 +101,9 @@ def test_an_argument_not_given_counts_as_none():
     [
         ("bfloat16", 3, "follow"),
         ("bfloat16", 2.0, "follow"),
-        ("bfloat16", -1, "deny"),
-        ("bfloat16", 0.5, "deny"),
-        ("bfloat16", torch.ones(()), "deny"),
+        ("bfloat16", -1, "fp32_inside"),
+        ("bfloat16", 0.5, "fp32_inside"),
+        ("bfloat16", torch.ones(()), "fp32_inside"),
         ("float16", 3, "deny"),
     ],
 )

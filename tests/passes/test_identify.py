@@ -1,0 +1,172 @@
+"""Every spelling of an operation is the operation; what cannot be known is said, not guessed."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_graph.passes.facts import is_higher_order
+from amp_graph.passes.identify_ops import Identity, identify, is_part, is_tensor_call, tensor_inputs
+from amp_graph.passes.node_value import fake_mode_of
+from amp_graph.passes.record_values import record_values
+from tests.passes.graphs import BF16, capture
+
+X, W, B = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4)
+
+
+def traced(function, *inputs, **fields):
+    """Return the last computing node of a symbolic trace, with its identity."""
+    gm = torch.fx.symbolic_trace(function)
+    record_values(gm, inputs)
+    nodes = [n for n in gm.graph.nodes if is_tensor_call(n)]
+    return nodes[-1], identify(nodes[-1], fake_mode_of(gm))
+
+
+SPELLINGS = [
+    (lambda x, w: x @ w, ("aten.matmul",)),
+    (lambda x, w: torch.matmul(x, w), ("aten.matmul",)),
+    (lambda x, w: x.matmul(w), ("aten.matmul",)),
+    (lambda x, w: x.__matmul__(w), ("aten.matmul",)),
+    (lambda x, w: F.linear(x, w), ("aten.linear",)),
+    (lambda x, w: torch.mm(x, w), ("aten.mm",)),
+    (lambda x, w: x.mm(w), ("aten.mm",)),
+    (lambda x, w: torch.ops.aten.mm.default(x, w), ("aten.mm",)),
+    (lambda x, w: torch.ops.aten.mm(x, w), ("aten.mm",)),
+    (lambda x, w: torch.einsum("ij,jk->ik", x, w), ("aten.einsum",)),
+    (lambda x, w: torch.relu(x), ("aten.relu",)),
+    (lambda x, w: x.relu(), ("aten.relu",)),
+    (lambda x, w: F.softmax(x, dim=-1), ("aten.softmax",)),
+    (lambda x, w: x.softmax(-1), ("aten.softmax",)),
+    (lambda x, w: x + 1, ("aten.add",)),
+    (lambda x, w: 1 + x, ("aten.add",)),
+    (lambda x, w: -x, ("aten.neg",)),
+    (lambda x, w: x.add_(1), ("aten.add_",)),
+    (lambda x, w: operator.iadd(x, 1.0), ("aten.add_",)),
+    (lambda x, w: F.relu(x, inplace=True), ("aten.relu_",)),
+    (lambda x, w: x[0], ("aten.select",)),
+    (lambda x, w: x[:, 1:], ("aten.slice",)),
+    (lambda x, w: torch.stack([x, w[:3]]), ("aten.stack",)),
+    (lambda x, w: x.bfloat16(), ("aten.to",)),
+    (lambda x, w: x.to(torch.bfloat16), ("aten.to",)),
+]
+
+
+@pytest.mark.parametrize(("function", "names"), SPELLINGS)
+def test_each_spelling_is_its_operation(function, names):
+    _, found = traced(function, X.clone(), W)
+    assert isinstance(found, Identity), found
+    assert set(names) <= set(found.names)
+
+
+def test_operands_are_traced_back_to_the_inputs_of_the_node():
+    node, found = traced(lambda x, w, b: F.linear(x, w, b), X, W, B)
+    (one,) = found.operations
+    assert [s.name for s in tensor_inputs(node)] == ["x", "w", "b"]
+    assert [one.operands(a) for a in ("input", "weight", "bias")] == [[0], [1], [2]]
+
+
+def test_operands_in_lists_and_behind_views():
+    _, found = traced(lambda x, w: torch.cat([x, w, x]), X, W)
+    assert found.operations[0].operands("tensors") == [0, 1, 0]
+    _, found = traced(lambda x, w: torch.nn.functional.bilinear(x, x, w, None), X, torch.randn(2, 4, 4))
+    assert found.operations[0].operands("weight") == [1]
+
+
+def test_the_same_tensor_twice_is_one_operand():
+    for function in (lambda x: torch.mul(x, x), lambda x: x @ x.transpose(0, 1), lambda x: torch.cat([x, x])):
+        node, found = traced(function, X)
+        assert isinstance(found, Identity)
+        assert len(tensor_inputs(node)) in (1, 2)
+    node, found = traced(lambda x: torch.mul(x, x), X)
+    assert found.operations[0].operands("self") == found.operations[0].operands("other") == [0]
+
+
+def test_a_function_that_asks_whether_arguments_are_the_same_object():
+    def picky(a, b):
+        return a.exp() if a is b else a + b
+
+    torch.fx.wrap("picky")
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    same, other = graph.call_function(picky, (x, x)), graph.call_function(picky, (x, y))
+    graph.output((same, other))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    record_values(gm, (X, X.clone()))
+    mode = fake_mode_of(gm)
+    assert identify(same, mode).names == ("aten.exp",)
+    assert identify(other, mode).names == ("aten.add",)
+
+
+def test_setitem_is_a_write():
+    gm = capture(lambda x, v: (x * 2).index_put_((torch.tensor([0]),), v), X, torch.ones(4)).gm
+    mode = fake_mode_of(gm)
+    names = [identify(n, mode).names for n in gm.graph.nodes if is_tensor_call(n)]
+    assert ("aten.index_put_",) in names
+
+    def writes(x):
+        y = x * 2
+        y[0] = 1.0
+        return y
+
+    graph = capture(writes, X).gm
+    node = next(n for n in graph.graph.nodes if n.target is operator.setitem)
+    found = identify(node, fake_mode_of(graph))
+    assert any(o.op._schema.is_mutable for o in found.operations)
+
+
+def test_attention_of_torch_nn_is_seen_to_its_parts():
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    graph = capture(lambda x: model(x, x, x)[0], torch.randn(2, 3, 8)).gm
+    mode = fake_mode_of(graph)
+    names = {n for node in graph.graph.nodes if is_tensor_call(node) for n in identify(node, mode).names}
+    assert "aten.linear" in names
+    assert names & {"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"}
+
+
+def test_symbolic_sizes_are_identified_without_guards():
+    def function(x, w):
+        return (x @ w).reshape(x.shape[0] * 2, -1)[: x.shape[0]].expand(x.shape[0], 2).sum()
+
+    graph = capture(function, torch.randn(6, 4), torch.randn(4, 4), dynamic=True).gm
+    mode = fake_mode_of(graph)
+    guards = len(mode.shape_env.guards)
+    found = {n.name: identify(n, mode) for n in graph.graph.nodes if is_tensor_call(n)}
+    assert all(isinstance(f, Identity) for f in found.values()), found
+    assert {"aten.matmul", "aten.reshape", "aten.sum"} <= {n for f in found.values() for n in f.names}
+    assert len(mode.shape_env.guards) == guards
+
+
+def test_python_that_depends_on_data_is_a_reason_not_a_crash():
+    def branches(x):
+        return x.exp() if x.sum() > 0 else x.log()
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(branches, (x,))
+    graph.output(out)
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    from amp_graph.passes.torch_private import FakeTensorMode
+
+    mode = FakeTensorMode()
+    x.meta["val"] = out.meta["val"] = mode.from_tensor(X)
+    assert gm is not None
+    found = identify(out, mode)
+    assert isinstance(found, str)
+    assert found.startswith("cannot be traced alone: ")
+    assert "\n" not in found
+
+
+def test_integers_only_carry_no_floats_and_dtypes_part_identities():
+    _, found = traced(lambda i: i + 1, torch.arange(3))
+    assert not found.operations[0].floating
+    _, low = traced(lambda x: x.float(), X.to(BF16))
+    assert low.operations[0].floating
+
+
+def test_parts_and_higher_order_nodes_are_no_tensor_calls():
+    graph = capture(lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x.chunk(2)[0] * 1, use_reentrant=False), X[:2]).gm
+    kinds = {n.name: (is_part(n), is_higher_order(n), is_tensor_call(n)) for n in graph.graph.nodes if n.op == "call_function"}
+    assert sum(higher for _, higher, _ in kinds.values()) == 1
+    assert all(not call for part, higher, call in kinds.values() if part or higher)

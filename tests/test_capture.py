@@ -225,7 +225,7 @@ def test_roots_of_torch_nn(root):
         assert_runs_low(root, *given)
 
 
-# The list for CPU leaves a GRU as its inputs come (follow): in 16 bits its gates round, and nothing is faster.
+# The list for CPU leaves a GRU as its inputs come: its kernel would round the state it carries.
 @pytest.mark.parametrize(("kind", "dtype"), [(nn.LSTM, BF16), (nn.RNN, BF16), (nn.GRU, torch.float32)])
 def test_recurrent_roots(kind, dtype):
     model, x = kind(8, 8, batch_first=True), torch.randn(2, 5, 8)

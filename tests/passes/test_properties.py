@@ -77,16 +77,20 @@ def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
 
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_pass_run_again_changes_nothing(seed, policy):
-    gm = captured(seed).fresh()
-    for one in standard_passes(policy):
-        run_passes(gm, [one], checked=True)
+@pytest.mark.parametrize("index", range(len(standard_passes())), ids=[p.name for p in standard_passes()])
+def test_a_pass_run_again_changes_nothing(index, policy):
+    wrong = []
+    for seed in SEEDS:
+        gm = captured(seed).fresh()
+        passes = standard_passes(policy)
+        run_passes(gm, passes[: index + 1], checked=False)
         text = graph_text(gm)
-        (second,) = run_passes(gm, [one], checked=True)
-        assert graph_text(gm) == text, one.name
-        if one.name not in ("plan-precision",):  # the plan lists every mark, changed or not
-            assert not second.result.modified, (one.name, second.result.changes)
+        (second,) = run_passes(gm, [passes[index]], checked=True)
+        # The plan lists every mark, changed or not: test_planning_again compares the marks.
+        reported = second.result.modified and passes[index].name != "plan-precision"
+        if reported or graph_text(gm) != text:
+            wrong.append((seed, second.result.changes[:1]))
+    assert not wrong, f"{len(wrong)} of {len(SEEDS)}: {wrong[:2]}"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,0 +1,145 @@
+"""EliminateCasts is bit-exact, gradients included; variants that go further are found wrong by the same checks."""
+
+from functools import lru_cache
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from amp_graph.passes import eliminate_casts
+from amp_graph.passes.eliminate_casts import EliminateCasts
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.memory import Memory
+from tests.passes.graphs import BF16, capture, capture_function, differences, passes_before, run_step
+from tests.passes.programs import program
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+
+
+class RemovesRoundings(EliminateCasts):
+    """Wrong: takes full -> low -> full for redundant."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "_widens", lambda narrow, wide: True):
+            return super().run(gm)
+
+
+class IgnoresOtherReaders(EliminateCasts):
+    """Wrong: removes low -> full -> low where another reader's gradient is summed in full precision."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "captured", lambda node: SimpleNamespace(requires_grad=False)):
+            return super().run(gm)
+
+
+class IgnoresWrites(EliminateCasts):
+    """Wrong: removes the copy of a storage that is written."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "observe", lambda gm, marks: Memory({}, {}, {})):
+            return super().run(gm)
+
+
+def effect_of(graph, one, policy="bf16"):
+    """Return (how many conversions ``one`` removed, what differs afterwards)."""
+    gm, _ = graph.through(passes_before(EliminateCasts, policy))
+    before = run_step(gm, graph.given)
+    (done,) = run_passes(gm, [one], checked=True)
+    return len(done.result.changes), differences(run_step(gm, graph.given), before)
+
+
+@lru_cache(maxsize=None)
+def captured(seed):
+    model, inputs = program(seed)
+    return capture(model, *inputs)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+@pytest.mark.parametrize("seed", range(24))
+def test_outputs_gradients_and_inputs_are_bit_for_bit_the_same(seed, policy):
+    _, wrong = effect_of(captured(seed), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_the_random_programs_have_something_to_remove():
+    assert sum(effect_of(captured(seed), EliminateCasts())[0] > 0 for seed in range(24)) >= 6
+
+
+def round_trip(self, x):
+    return (x @ self.w).float().bfloat16() @ self.w.bfloat16()
+
+
+def rounding(self, x):
+    return torch.exp((x * 1.1).bfloat16().float() * self.w[0])
+
+
+def two_readers(self, x):
+    h = (x @ self.w).bfloat16()
+    wide = h.float()
+    return wide.bfloat16() * 3.3, torch.exp(wide) * 1.7
+
+
+def written_copy(self, x):
+    h = (x @ self.w).bfloat16()
+    copy = h.float().bfloat16()
+    copy.add_(1.0)
+    return h * 2, copy
+
+
+def written_source(self, x):
+    h = (x @ self.w).bfloat16()
+    copy = h.float().bfloat16()
+    h.mul_(2.0)
+    return h * 2, copy.relu()
+
+
+MODELS = (round_trip, rounding, two_readers, written_copy, written_source)
+
+
+@pytest.mark.parametrize("function", MODELS)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
+def test_each_kind_of_round_trip_is_kept_exact(function, policy):
+    _, wrong = effect_of(capture_function(function, X, w=W), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_a_round_trip_of_low_precision_goes():
+    removed, wrong = effect_of(capture_function(round_trip, X, w=W), EliminateCasts())
+    assert removed >= 1
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "variant"),
+    [
+        (rounding, RemovesRoundings),
+        (two_readers, IgnoresOtherReaders),
+        (written_copy, IgnoresWrites),
+        (written_source, IgnoresWrites),
+    ],
+)
+def test_negative_control_wrong_variants_are_found(function, variant):
+    graph = capture_function(function, X.clone().requires_grad_(), w=W)
+    removed, wrong = effect_of(graph, variant())
+    assert removed >= 1, "the variant did nothing: the control controls nothing"
+    assert wrong
+
+
+def test_what_is_kept_has_a_reason():
+    graph = capture_function(rounding, X, w=W)
+    gm, _ = graph.through(passes_before(EliminateCasts))
+    (done,) = run_passes(gm, [EliminateCasts()], checked=True)
+    assert any("rounds: kept" in skip.reason for skip in done.result.skips)
+
+
+def test_a_conversion_that_copies_or_moves_is_no_cast():
+    def copies(self, x):
+        h = (x @ self.w).bfloat16()
+        twin = h.to(BF16, copy=True)
+        return twin * 2, h
+
+    graph = capture_function(copies, X, w=W)
+    gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
+    assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)

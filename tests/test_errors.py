@@ -1,0 +1,306 @@
+"""Every bad input is refused with what, where and the fix, and leaves the model exactly as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.errors import AmpGraphError, CaptureError, ListError, PolicyError
+from tests.corpus import make
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Unchanged:
+    """What a model was: state, attributes of it and of its parts, hooks, and what it computes."""
+
+    def __init__(self, model, *inputs):
+        self.model, self.inputs = model, inputs
+        self.state = {k: (id(v), v.dtype, v.detach().clone()) for k, v in self._tensors()}
+        self.attributes = [(name, set(vars(m))) for name, m in model.named_modules()]
+        self.result = model(*inputs).detach().clone() if inputs else None
+
+    def _tensors(self):
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def check(self):
+        now = self._tensors()
+        assert [k for k, _ in now] == list(self.state)
+        for k, v in now:
+            kept, dtype, copied = self.state[k]
+            assert (id(v), v.dtype) == (kept, dtype)
+            assert v.is_meta or torch.equal(v, copied)
+        assert [(name, set(vars(m))) for name, m in self.model.named_modules()] == self.attributes
+        if self.inputs:
+            assert torch.equal(self.model(*self.inputs), self.result)
+
+
+def refused(model, *given, error=CaptureError, match, inputs=(), **options):
+    """`convert` raises `error`; the message has its parts, and the model is as it was."""
+    before = Unchanged(model, *inputs)
+    with pytest.raises(error, match=match) as caught:
+        amp_graph.convert(model, *given, **options)
+    assert isinstance(caught.value, AmpGraphError)
+    assert "fix:" in str(caught.value)
+    before.check()
+    return str(caught.value)
+
+
+# -- not a model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (Net, "the class Net is not a torch.nn.Module"),
+        (lambda x: x, "a function is not a torch.nn.Module"),
+        (None, "a NoneType is not"),
+        (3, "a int is not"),
+        (torch.zeros(2), "a Tensor is not"),
+        ("bf16", "a str is not"),
+    ],
+    ids=["class", "function", "none", "int", "tensor", "str"],
+)
+def test_what_is_no_model(given, what):
+    with pytest.raises(CaptureError, match=what) as caught:
+        amp_graph.convert(given)
+    assert "legal: an instance of torch.nn.Module" in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+def test_a_scripted_module():
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="scripted module") as caught:
+        amp_graph.convert(scripted)
+    assert "convert the original model" in str(caught.value)
+
+
+def test_the_meta_device():
+    with torch.device("meta"):
+        model = Net()
+    message = refused(model, match="4 tensors are on the meta device")
+    assert "first.weight" in message
+    assert "to_empty" in message
+
+
+def test_half_precision_parameters():
+    for dtype in (torch.float16, torch.bfloat16):
+        message = refused(Net().to(dtype), match="4 are in half precision", inputs=(torch.randn(3, 16).to(dtype),))
+        assert "model.float()" in message
+
+
+def test_one_half_precision_parameter_is_named():
+    model = Net()
+    model.second.bfloat16()
+    assert "second.weight, second.bias" in refused(model, match="2 are in half precision")
+
+
+def test_compiled_in_place():
+    model, x = Net(), torch.randn(3, 16)
+    model.compile(backend="eager")
+    refused(model, match=r"compiled in place by model.compile\(\)", inputs=(x,))
+
+
+# -- a bad policy -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "match"),
+    [
+        ("bf61", PolicyError, "did you mean 'bf16'"),
+        ("bf16,acuracy=fast", PolicyError, "did you mean 'accuracy'"),
+        ("bf16,accuracy=best", PolicyError, "unknown accuracy value 'best'"),
+        ("bf16,keep_fp32=(", PolicyError, "not a regular expression"),
+        ("bf16-O2", PolicyError, "not available yet"),
+        ("bf16,lists=nowhere", ListError, "no list 'nowhere'"),
+        ("bf16,lists=nowhere.toml", ListError, "nowhere.toml"),
+        ("bf16,deny=aten.gellu", ListError, "aten.gellu"),
+        ("bf16,deny=aten.gelu,allow=aten.gelu", ListError, "aten.gelu is asked for twice"),
+        ("bf16,remove=aten.nothing", ListError, "aten.nothing"),
+    ],
+)
+def test_a_policy_that_cannot_be(policy, error, match):
+    refused(Net(), policy, error=error, match=match, inputs=(torch.randn(3, 16),))
+
+
+@pytest.mark.parametrize("policy", [torch.bfloat16, 16, ["bf16"]])
+def test_a_policy_of_another_type(policy):
+    with pytest.raises(PolicyError, match="legal: a Policy or its text form"):
+        amp_graph.convert(Net(), policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('[[op]]\nop = "aten.gellu"\nclass = "allow"\nwhy = "a slip"\n', "aten.gellu"),
+        ('[[op]]\nop = "aten.gelu"\nclass = "alow"\nwhy = "a slip"\n', "alow"),
+        (
+            '[[op]]\nop = "aten.gelu"\nclass = "allow"\nwhy = "once"\n'
+            '[[op]]\nop = "aten.gelu"\nclass = "deny"\nwhy = "twice"\n',
+            "aten.gelu",
+        ),
+        ("[[op]\n", "my.toml"),
+    ],
+    ids=["unknown", "class", "twice", "syntax"],
+)
+def test_a_list_that_cannot_be(tmp_path, text, match):
+    path = tmp_path / "my.toml"
+    path.write_text('[list]\nname = "my"\ndtype = "any"\ndevice = "any"\nextends = "default"\n' + text)
+    message = refused(Net(), f"bf16,lists={path}", error=ListError, match=match, inputs=(torch.randn(3, 16),))
+    assert "my.toml:" in message
+
+
+# -- twice --------------------------------------------------------------------------------------------
+
+
+def test_converted_again_with_the_same_policy_is_nothing():
+    model = amp_graph.convert(Net(), "bf16")
+    found = conversion_of(model)
+    assert amp_graph.convert(model, amp_graph.Policy("bf16")) is model
+    assert conversion_of(model) is found
+
+
+@pytest.mark.parametrize(("policy", "options"), [("fp16", {}), ("bf16", {"compile": "aot_eager"})])
+def test_converted_again_otherwise_names_revert(policy, options):
+    model, x = amp_graph.convert(Net(), "bf16"), torch.randn(3, 16)
+    message = refused(model, policy, match="already converted", inputs=(x,), **options)
+    assert "amp_graph.revert(model)" in message
+    assert "policy='bf16-O1'" in message
+    assert conversion_of(model).policy == amp_graph.Policy("bf16")
+
+
+def test_revert_and_report_of_what_is_not_converted():
+    for verb in (amp_graph.revert, amp_graph.report):
+        with pytest.raises(CaptureError, match="is not converted") as caught:
+            verb(Net())
+        assert "amp_graph.convert(model)" in str(caught.value)
+
+
+# -- nothing to do ------------------------------------------------------------------------------------
+
+
+def test_integers_only():
+    model, args, kwargs = make("integer_only")
+    plain = model(*args, **kwargs)
+    amp_graph.convert(model, "bf16")
+    assert torch.equal(model(*args, **kwargs), plain)
+    (graph,) = amp_graph.report(model).graphs
+    assert not graph.has_fp32
+    assert not graph.casts
+    assert "nothing to do" in amp_graph.report(model).text()
+
+
+def test_no_tensors_at_all():
+    class Constant(nn.Module):
+        def forward(self, x):
+            return x
+
+    model, x = amp_graph.convert(Constant()), torch.randn(2)
+    with pytest.warns(amp_graph.errors.AmpGraphWarning, match="nothing was captured"):
+        assert model(x) is x
+
+
+# -- forward fails ------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    pass
+
+
+class Raises(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.fc, self.kind, self.raising = nn.Linear(16, 4), kind, True
+
+    def forward(self, x):
+        y = self.fc(x)
+        if self.raising:
+            raise self.kind("because of reasons", 3)
+        return y
+
+
+@pytest.mark.parametrize("kind", [OwnError, ValueError, RuntimeError, KeyError, NotImplementedError, StopIteration])
+def test_the_users_own_exception_is_theirs(kind):
+    model, x = amp_graph.convert(Raises(kind)), torch.randn(3, 16)
+    for _ in range(2):
+        with pytest.raises(kind) as caught:
+            model(x)
+        assert type(caught.value) is kind
+        assert caught.value.args == ("because of reasons", 3)
+    model.raising = False
+    assert model(x).shape == (3, 4)
+    assert conversion_of(model).graphs
+
+
+@pytest.mark.parametrize("converted_first", [False, True])
+def test_a_shape_error_reads_as_it_does_in_eager(converted_first):
+    model, bad = Net(), torch.randn(3, 15)
+    with pytest.raises(RuntimeError) as eager:
+        model(bad)
+    amp_graph.convert(model)
+    if converted_first:
+        model(torch.randn(3, 16))
+    before = Unchanged(model)
+    with pytest.raises(RuntimeError) as ours:
+        model(bad)
+    assert str(ours.value) == str(eager.value)
+    assert type(ours.value) is type(eager.value)
+    before.check()
+    assert model(torch.randn(3, 16)).shape == (3, 4)
+    assert conversion_of(model).runs >= 1
+
+
+def test_a_missing_argument_reads_as_it_does_in_eager():
+    model = Net()
+    with pytest.raises(TypeError) as eager:
+        model()
+    amp_graph.convert(model)
+    with pytest.raises(TypeError) as ours:
+        model()
+    assert str(ours.value) == str(eager.value)
+
+
+def test_interrupted_during_capture_it_works_at_the_next_call(monkeypatch):
+    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+    before = Unchanged(model)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Conversion, "_name_modules", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    before.check()
+    assert not conversion_of(model).graphs
+    model(x)
+    assert len(conversion_of(model).graphs) == 1
+    assert conversion_of(model).runs == 1
+
+
+def test_a_failing_pass_names_itself_and_leaves_the_model(monkeypatch):
+    from amp_graph.passes.insert_casts import InsertCasts
+
+    model, x = Net(), torch.randn(3, 16)
+    plain = model(x)
+    amp_graph.convert(model)
+
+    def broken(self, gm):
+        raise ZeroDivisionError("a slip in a pass")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InsertCasts, "run", broken)
+        with pytest.raises(amp_graph.errors.PassError, match="insert-casts"):
+            model(x)
+    model(x)
+    assert conversion_of(model).runs == 1
+    assert torch.equal(amp_graph.revert(model)(x), plain)

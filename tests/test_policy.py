@@ -1,0 +1,153 @@
+"""A policy is its text is its dict, every field of it; and a slip of the pen is told what was meant."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from amp_graph import Policy
+from amp_graph.errors import PolicyError
+
+# A value of its own for every field: a round trip that loses a field cannot hide behind a default.
+OTHER = {
+    "dtype": "fp16",
+    "level": "O0",
+    "accuracy": "fast",
+    "lists": ("autocast_cpu", "my.toml"),
+    "allow": ("aten.mm", "aten.bmm"),
+    "deny": ("aten.exp",),
+    "fp32_inside": ("aten.softmax",),
+    "follow": ("aten.gelu", "aten.tanh"),
+    "neutral": ("aten.relu",),
+    "opaque": ("aten.cdist",),
+    "remove": ("aten.log",),
+    "keep_fp32": "lm_head|.*norm",
+    "keep_outputs": False,
+    "device": "cuda",
+}
+FIELDS = [f.name for f in dataclasses.fields(Policy)]
+
+
+def test_every_field_has_another_value_here():
+    assert set(OTHER) == set(FIELDS)
+    assert all(OTHER[f.name] != f.default for f in dataclasses.fields(Policy))
+
+
+@pytest.mark.parametrize("fields", [OTHER, {}, *[{name: OTHER[name]} for name in FIELDS]])
+def test_round_trips(fields):
+    policy = Policy(**fields)
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.from_dict(policy.to_dict()) == policy
+    assert Policy.parse(policy) is policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert hash(Policy(**fields)) == hash(policy)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_field_shows_in_the_text_and_the_dict(name):
+    policy = Policy(**{name: OTHER[name]})
+    assert str(policy) != str(Policy())
+    assert policy.to_dict() != Policy().to_dict()
+    assert set(policy.to_dict()) == set(FIELDS)
+
+
+@pytest.mark.parametrize("pattern", ["a,b", "a=b", "x{1,2}", r"\w+,\d", "a|b", r"layers\.(0|1)\..*"])
+def test_regular_expressions_survive_the_text_form(pattern):
+    policy = Policy(keep_fp32=pattern)
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("bf16", {"dtype": "bf16"}),
+        ("fp16-O1", {"dtype": "fp16", "level": "O1"}),
+        ("O0", {"level": "O0"}),
+        ("bfloat16", {"dtype": "bf16"}),
+        ("float16", {"dtype": "fp16"}),
+        ("half", {"dtype": "fp16"}),
+        ("dtype=float16", {"dtype": "fp16"}),
+        (" bf16 , accuracy = fast ", {"dtype": "bf16", "accuracy": "fast"}),
+        ("bf16,keep_fp32=lm_head|.*norm,lists=my.toml", {"dtype": "bf16", "keep_fp32": "lm_head|.*norm", "lists": ("my.toml",)}),
+        ("fp16,lists=autocast_cpu|b.toml,keep_outputs=false", {"dtype": "fp16", "lists": ("autocast_cpu", "b.toml"), "keep_outputs": False}),
+        ("bf16,deny=aten.gelu|tanh", {"dtype": "bf16", "deny": ("aten.gelu", "tanh")}),
+        ("", {}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_text_forms(text, fields):
+    assert Policy.parse(text) == Policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "meant"),
+    [
+        ("bf61", "bf61", "bf16"),
+        ("fp61", "fp61", "fp16"),
+        ("bfloat", "bfloat", "bf16"),
+        ("bf16,acuracy=fast", "acuracy", "accuracy"),
+        ("bf16,accuracy=fats", "fats", "fast"),
+        ("bf16,accuracy=autocats", "autocats", "autocast"),
+        ("bf16,keep_fp23=x", "keep_fp23", "keep_fp32"),
+        ("bf16,keep_output=false", "keep_output", "keep_outputs"),
+        ("bf16,list=a.toml", "list", "lists"),
+        ("bf16,keep_outputs=fals", "fals", "false"),
+        ("bf16,device=cudaa", "cudaa", "cuda"),
+        ("bf16,alow=aten.mm", "alow", "allow"),
+    ],
+)
+def test_a_slip_is_told_what_was_meant(text, word, meant):
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text)
+    message = str(caught.value)
+    assert repr(word) in message
+    assert f"did you mean {meant!r}?" in message
+    assert "legal:" in message
+
+
+@pytest.mark.parametrize("text", ["bf16,=", "bf16,zzzzqqq", "O7", "bf16-O1-yes", "bf16,keep_outputs=maybe", "int8"])
+def test_nonsense_is_refused_with_what_is_legal(text):
+    with pytest.raises(PolicyError, match="legal:"):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_to_come_are_named_as_such(level):
+    with pytest.raises(PolicyError, match=f"level {level} .* is not available yet") as caught:
+        Policy.parse(f"bf16-{level}")
+    assert "policy='bf16-O1'" in str(caught.value)
+
+
+def test_a_bad_expression_is_refused():
+    with pytest.raises(PolicyError, match="not a regular expression"):
+        Policy.parse("bf16,keep_fp32=(norm")
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, 16, b"bf16", ["bf16"]])
+def test_other_types_are_refused(given):
+    with pytest.raises(PolicyError, match="legal: a Policy or its text form"):
+        Policy.parse(given)
+
+
+def test_unknown_fields_of_a_dict_are_refused():
+    with pytest.raises(PolicyError, match="did you mean 'accuracy'"):
+        Policy.from_dict({"acuracy": "fast"})
+
+
+@pytest.mark.parametrize("name", ["dtype", "level", "accuracy", "device"])
+def test_values_are_checked_however_they_come(name):
+    with pytest.raises(PolicyError, match="nonsense"):
+        Policy(**{name: "nonsense"})
+    with pytest.raises(PolicyError, match="nonsense"):
+        Policy.from_dict({name: "nonsense"})
+
+
+def test_a_policy_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Policy().dtype = "fp16"
+
+
+def test_auto_is_bf16_on_cpu():
+    assert Policy().torch_dtype("cpu") == torch.bfloat16
+    assert Policy("fp16").torch_dtype("cpu") == torch.float16

@@ -164,6 +164,10 @@ class _Painting:
             return self._set_full(kind, [], "the call asks for this dtype")
         if not counted:
             return Choice(AS_CAPTURED, "no fp32 operand")
+        # Of an operand that the class does not speak of, a movement only asks the shape; a scalar beside
+        # larger operands promotes nothing.
+        beside = [] if kind.cls is OpClass.NEUTRAL else [n for n in inputs if n not in kind.applies]
+        inputs = [*(counted if kind.mixed else moved), *beside]
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
                 return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)

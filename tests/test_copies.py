@@ -211,7 +211,6 @@ def test_two_threads_call_one_model(called):
     for i, x in enumerate(inputs):
         wanted = model(x)
         assert all(torch.equal(got, wanted) for got in results[i])
-    assert conversion_of(model).runs >= 40 + called + 2 - 1
     assert not amp_graph.report(model).notes
 
 

@@ -85,7 +85,6 @@ def test_text_forms(text, fields):
     [
         ("bf61", "bf61", "bf16"),
         ("fp61", "fp61", "fp16"),
-        ("bfloat", "bfloat", "bf16"),
         ("bf16,acuracy=fast", "acuracy", "accuracy"),
         ("bf16,accuracy=fats", "fats", "fast"),
         ("bf16,accuracy=autocats", "autocats", "autocast"),

@@ -52,7 +52,8 @@ def task(name: str, *, quick: bool = False, steps: int | None = None) -> Task:
     made = {"cnn": _cnn, "gpt": _gpt, "hf": _hf}[name](quick)
     phases = made.phases
     if quick:
-        phases = (Phase("bf16", 20, 16, 60), Phase("fp16", 4, 2, 60))
+        phases = (Phase("bf16", 20, 32, 60), Phase("fp16", 4, 2, 60))
+        made = replace(made, rate=5e-3)
     if steps is not None:
         phases = tuple(replace(p, steps=steps if p.dtype == "bf16" else max(2, steps // 5)) for p in phases)
     return replace(made, phases=phases)

@@ -1,0 +1,189 @@
+"""Each clause of the contract has a broken graph that fails it."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_graph.passes.base import VerifyError
+from amp_graph.passes.identify_ops import OPS, IdentifyOps
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.node_value import set_value, value
+from amp_graph.passes.record_values import record_values
+from amp_graph.passes.verify import Contract, captured_outputs, verify
+from tests.passes.graphs import BF16
+
+X = torch.randn(2, 4)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x, y):
+        h = torch.dropout(x @ self.weight, 0.5, True)
+        h = torch.dropout(h, 0.25, True)
+        h.add_(1.0)
+        return h.exp(), y + 1
+
+
+@pytest.fixture
+def graph():
+    gm = torch.fx.symbolic_trace(Model())
+    record_values(gm, (X, torch.arange(3)))
+    run_passes(gm, [IdentifyOps()], checked=True)
+    return gm
+
+
+def find(gm, name):
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def broken(gm, before, message):
+    with pytest.raises(VerifyError, match=message) as caught:
+        verify(gm, before)
+    return str(caught.value)
+
+
+def test_a_graph_as_it_was_is_fine(graph):
+    verify(graph, Contract.of(graph))
+
+
+def test_what_lint_refuses(graph):
+    before = Contract.of(graph)
+    exp = find(graph, "exp")
+    find(graph, "matmul").prepend(exp)  # reads what comes later
+    with pytest.raises(RuntimeError):
+        verify(graph, before)
+
+
+def test_an_input_renamed_or_removed(graph):
+    before = Contract.of(graph)
+    find(graph, "y").name = "z"
+    broken(graph, before, "inputs")
+
+
+def test_an_input_dtype_changed(graph):
+    before = Contract.of(graph)
+    set_value(find(graph, "y"), value(find(graph, "y")).int())
+    set_value(find(graph, "add"), value(find(graph, "add")).int())
+    broken(graph, before, "input")
+
+
+def test_an_output_dtype_changed(graph):
+    before = Contract.of(graph)
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        low = graph.graph.call_method("bfloat16", (find(graph, "exp"),))
+    low.meta["val"] = value(find(graph, "exp")).to(BF16)
+    output.args = ((low, find(graph, "add")),)
+    broken(graph, before, "output dtypes")
+    verify(graph, before, changes_outputs=True)
+
+
+def test_an_output_dropped(graph):
+    before = Contract.of(graph)
+    graph.graph.output_node().args = ((find(graph, "exp"),),)
+    broken(graph, before, "output")
+
+
+def test_a_parameter_copied(graph):
+    before = Contract.of(graph)
+    graph.weight = nn.Parameter(graph.weight.detach().clone())
+    broken(graph, before, "parameters")
+
+
+def test_a_parameter_frozen(graph):
+    before = Contract.of(graph)
+    graph.weight.requires_grad_(False)
+    broken(graph, before, "parameters")
+
+
+def test_a_parameter_added(graph):
+    before = Contract.of(graph)
+    graph.other = nn.Parameter(torch.zeros(1))
+    broken(graph, before, "parameters")
+
+
+def test_a_random_draw_removed(graph):
+    before = Contract.of(graph)
+    second = find(graph, "dropout_1")
+    second.replace_all_uses_with(find(graph, "dropout"))
+    graph.graph.erase_node(second)
+    broken(graph, before, "random draws")
+
+
+def test_a_random_draw_repeated(graph):
+    before = Contract.of(graph)
+    first = find(graph, "dropout")
+    with graph.graph.inserting_after(first):
+        graph.graph.node_copy(first)
+    broken(graph, before, "random draws")
+
+
+def test_a_random_draw_added_that_no_pass_identified(graph):
+    before = Contract.of(graph)
+    first = find(graph, "dropout")
+    with graph.graph.inserting_after(first):
+        new = graph.graph.call_function(torch.dropout, (first, 0.5, True))
+    new.meta["val"] = value(first)
+    broken(graph, before, "random draws")
+
+
+def test_a_write_moved_before_a_random_draw(graph):
+    before = Contract.of(graph)
+    write, second = find(graph, "add_"), find(graph, "dropout_1")
+    write.args = (find(graph, "dropout"), 1.0)
+    second.prepend(write)
+    broken(graph, before, "order")
+
+
+def test_metadata_with_a_wrong_dtype(graph):
+    before = Contract.of(graph)
+    matmul = find(graph, "matmul")
+    set_value(matmul, value(matmul).to(BF16))
+    message = broken(graph, before, "its metadata says bf16.* it computes f32")
+    assert "matmul" in message
+
+
+def test_metadata_with_a_wrong_shape(graph):
+    before = Contract.of(graph)
+    matmul = find(graph, "matmul")
+    set_value(matmul, value(matmul)[:1])
+    broken(graph, before, "its metadata says")
+
+
+def test_metadata_that_is_missing(graph):
+    before = Contract.of(graph)
+    del find(graph, "matmul").meta["val"]
+    broken(graph, before, "matmul")
+
+
+def test_operands_of_dtypes_that_the_operation_refuses(graph):
+    before = Contract.of(graph)
+    matmul = find(graph, "matmul")
+    with graph.graph.inserting_before(matmul):
+        low = graph.graph.call_method("bfloat16", (matmul.args[0],))
+    low.meta["val"] = value(matmul.args[0]).to(BF16)
+    matmul.args = (low, matmul.args[1])
+    message = broken(graph, before, "cannot run on its inputs")
+    assert "matmul" in message
+    assert "bf16[2,4], f32[4,4]" in message
+
+
+def test_a_new_node_without_identity_is_checked_too(graph):
+    before = Contract.of(graph)
+    exp = find(graph, "exp")
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        new = graph.graph.call_function(torch.tanh, (exp,))
+    new.meta["val"] = value(exp).to(BF16)  # a lie
+    with graph.graph.inserting_after(new):
+        back = graph.graph.call_method("float", (new,))
+    back.meta["val"] = value(exp)
+    graph.graph.output_node().args = ((back, find(graph, "add")),)
+    broken(graph, before, "its metadata says")
+
+
+def test_captured_outputs_are_those_of_the_capture(graph):
+    assert captured_outputs(graph) == (torch.float32, torch.int64)
+    assert all(OPS in find(graph, n).meta for n in ("matmul", "dropout", "add_", "exp"))

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.errors import CaptureError
+from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
@@ -21,11 +21,28 @@ Compile = str | Callable[..., Runner]
 
 
 def amp_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], *, policy: Policy | str | None = None, compile: Compile = "eager"
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    policy: Policy | str | None = None,
+    compile: Compile = "eager",
+    options: Mapping[str, Any] | None = None,
 ) -> Runner:
-    """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``."""
-    rewrite_in_place(gm, Policy.parse(policy))
-    return lower(gm, example_inputs, compile)
+    """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``.
+
+    ``options`` is what ``torch.compile(options=...)`` passes on: "policy" and "compile" by name. Raises
+    PolicyError for another option.
+    """
+    given = {"policy": policy, "compile": compile, **(options or {})}
+    if set(given) - {"policy", "compile"}:
+        raise PolicyError(
+            f"backend amp_graph: unknown option {sorted(set(given) - {'policy', 'compile'})[0]!r}\n"
+            "  legal: policy, compile\n"
+            "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
+        )
+    check_compile(given["compile"])
+    rewrite_in_place(gm, Policy.parse(given["policy"]))
+    return lower(gm, example_inputs, given["compile"])
 
 
 def check_compile(compile: Compile) -> None:
@@ -49,7 +66,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> R
         return gm.forward
     tag_checkpoints(gm)
     backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
-    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+    return backend(gm, list(example_inputs))
 
 
 def _run_selective_checkpoints(gm: GraphModule) -> None:

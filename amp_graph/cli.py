@@ -69,9 +69,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="SPEC", action="append", default=[], help=INPUT)
     _add_common(parser)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--train", dest="training", action="store_true", default=None, help="model.train() first"
-    )
+    mode.add_argument("--train", dest="training", action="store_true", default=None, help="model.train() first")
     mode.add_argument("--eval", dest="training", action="store_false", help="model.eval() first")
 
 

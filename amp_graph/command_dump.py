@@ -72,9 +72,7 @@ def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextI
 def _write_graph(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
     title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
     if args.format == "dot":
-        return write_lines(
-            ((s, "") for s in dot_lines(graph.index, rewritten.gm, rewritten.dtype, title)), out
-        )
+        return write_lines(((s, "") for s in dot_lines(graph.index, rewritten.gm, rewritten.dtype, title)), out)
     gap: Lines = [("", "")] if graph.index else []
     write_lines([*gap, (f"# {title}", "bold")], out)
     if args.format == "code":

@@ -104,7 +104,9 @@ class Conversion:
 
     def _nothing_ran(self) -> None:
         causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-3:])
-        self._complain("nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations"))
+        self._complain(
+            "nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations")
+        )
 
     def _complain(self, what: str) -> None:
         text = f"amp_graph: {type(self.model).__name__}: {what}"
@@ -139,7 +141,7 @@ class Conversion:
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
         self._name_modules(gm)
-        reason = getattr(gm, "compile_subgraph_reason", None)
+        reason: Any = getattr(gm, "compile_subgraph_reason", None)
         broken = reason is not None and bool(getattr(reason, "graph_break", False))
         policy = self.policy
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
@@ -196,9 +198,7 @@ class Conversion:
         return restore, (self.model, self.policy, self.compile, self.dynamic, self.strict)
 
 
-def restore(
-    model: torch.nn.Module, policy: Policy, compile: Compile, dynamic: bool | None, strict: bool
-) -> Conversion:
+def restore(model: torch.nn.Module, policy: Policy, compile: Compile, dynamic: bool | None, strict: bool) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
     made = Conversion(model, policy, compile, dynamic, strict)
     made.attach()

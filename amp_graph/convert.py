@@ -58,7 +58,7 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Undo ``convert`` and return ``model``, which runs as it was written. Raises CaptureError if it is not converted."""
+    """Undo ``convert`` and return ``model``, which runs as it was written; CaptureError if it is not converted."""
     if conversion_of(model) is None:
         raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
     del model.__dict__["_amp_graph"]
@@ -76,7 +76,9 @@ def _refuse_what_is_no_model(model: Any) -> None:
         return
     example = "amp_graph.convert(model) with an instance" if isinstance(model, type) else "a torch.nn.Module around it"
     what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    raise CaptureError(f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}")
+    raise CaptureError(
+        f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
+    )
 
 
 def _refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:

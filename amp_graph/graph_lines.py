@@ -45,9 +45,7 @@ def diff_lines(rewritten: Rewritten) -> Lines:
         name = part.path.rstrip("/") or "graph"
         before = part.before.partition("\n\nsubgraph ")[0].splitlines()
         after = _renumbered(before, part.gm)
-        found = difflib.unified_diff(
-            before, after, f"{name} as captured", f"{name} as rewritten", lineterm=""
-        )
+        found = difflib.unified_diff(before, after, f"{name} as captured", f"{name} as rewritten", lineterm="")
         lines += [(line, DIFF_STYLES.get(line[:1], "")) for line in found]
     return lines
 

@@ -60,9 +60,7 @@ def make_inputs(
     names = [spec.name for spec in specs if spec.name]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(
-                f"--input: {name!r} is given twice\n  legal: each name once\n  example: {EXAMPLE}"
-            )
+            raise SpecError(f"--input: {name!r} is given twice\n  legal: each name once\n  example: {EXAMPLE}")
     generator = torch.Generator().manual_seed(SEED)
     made = [(spec.name, spec.make(generator).to(device)) for spec in specs]
     return tuple(t for name, t in made if not name), {name: t for name, t in made if name}

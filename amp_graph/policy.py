@@ -75,7 +75,9 @@ class Policy:
         if text is None:
             return Policy()
         if not isinstance(text, str):
-            raise PolicyError(f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form, such as 'bf16'")
+            raise PolicyError(
+                f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form, such as 'bf16'"
+            )
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
         fields: dict[str, Any] = {}
         for word in filter(None, words):
@@ -88,7 +90,13 @@ class Policy:
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
-                shown = "|".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+                shown = (
+                    "|".join(value)
+                    if isinstance(value, tuple)
+                    else str(value).lower()
+                    if isinstance(value, bool)
+                    else value
+                )
                 words.append(f"{field.name}={shown}".replace(",", "\\,"))
         return ",".join(words)
 
@@ -103,13 +111,18 @@ class Policy:
         for name in fields:
             if name not in known:
                 raise PolicyError(_unknown("field", name, known))
-        return Policy(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return Policy(**given)
 
     def torch_dtype(self, device: str) -> torch.dtype:
         """Return the low precision for ``device`` ("cpu", "cuda")."""
         if self.dtype != "auto":
             return DTYPES[self.dtype]
-        if device == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if (
+            device == "cuda"
+            and torch.cuda.is_available()
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             return torch.float16
         return torch.bfloat16
 
@@ -117,7 +130,9 @@ class Policy:
         """Return the lists in force for ``device``. Raises ListError."""
         where = self.device or device
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
-        classes = {c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")}
+        classes = {
+            c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
+        }
         return effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
 
 
@@ -161,7 +176,9 @@ def _head(word: str, text: str) -> dict[str, Any]:
 def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
     near = difflib.get_close_matches(name, [w.removesuffix("=...") for w in legal], 1, 0.5)
     hint = f"\n  fix:   did you mean {near[0]!r}?" if near else "\n  fix:   policy='bf16,accuracy=fast'"
-    return f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"
+    return (
+        f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"
+    )
 
 
 def _check(name: str, value: str, legal: tuple[str, ...]) -> None:

@@ -30,7 +30,9 @@ def precision(word: str) -> Callable[[Target], Target]:
     Raises PolicyError for another word, or for what is neither a module nor an ``autograd.Function``.
     """
     if word not in WORDS:
-        raise PolicyError(f"precision: unknown word {word!r}\n  legal: 'full', 'fp32', 'low'\n  fix:   @amp_graph.precision('full')")
+        raise PolicyError(
+            f"precision: unknown word {word!r}\n  legal: 'full', 'fp32', 'low'\n  fix:   @amp_graph.precision('full')"
+        )
 
     def mark(target: Any) -> Any:
         if isinstance(target, type) and issubclass(target, torch.autograd.Function):

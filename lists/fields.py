@@ -16,9 +16,7 @@ def check_keys(
     for key in entry:
         if key not in legal:
             near = did_you_mean(key, legal)
-            raise ListError(
-                f"unknown key {key!r} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix
-            )
+            raise ListError(f"unknown key {key!r} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix)
 
 
 def table(value: object, where: str, fix: str) -> Mapping[str, object]:
@@ -31,9 +29,7 @@ def table(value: object, where: str, fix: str) -> Mapping[str, object]:
 def tables(value: object, name: str, lines: Lines, fix: str) -> list[Mapping[str, object]]:
     """Return `value` if it is an array of tables."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ListError(
-            f"{name!r} is not an array of tables", where=lines.at(name), legal=f"[[{name}]]", fix=fix
-        )
+        raise ListError(f"{name!r} is not an array of tables", where=lines.at(name), legal=f"[[{name}]]", fix=fix)
     return value
 
 

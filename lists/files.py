@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
 from amp_graph.lists.errors import ListError
 from amp_graph.lists.fields import did_you_mean
 from amp_graph.lists.operators import check_rules

@@ -61,9 +61,7 @@ def _build(name: str, dtype: str, device: str, above: tuple[Path, ...]) -> OpLis
     path = find(default_name(dtype, device) if name == "default" else name)
     if path in above:
         chain = " extends ".join(one.name for one in (*above, path))
-        raise ListError(
-            f"a circle: {chain}", where=path.name, legal="a chain that ends", fix='extends = "default"'
-        )
+        raise ListError(f"a circle: {chain}", where=path.name, legal="a chain that ends", fix='extends = "default"')
     file = read(path)
     _check_fits(file, path, dtype, device)
     base = OpList(file.name, dtype, device, "opaque", {})

@@ -63,9 +63,7 @@ def merge(
         _remove(rules, normalise(name), "argument remove=")
     _add(rules, new)
     checked = tuple(
-        module_rule(
-            rule.path, rule.precision, rule.why or "you asked for it", rule.origin or "argument modules="
-        )
+        module_rule(rule.path, rule.precision, rule.why or "you asked for it", rule.origin or "argument modules=")
         for rule in modules
     )
     return replace(base, rules=rules, modules=(*checked, *base.modules))
@@ -80,9 +78,7 @@ def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 def _rule(cls: OpClass, name: str) -> Rule:
-    return Rule(
-        op=normalise(name), cls=cls, why=f"you asked for it: {cls}={name!r}", origin=f"argument {cls}="
-    )
+    return Rule(op=normalise(name), cls=cls, why=f"you asked for it: {cls}={name!r}", origin=f"argument {cls}=")
 
 
 def _check_contradictions(rules: Sequence[Rule]) -> None:

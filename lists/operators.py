@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
 from amp_graph.lists.errors import ListError
 from amp_graph.lists.fields import did_you_mean, nearest
 from amp_graph.lists.schema import Rule, functional_packet
@@ -57,9 +58,7 @@ def overloads_of(op: str) -> tuple[torch._ops.OpOverload, ...]:
 
 def known_names(namespace: str) -> tuple[str, ...]:
     """Return operator names to suggest: what torch has resolved so far, and what the built-in lists name."""
-    resolved = {
-        f"{namespace}.{name}" for name in dir(getattr(torch.ops, namespace)) if not name.startswith("__")
-    }
+    resolved = {f"{namespace}.{name}" for name in dir(getattr(torch.ops, namespace)) if not name.startswith("__")}
     for path in Path(__file__).parent.glob("*.toml"):
         resolved.update(re.findall(rf'"({namespace}\.\w+)', path.read_text(encoding="utf-8")))
     return tuple(sorted(resolved))

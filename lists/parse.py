@@ -29,9 +29,7 @@ _LIST_KEYS = ("name", "dtype", "device", "unlisted", "extends", "description")
 _OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since")
 _MODULE_KEYS = ("path", "precision", "why")
 _OP_SNIPPET = '[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = "overflows for inputs over 11"'
-_MODULE_SNIPPET = (
-    '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
-)
+_MODULE_SNIPPET = '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
 _EXTENDS_SNIPPET = 'extends = "default"'
 _REMOVE_SNIPPET = '[remove]\nops = ["aten.exp"]'
 
@@ -72,9 +70,7 @@ def parse(text: str, file: str) -> ListFile:
         dtype=choice(head, "dtype", DTYPES, lines, "any"),
         device=choice(head, "device", DEVICES, lines, "any"),
         unlisted=choice(head, "unlisted", UNLISTED, lines, ""),
-        extends=None
-        if extends is None
-        else strings(extends, "extends", lines.at("list"), 'extends = "default"'),
+        extends=None if extends is None else strings(extends, "extends", lines.at("list"), 'extends = "default"'),
         description=string(head, "description", lines.at("list"), 'description = "..."', default=""),
         rules=rules,
         modules=tuple(_modules(data.get("module", []), lines)),
@@ -109,9 +105,7 @@ def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
         raise ListError(f"promotes = {promotes!r}", where=where, legal="true, false", fix="promotes = true")
     since = string(entry, "since", where, 'since = "2.12"', default="")
     if since and not re.fullmatch(r"\d+\.\d+", since):
-        raise ListError(
-            f"since = {since!r}", where=where, legal='"MAJOR.MINOR" of torch', fix='since = "2.12"'
-        )
+        raise ListError(f"since = {since!r}", where=where, legal='"MAJOR.MINOR" of torch', fix='since = "2.12"')
     return Rule(
         op=normalise(name),
         cls=OpClass(entry["class"]),
@@ -200,7 +194,5 @@ def module_rule(path: str, precision: str, why: str, origin: str) -> ModuleRule:
         re.compile(path)
     except re.error as error:
         legal = "a Python regular expression for the whole module path"
-        raise ListError(
-            f"bad regex {path!r}: {error}", where=origin, legal=legal, fix=_MODULE_SNIPPET
-        ) from error
+        raise ListError(f"bad regex {path!r}: {error}", where=origin, legal=legal, fix=_MODULE_SNIPPET) from error
     return ModuleRule(path, precision, why, origin)

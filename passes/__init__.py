@@ -1,0 +1,1 @@
+"""Graph passes: a ``GraphModule`` in, a ``PassResult`` out; one pass a file."""

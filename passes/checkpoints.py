@@ -24,7 +24,8 @@ def inline_checkpoints(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if getattr(node.target, "__name__", "") != "tag_activation_checkpoint":
             continue
-        body = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+        attribute: Any = node.args[0]
+        body = getattr(gm, str(attribute.target))
         taken_apart = all(user.target is operator.getitem for user in node.users)
         if "_checkpoint_context_fn" in body.meta or node.kwargs.get("context_fn") or not taken_apart:
             continue
@@ -38,6 +39,7 @@ def inline_checkpoints(gm: GraphModule) -> None:
 
 
 def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None:
+    attribute: Any = node.args[0]
     env: dict[Node, Any] = {}
     operands = iter(node.args[1:])
     with gm.graph.inserting_before(node):
@@ -45,16 +47,17 @@ def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None
             if part.op == "placeholder":
                 env[part] = next(operands)
             elif part.op == "get_attr":
-                name = f"{node.args[0].target}_{part.target}".replace(".", "_")  # type: ignore[union-attr]
+                name = f"{attribute.target}_{part.target}".replace(".", "_")
                 setattr(gm, name, getattr(body, str(part.target)))
                 env[part] = gm.graph.get_attr(name)
                 env[part].meta = dict(part.meta)
             elif part.op != "output":
                 env[part] = gm.graph.node_copy(part, lambda n: env[n])
                 env[part].meta[CHECKPOINT] = number
-    outputs = map_arg(body.graph.output_node().args[0], lambda n: env[n])
+    outputs: Any = map_arg(body.graph.output_node().args[0], lambda n: env[n])
     for user in list(node.users):
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
+        index: Any = user.args[1]
+        user.replace_all_uses_with(outputs[index])
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
 

@@ -86,10 +86,14 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if conversion or (names and set(names) <= CONVERSIONS):
         return _conversion(node, names)
     if not operations:
-        inputs = frozenset(tensor_inputs(node))
-        return Classification(OpClass.NEUTRAL, "returns what it was given", "", names, inputs, mixed=True)
+        given = frozenset(tensor_inputs(node))
+        return Classification(OpClass.NEUTRAL, "returns what it was given", "", names, given, mixed=True)
     rules = [lists.lookup(o.op, o.arguments) for o in operations]
-    known = rules if lists.unlisted == "opaque" else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
+    known = (
+        rules
+        if lists.unlisted == "opaque"
+        else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
+    )
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
     cls = _joined(classes, len(operations))
     rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
@@ -143,9 +147,7 @@ def is_conversion_target(node: Node) -> bool:
     return node.op == "call_method" and node.target in CONVERSION_METHODS
 
 
-def _listed_identity(
-    node: Node, lists: OpList, mode: FakeTensorMode
-) -> tuple[Identity | str, frozenset[OpOverload]]:
+def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Identify ``node``, taking composites that no list names apart until the list names the parts."""
     apart: frozenset[OpOverload] = frozenset()
     whole = identify(node, mode)
@@ -189,7 +191,7 @@ def _joined(classes: set[OpClass], count: int) -> OpClass | None:
     if len(rest) == 1:
         (only,) = rest
         single = count == 1 or only in (OpClass.FOLLOW, OpClass.DENY, OpClass.OPAQUE)
-        return only if single or len(classes) == 2 and only is OpClass.ALLOW else None
+        return only if single or (len(classes) == 2 and only is OpClass.ALLOW) else None
     return OpClass.OPAQUE if OpClass.OPAQUE in rest and OpClass.ALLOW not in rest else None
 
 
@@ -213,7 +215,12 @@ def _asked_dtype(operations: list[Operation]) -> torch.dtype | None:
 def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
     inputs = tensor_inputs(node)
     asked = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-    by_name = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+    by_name = {
+        "float": torch.float32,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "double": torch.float64,
+    }
     dtype = asked[0] if asked else by_name.get(str(node.target))
     why = "the user's own conversion is an instruction"
     if dtype is None and len(inputs) == 1:
@@ -231,9 +238,7 @@ def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
 
 
 def _unlisted_reason(lists: OpList, operations: list[Operation], rules: list[Rule | None]) -> str:
-    names = dict.fromkeys(
-        str(o.op).rsplit(".", 1)[0] for o, r in zip(operations, rules, strict=True) if r is None
-    )
+    names = dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o, r in zip(operations, rules, strict=True) if r is None)
     listed = ", ".join(names)
     if lists.unlisted == "native":
         return f"no entry for {listed} in {lists.name}: runs in whatever precision arrives"

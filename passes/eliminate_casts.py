@@ -12,8 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, value
@@ -22,7 +22,7 @@ from amp_graph.passes.plan_precision import marks
 
 @dataclass(frozen=True)
 class EliminateCasts(Pass):
-    """Replaces ``x.to(d)`` with ``x`` when ``x`` is in ``d``, and ``x.to(wide).to(d)`` with ``x`` when ``x`` is in ``d``.
+    """Replaces ``x.to(d)``, and ``x.to(wide).to(d)``, with ``x`` when ``x`` is in ``d`` already.
 
     Law: widening and coming back changes no bit, forward or backward, where nothing else reads the wide
     value. Full -> low -> full stays: it rounds. Exactness: bit-exact.

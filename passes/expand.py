@@ -18,7 +18,7 @@ from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classify
 from amp_graph.passes.identify_ops import is_tensor_call, trace_node, traced_inputs
-from amp_graph.passes.node_value import CAPTURED, fake_mode_of, value
+from amp_graph.passes.node_value import CAPTURED, fake_mode_of
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
 KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "amp_module", "amp_wish")
@@ -39,8 +39,8 @@ class ExpandComposites(Pass):
         mode = fake_mode_of(gm)
         changes: list[Change] = []
         skips: list[Skip] = []
-        for node in list(gm.graph.nodes) if mode is not None else ():
-            if not is_tensor_call(node):
+        for node in list(gm.graph.nodes):
+            if mode is None or not is_tensor_call(node):
                 continue
             found = classify(node, self.lists, mode)
             if not found.expand:
@@ -54,9 +54,7 @@ class ExpandComposites(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def expand(
-    gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode
-) -> list[Node] | None:
+def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
     """Replace ``node`` by its operations and return them; None, and no change, where that cannot be.
 
     It cannot where the result is a structure whose parts are not taken out one by one, or where symbolic
@@ -125,5 +123,5 @@ def _replace(gm: GraphModule, node: Node, result: Any) -> None:
 def _put_none(reader: Node, user: Node) -> None:
     """Replace ``user`` by None in the arguments of ``reader`` (an output that was not asked for)."""
     swap = lambda n: None if n is user else n  # noqa: E731
-    reader.args = map_arg(reader.args, swap)  # type: ignore[assignment]
-    reader.kwargs = map_arg(reader.kwargs, swap)  # type: ignore[assignment]
+    reader.args = map_arg(reader.args, swap)
+    reader.kwargs = map_arg(reader.kwargs, swap)

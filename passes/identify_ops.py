@@ -133,9 +133,7 @@ def traced_inputs(node: Node) -> list[Node]:
     return list(found.values())
 
 
-def identify(
-    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
-) -> Identity | str:
+def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they cannot be known.
 
     Operations in ``decompose`` are replaced by what they are written in terms of.
@@ -187,7 +185,11 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def trace_node(
-    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset(), *, symbolic: bool = False
+    node: Node,
+    mode: FakeTensorMode,
+    decompose: frozenset[OpOverload] = frozenset(),
+    *,
+    symbolic: bool = False,
 ) -> GraphModule:
     """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
 

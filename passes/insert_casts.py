@@ -120,7 +120,9 @@ class _Insertion:
         with tracing_fake(self.mode), torch.no_grad():
             new = value(source).to(dtype)
         origin = source if after else reader
-        cast.meta = {k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT) if k in origin.meta}
+        cast.meta = {
+            k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT) if k in origin.meta
+        }
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
@@ -141,7 +143,12 @@ class _Insertion:
         if not any(tensors(value(s)) and value(s).dtype == self.dtype for s in _eligible(node)):
             return
         limit = torch.finfo(self.dtype).max
-        clamp = lambda a: a if not isinstance(a, float) or facts.fits(a, self.dtype) else math.copysign(limit, a)  # noqa: E731
+
+        def clamp(constant: Any) -> Any:
+            if not isinstance(constant, float) or facts.fits(constant, self.dtype):
+                return constant
+            return math.copysign(limit, constant)
+
         args, kwargs = tuple(map(clamp, node.args)), {k: clamp(v) for k, v in node.kwargs.items()}
         if (args, kwargs) != (node.args, node.kwargs):
             node.args, node.kwargs = args, kwargs
@@ -153,7 +160,8 @@ class _Insertion:
         if not changed or not tensors(value(node)):
             return
         if is_part(node):
-            set_value(node, value(node.args[0])[node.args[1]])  # type: ignore[arg-type, index]
+            whole, index = node.args
+            set_value(node, value(whole)[index] if isinstance(whole, Node) else None)
             return
         try:
             set_value(node, run_node(node, self.mode))
@@ -173,7 +181,9 @@ class _Insertion:
             set_value(node, run_node(node, self.mode))
         except Exception as error:
             where = facts.source_line(node)
-            raise PassError(f"insert-casts: {node.name} cannot run in full precision either, at {where}: {error}") from error
+            raise PassError(
+                f"insert-casts: {node.name} cannot run in full precision either, at {where}: {error}"
+            ) from error
 
     def _convert_result(self, node: Node) -> None:
         readers = list(node.users)

@@ -46,8 +46,11 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
         if before is not None and result.modified:
             try:
                 effects = before.effects or Contract.of(gm).effects
-                verify(gm, Contract(before.inputs, before.outputs, before.parameters, effects),
-                       changes_outputs=one.changes_outputs)
+                verify(
+                    gm,
+                    Contract(before.inputs, before.outputs, before.parameters, effects),
+                    changes_outputs=one.changes_outputs,
+                )
             except AmpGraphError as error:
                 raise type(error)(f"after pass {one.name}: {error}") from error
         done.append(Timed(one.name, result, seconds))

@@ -43,9 +43,7 @@ class Memory:
     def epoch(self, node: Node, reader: Node) -> int:
         """Return how often the storage of ``node`` has been written before ``reader`` runs."""
         at = self.order[reader]
-        return sum(
-            sum(1 for place in self.writers.get(key, ()) if place < at) for key in self.storages.get(node, ())
-        )
+        return sum(sum(1 for place in self.writers.get(key, ()) if place < at) for key in self.storages.get(node, ()))
 
 
 def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:

@@ -90,7 +90,7 @@ def argument_values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``node`` with every input node replaced by its value."""
     args = torch.fx.node.map_arg(node.args, value)
     kwargs = torch.fx.node.map_arg(node.kwargs, value)
-    return tuple(args), dict(kwargs)  # type: ignore[arg-type]
+    return tuple(args), dict(kwargs)
 
 
 def input_nodes(node: Node) -> Iterator[Node]:

@@ -188,9 +188,7 @@ class _Painting:
             return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
         return self._set_full(kind, [], "operands are full precision")
 
-    def _fast_reason(
-        self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]
-    ) -> str:
+    def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
         if kind.cls is OpClass.FP32_INSIDE:
             norm = kind.partial and not tainted
@@ -268,9 +266,7 @@ class _Painting:
             self.low.add(node)
         return Choice(LOW, reason, wants)
 
-    def _set_full(
-        self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False
-    ) -> Choice:
+    def _set_full(self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False) -> Choice:
         return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
 
 

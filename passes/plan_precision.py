@@ -77,9 +77,7 @@ class PlanPrecision(Pass):
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
         return PassResult(gm, tuple(changes))
 
-    def _constrained(
-        self, gm: GraphModule, classes: dict[Node, Classification]
-    ) -> dict[Node, Classification]:
+    def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
         ours = self.lists.unlisted == "opaque"
         held = positions.protected(gm.graph.nodes, classes) if ours else frozenset()

@@ -45,13 +45,18 @@ def shared_cast(x: torch.Tensor, dtype: torch.dtype, low: int, full: bool) -> tu
     if not (torch.is_grad_enabled() and x.requires_grad):
         cast = x.to(dtype)
         return (x, *([cast] * low)) if full else (cast,) * low
-    return _SharedCast.apply(x, dtype, low, full)  # type: ignore[no-any-return]
+    return _SharedCast.apply(x, dtype, low, full)
 
 
 class _LowLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+        ctx: Any,
+        x: torch.Tensor,
+        shape: tuple[int, ...],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
         out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
@@ -87,7 +92,12 @@ def _sum_of_products(
     Mixed operands promote inside the kernels: nothing is rounded to low precision on the way.
     """
     width = weight.numel()
-    x, grad, mean, rstd = x.reshape(-1, width), grad.reshape(-1, width), mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    x, grad, mean, rstd = (
+        x.reshape(-1, width),
+        grad.reshape(-1, width),
+        mean.reshape(-1, 1),
+        rstd.reshape(-1, 1),
+    )
     rows = max(1, CHUNK // width)
     total = None
     for start in range(0, x.shape[0], rows):
@@ -98,7 +108,11 @@ def _sum_of_products(
 
 
 def layer_norm_low(
-    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, eps: float = 1e-5
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
 ) -> torch.Tensor:
     """``F.layer_norm`` of a low-precision ``x`` with fp32 ``weight`` and ``bias``, and exact gradients for those.
 
@@ -107,5 +121,4 @@ def layer_norm_low(
     """
     if not torch.is_grad_enabled():
         return torch.layer_norm(x, normalized_shape, weight, bias, eps)
-    return _LowLayerNorm.apply(x, tuple(normalized_shape), weight, bias, eps)  # type: ignore[no-any-return]
-
+    return _LowLayerNorm.apply(x, tuple(normalized_shape), weight, bias, eps)

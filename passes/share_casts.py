@@ -77,7 +77,7 @@ def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
             user.replace_input_with(source, alias)
     for user in list(cast.users):
         pick = lambda n: next(parts) if n is cast else n  # noqa: E731
-        user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)  # type: ignore[assignment]
+        user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
     gm.graph.erase_node(cast)
 
 

@@ -63,8 +63,8 @@ def target_text(node: Node) -> str:
 
 def _line(node: Node, names: dict[Node, str]) -> str:
     show = lambda leaf: _Name(names[leaf]) if isinstance(leaf, Node) else leaf  # noqa: E731
-    args = [_show(a) for a in map_aggregate(node.args, show)]  # type: ignore[union-attr]
-    args += [f"{k}={_show(v)}" for k, v in map_aggregate(node.kwargs, show).items()]  # type: ignore[union-attr]
+    args = [_show(a) for a in map_aggregate(node.args, show)]
+    args += [f"{k}={_show(v)}" for k, v in map_aggregate(node.kwargs, show).items()]
     if node.op == "output":
         return f"return {', '.join(args)}"
     kind = type_text(value(node))

@@ -161,14 +161,14 @@ def capture_with_dynamo(
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    context = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
+    context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
     context.callback = _CompileTimeConfig(context.callback, heard)
-    return context(function)  # type: ignore[no-any-return]
+    return context(function)
 
 
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep an outer ``torch.compile`` from tracing into ``function``; what ``function`` compiles is its own."""
-    return torch._dynamo.disable(function, recursive=False)  # type: ignore[no-any-return]
+    return torch._dynamo.disable(function, recursive=False)
 
 
 def allow_in_graph(function: type) -> None:

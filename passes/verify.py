@@ -60,7 +60,7 @@ def _same(what: str, before: Any, after: Any) -> None:
 
 def _leaves(output: Node) -> list[Node]:
     found: list[Node] = []
-    torch.fx.node.map_arg(output.args, found.append)  # type: ignore[arg-type]
+    torch.fx.node.map_arg(output.args, found.append)
     return found
 
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from amp_graph.lists import load
 
 from amp_graph import Policy
+from amp_graph.lists import load
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

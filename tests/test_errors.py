@@ -236,9 +236,15 @@ def test_the_users_own_exception_is_theirs(kind):
             model(x)
         assert type(caught.value) is kind
         assert caught.value.args == ("because of reasons", 3)
+
+
+def test_after_an_exception_the_next_call_is_captured():
+    model, x = amp_graph.convert(Raises(ValueError)), torch.randn(3, 16)
+    with pytest.raises(ValueError, match="because of reasons"):
+        model(x)
     model.raising = False
     assert model(x).shape == (3, 4)
-    assert conversion_of(model).graphs
+    assert conversion_of(model).runs == 1
 
 
 @pytest.mark.parametrize("converted_first", [False, True])

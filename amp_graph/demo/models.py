@@ -5,6 +5,8 @@ Before: ``ResNet()(images)``. After: the very same, since conversion asks for no
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -121,6 +123,6 @@ def hf_gpt2(symbols: int, length: int = 128, width: int = 128, layers: int = 3, 
     """Return Hugging Face's GPT-2, unmodified and small, with random weights; nothing is downloaded."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_positions": length, "n_embd": width, "n_layer": layers, "n_head": heads}
+    sizes: Any = {"n_positions": length, "n_embd": width, "n_layer": layers, "n_head": heads}
     config = GPT2Config(vocab_size=symbols, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes)
     return GPT2LMHeadModel(config)

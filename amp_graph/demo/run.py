@@ -53,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", help=f"which, separated by commas (default: {','.join(NAMES)})")
     parser.add_argument("--steps", type=_positive, help="steps of each bf16 race (fp16: a fifth of it)")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models, a few steps: only to see that it works"
-    )
+    parser.add_argument("--quick", action="store_true", help="tiny models, a few steps: only to see that it works")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the results")
     parser.add_argument(
         "--threads", type=_positive, help="CPU threads (default: as torch chooses, or 1 on a busy machine)"
@@ -150,8 +148,7 @@ def _notes(console: Console, folder: Path, seconds: float) -> None:
 
 def _write_json(results: dict[str, Results], machine: str, path: Path) -> None:
     plain = {
-        name: {kind: [r.to_dict() for r in rows] for kind, rows in found.items()}
-        for name, found in results.items()
+        name: {kind: [r.to_dict() for r in rows] for kind, rows in found.items()} for name, found in results.items()
     }
     path.write_text(json.dumps({"machine": machine, "models": plain}, indent=1), encoding="utf-8")
 

@@ -75,24 +75,18 @@ def excerpt_table(task: Task, rows: Sequence[Row]) -> Table:
     return table
 
 
-def draw(
-    all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapping[str, str], path: Path
-) -> None:
+def draw(all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapping[str, str], path: Path) -> None:
     """Save the loss curves of all variants, a column for each model and a row for each low precision."""
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingData(
-            "demo: matplotlib is not installed\n  fix:   pip install 'amp-graph[demo]'"
-        ) from error
+        raise MissingData("demo: matplotlib is not installed\n  fix:   pip install 'amp-graph[demo]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     kinds = list(dict.fromkeys(kind for results in all_results.values() for kind in results))
     size = (5 * len(all_results), 3.6 * len(kinds))
-    figure, axes = pyplot.subplots(
-        len(kinds), len(all_results), squeeze=False, figsize=size, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(len(kinds), len(all_results), squeeze=False, figsize=size, layout="constrained")
     for column, (name, results) in enumerate(all_results.items()):
         for line, kind in enumerate(kinds):
             plot = axes[line][column]

@@ -65,11 +65,11 @@ def has_transformers() -> bool:
 
 
 def _call(model: nn.Module, inputs: Tensor) -> Tensor:
-    return model(inputs)  # type: ignore[no-any-return]
+    return model(inputs)
 
 
 def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
-    return model(input_ids=inputs).logits  # type: ignore[no-any-return]
+    return model(input_ids=inputs).logits
 
 
 def _cnn(quick: bool) -> Task:

@@ -17,7 +17,8 @@ def useful_threads(patience: float = 2.0) -> int:
     chosen = torch.get_num_threads()
     if chosen == 1:
         return 1
-    many, one = [], []
+    many: list[float] = []
+    one: list[float] = []
     end = time.monotonic() + patience
     try:
         while len(many) < 5 and time.monotonic() < end:

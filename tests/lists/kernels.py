@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
 from amp_graph.lists import OpList, Rule
 from amp_graph.lists.operators import overloads_of
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .handwritten import HANDWRITTEN
 

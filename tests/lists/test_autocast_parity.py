@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from amp_graph.lists import files, load
 
 KEYS = {"autocast_cuda": "AutocastCUDA", "autocast_cpu": "AutocastCPU"}

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+
 from amp_graph.lists import builtin_names, load
 from amp_graph.lists.files import find, read
 from amp_graph.lists.operators import check_rules

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from amp_graph.lists import AmpGraphError, ListError, ModuleRule, check_op_exists, effective, load, merge
 
 HEAD = '[list]\nname = "mine"\n\n'

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from amp_graph.lists import load, merge
 
 from .handwritten import rnn

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from amp_graph.lists import ModuleRule, OpClass, dump, effective, load, merge
 
 aten = torch.ops.aten

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from amp_graph.lists import OpClass, OpList, Rule, load
 from amp_graph.lists.schema import Kind, functional_packet
 

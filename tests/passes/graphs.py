@@ -75,9 +75,9 @@ def capture(model: Any, *inputs: Any, dynamic: bool | None = None) -> Capture:
     return one
 
 
-def capture_function(function: Any, *inputs: Any, **state: torch.Tensor) -> Capture:
+def capture_function(function: Any, *inputs: Any, dynamic: bool | None = None, **state: torch.Tensor) -> Capture:
     """Capture ``function(self, *inputs)``, where ``self`` has ``state`` as parameters."""
-    return capture(Function(function, **state), *inputs)
+    return capture(Function(function, **state), *inputs, dynamic=dynamic)
 
 
 def standard_passes(policy: str = "bf16") -> list[Pass]:

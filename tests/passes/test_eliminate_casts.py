@@ -1,6 +1,6 @@
-"""EliminateCasts is bit-exact, gradients included; variants that go further are found wrong by the same checks."""
+"""EliminateCasts is bit-exact, gradients included; the same checks find variants that go further."""
 
-from functools import lru_cache
+from functools import cache
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,7 +22,7 @@ class RemovesRoundings(EliminateCasts):
     """Wrong: takes full -> low -> full for redundant."""
 
     def run(self, gm):
-        with mock.patch.object(eliminate_casts, "_widens", lambda narrow, wide: True):
+        with mock.patch.object(eliminate_casts, "_widens", return_value=True):
             return super().run(gm)
 
 
@@ -30,7 +30,7 @@ class IgnoresOtherReaders(EliminateCasts):
     """Wrong: removes low -> full -> low where another reader's gradient is summed in full precision."""
 
     def run(self, gm):
-        with mock.patch.object(eliminate_casts, "captured", lambda node: SimpleNamespace(requires_grad=False)):
+        with mock.patch.object(eliminate_casts, "captured", return_value=SimpleNamespace(requires_grad=False)):
             return super().run(gm)
 
 
@@ -38,7 +38,7 @@ class IgnoresWrites(EliminateCasts):
     """Wrong: removes the copy of a storage that is written."""
 
     def run(self, gm):
-        with mock.patch.object(eliminate_casts, "observe", lambda gm, marks: Memory({}, {}, {})):
+        with mock.patch.object(eliminate_casts, "observe", return_value=Memory({}, {}, {})):
             return super().run(gm)
 
 
@@ -50,7 +50,7 @@ def effect_of(graph, one, policy="bf16"):
     return len(done.result.changes), differences(run_step(gm, graph.given), before)
 
 
-@lru_cache(maxsize=None)
+@cache
 def captured(seed):
     model, inputs = program(seed)
     return capture(model, *inputs)

@@ -1,96 +1,14 @@
-"""Golden graphs: what small models become, as text. To accept a new text: EXPECTTEST_ACCEPT=1 pytest <this file>."""
+"""Golden graphs: what small models become, as text.
+
+To accept new texts: EXPECTTEST_ACCEPT=1 pytest tests/passes/test_golden.py.
+"""
 
 import expecttest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from amp_graph.passes.text import graph_text
+from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
-
-
-class Block(nn.Module):
-    """A pre-norm block as in GPT-2, of width 8."""
-
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.fc, self.out = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        q, k, v = (a.view(2, 3, 2, 4).transpose(1, 2) for a in self.qkv(self.ln_1(x)).chunk(3, -1))
-        weights = (q @ k.transpose(-1, -2) / 2.0).softmax(-1)
-        x = x + self.proj((weights @ v).transpose(1, 2).reshape(2, 3, 8))
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
-
-
-class Stacked(nn.Module):
-    """What feeds the block: a value that trains and is no input."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.ln, self.fc = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x + self.fc(self.ln(x))
-        return x + self.fc(self.ln(x))
-
-
-class Residual(nn.Module):
-    """conv-bn-relu twice, with the in-place operations of torchvision."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
-        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        h += x
-        return self.relu(h)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.fc = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.fc(self.lstm(x)[0][:, -1])
-
-
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
-
-
-class WritesToView(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        h = self.a(x)
-        before = self.b(h)
-        h[:, :4].add_(1.0)
-        return self.b(h) - before
-
-
-X = (2, 3, 8)
-CASES = {
-    "block": (Block, lambda: (torch.randn(X),)),
-    "stacked": (Stacked, lambda: (torch.tensor([[0, 1, 2]]),)),
-    "residual": (Residual, lambda: (torch.randn(2, 4, 5, 5),)),
-    "with_loss": (WithLoss, lambda: (torch.randn(3, 8), torch.tensor([0, 1, 2]))),
-    "writes_to_view": (WritesToView, lambda: (torch.randn(2, 8),)),
-    "recurrent": (Recurrent, lambda: (torch.randn(2, 3, 4),)),
-}
 
 
 def graph_of(name, policy="bf16"):
@@ -101,11 +19,13 @@ def graph_of(name, policy="bf16"):
 
 class GoldenTest(expecttest.TestCase):
     def check(self, text, expected, skip=1):
-        self.assertLessEqual(len(text.splitlines()), 45, "a golden graph fits on one screen")
+        assert len(text.splitlines()) <= 45, "a golden graph fits on one screen"
         self.assertExpectedInline(text, expected, skip=skip)
 
     def test_transformer_block_autocast(self):
-        self.check(body_text(graph_of("block")), """\
+        self.check(
+            body_text(graph_of("block")),
+            """\
 %13: f32[2,3,8] = layer_norm(%2, (8,), %0, %1, 1e-05)  # ln_1
 %14: bf16[2,3,8] = .bfloat16(%13)  # ln_1
 %15: bf16[24,8] = .bfloat16(%3)  # qkv
@@ -142,10 +62,13 @@ class GoldenTest(expecttest.TestCase):
 %46: bf16[8] = .bfloat16(%12)  # out
 %47: bf16[2,3,8] = linear(%44, %45, %46)  # out
 %48: f32[2,3,8] = add(%38, %47)
-return (%48,)""")
+return (%48,)""",
+        )
 
     def test_transformer_block_fast(self):
-        self.check(body_text(graph_of("block", "bf16,accuracy=fast")), """\
+        self.check(
+            body_text(graph_of("block", "bf16,accuracy=fast")),
+            """\
 %13: bf16[2,3,8] = .bfloat16(%2)  # ln_1
 %14: bf16[2,3,8] = layer_norm_low(%13, (8,), %0, %1, 1e-05)  # ln_1
 %15: bf16[24,8] = .bfloat16(%3)  # qkv
@@ -182,10 +105,13 @@ return (%48,)""")
 %46: bf16[2,3,8] = linear(%43, %44, %45)  # out
 %47: bf16[2,3,8] = add(%38, %46)
 %48: f32[2,3,8] = .float(%47)
-return (%48,)""")
+return (%48,)""",
+        )
 
     def test_shared_casts_of_a_stream_fast(self):
-        self.check(body_text(graph_of("stacked", "bf16,accuracy=fast")), """\
+        self.check(
+            body_text(graph_of("stacked", "bf16,accuracy=fast")),
+            """\
 %6: f32[1,3,8] = embedding(%1, %0, None, None, 2.0, False, False)  # embed
 %7: (bf16[1,3,8], bf16[1,3,8]) = shared_cast(%6, bf16, 2, False)  # embed
 %8: bf16[1,3,8] = getitem(%7, 0)  # embed
@@ -199,10 +125,13 @@ return (%48,)""")
 %16: bf16[1,3,8] = linear(%15, %11, %12)  # fc
 %17: bf16[1,3,8] = add(%14, %16)
 %18: f32[1,3,8] = .float(%17)
-return (%18,)""")
+return (%18,)""",
+        )
 
     def test_residual_block(self):
-        self.check(body_text(graph_of("residual")), """\
+        self.check(
+            body_text(graph_of("residual")),
+            """\
 %13: bf16[2,4,5,5] = .bfloat16(%1)  # conv1
 %14: bf16[4,4,3,3] = .bfloat16(%0)  # conv1
 %15: bf16[2,4,5,5] = conv2d(%13, %14, None, (1, 1), (1, 1), (1, 1), 1)  # conv1
@@ -216,10 +145,13 @@ return (%18,)""")
 %23: bf16[2,4,5,5] = iadd(%22, %1)
 %24: bf16[2,4,5,5] = relu(%23, inplace=True)  # relu
 %25: f32[2,4,5,5] = .float(%24)
-return (%25,)""")
+return (%25,)""",
+        )
 
     def test_recurrent(self):
-        self.check(body_text(graph_of("recurrent")), """\
+        self.check(
+            body_text(graph_of("recurrent")),
+            """\
 %7: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
 %8: bf16[1,2,8] = .bfloat16(%7)  # lstm
 %9: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
@@ -236,10 +168,13 @@ return (%25,)""")
 %20: bf16[2] = .bfloat16(%6)  # fc
 %21: bf16[2,2] = linear(%18, %19, %20)  # fc
 %22: f32[2,2] = .float(%21)  # fc
-return (%22,)""")
+return (%22,)""",
+        )
 
     def test_mlp_with_its_loss_inside(self):
-        self.check(graph_text(graph_of("with_loss")), """\
+        self.check(
+            graph_text(graph_of("with_loss")),
+            """\
 %0: f32[16,8] = input L_self_modules_a_parameters_weight_
 %1: f32[16] = input L_self_modules_a_parameters_bias_
 %2: f32[3,8] = input L_x_
@@ -256,10 +191,13 @@ return (%22,)""")
 %13: bf16[3,4] = linear(%10, %11, %12)  # b
 %14: f32[3,4] = .float(%13)  # b
 %15: f32[] = cross_entropy(%14, %5)
-return (%15,)""")
+return (%15,)""",
+        )
 
     def test_mlp_with_its_loss_inside_fp16(self):
-        self.check(body_text(graph_of("with_loss", "fp16")), """\
+        self.check(
+            body_text(graph_of("with_loss", "fp16")),
+            """\
 %6: f16[3,8] = .half(%2)  # a
 %7: f16[16,8] = .half(%0)  # a
 %8: f16[16] = .half(%1)  # a
@@ -270,10 +208,13 @@ return (%15,)""")
 %13: f16[3,4] = linear(%10, %11, %12)  # b
 %14: f32[3,4] = .float(%13)  # b
 %15: f32[] = cross_entropy(%14, %5)
-return (%15,)""")
+return (%15,)""",
+        )
 
     def test_write_to_a_view(self):
-        self.check(body_text(graph_of("writes_to_view")), """\
+        self.check(
+            body_text(graph_of("writes_to_view")),
+            """\
 %5: bf16[2,8] = .bfloat16(%2)  # a
 %6: bf16[8,8] = .bfloat16(%0)  # a
 %7: bf16[8] = .bfloat16(%1)  # a
@@ -286,7 +227,8 @@ return (%15,)""")
 %14: bf16[2,8] = linear(%8, %9, %10)  # b
 %15: bf16[2,8] = sub(%14, %11)
 %16: f32[2,8] = .float(%15)
-return (%16,)""")
+return (%16,)""",
+        )
 
 
 def test_text_is_the_same_from_capture_to_capture():

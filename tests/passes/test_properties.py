@@ -1,6 +1,6 @@
-"""Random small graphs through every pass: the contract, idempotence, determinism, identity of parameters, dtypes."""
+"""Random small graphs through every pass: contract, idempotence, determinism, parameters, dtypes."""
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -17,12 +17,10 @@ SEEDS = range(32)
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16", "bf16,lists=autocast_cpu")
 
 
-@lru_cache(maxsize=None)
+@cache
 def captured(seed):
     model, inputs = program(seed)
     return capture(model, *inputs)
-
-
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -147,7 +145,15 @@ def test_a_converted_program_runs_the_graph_that_rewrite_makes(seed):
 def test_the_generator_reaches_what_it_is_for():
     """Low values, casts, the user's own conversions, writes and regions all occur."""
     lines = [line.kind for seed in SEEDS for line in program(seed)[0].lines]
-    for kind in ("no_grad", "write_view", "write_after_read", "write_mixed", "there_and_back", "wide_reader", "low"):
+    for kind in (
+        "no_grad",
+        "write_view",
+        "write_after_read",
+        "write_mixed",
+        "there_and_back",
+        "wide_reader",
+        "low",
+    ):
         assert lines.count(kind) >= 3, kind
     lowered = 0
     for seed in SEEDS:

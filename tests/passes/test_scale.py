@@ -1,4 +1,4 @@
-"""The work of a rewrite grows with the graph and no faster: counted, not timed (`benchmarks/conversion_time.py` times)."""
+"""The work of a rewrite grows with the graph and no faster: counted here, timed in benchmarks."""
 
 import pytest
 import torch

@@ -11,7 +11,16 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.runtime import layer_norm_low, shared_cast
 from amp_graph.passes.share_casts import ShareCasts
-from tests.passes.graphs import BF16, FP32, body_text, capture_function, passes_before, run_step
+from tests.passes.graphs import (
+    BF16,
+    FP32,
+    Function,
+    body_text,
+    capture,
+    capture_function,
+    passes_before,
+    run_step,
+)
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -35,7 +44,7 @@ def low_and_full(s, x):
 
 
 def squared(s, x):
-    h = torch.exp(x * s.w[0]).view(2, 8, 8)
+    h = torch.exp(x[:8] * s.w[0])
     return h @ h
 
 
@@ -70,6 +79,11 @@ def _twin(gm, node):
         return gm.graph.node_copy(node)
 
 
+def behind_a_view(s, x):
+    h = torch.exp(x * s.w[0]).view(2, 8, 8)
+    return h @ s.v, h @ s.u
+
+
 @pytest.mark.parametrize("function", [two, squared, low_and_full])
 def test_two_readers_add_as_one_cast_a_reader_does_bit_for_bit(function):
     (plain, apart, shared), done, given = graphs(function)
@@ -90,6 +104,22 @@ def test_three_readers_differ_by_the_order_of_an_fp32_sum_at_most():
         assert torch.equal(y, z)
     for g, h in zip(b.grads, c.grads, strict=True):
         assert (g - h).norm() <= 2**-22 * h.norm()
+
+
+def test_readers_behind_a_view_add_in_fp32_too():
+    """As torch.autocast has it, which casts behind the view, once for each reader."""
+    function = Function(behind_a_view, w=W, v=V, u=U)
+    graph = capture(function, X)
+    gm, _ = graph.through([*passes_before(ShareCasts), ShareCasts()])
+    outputs = function(X)
+    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(5)) for o in outputs]
+    with torch.autocast("cpu", BF16):
+        low = function(X)
+    (want,) = torch.autograd.grad([o.float() for o in low], function.w, cotangents)
+    ours = gm(*graph.given)
+    index = next(i for i, g in enumerate(graph.given) if g.shape == W.shape and torch.equal(g, W))
+    (got,) = torch.autograd.grad(ours, graph.given[index], cotangents)
+    assert (got - want).norm() <= 2**-14 * want.norm(), relative(got, want.double())
 
 
 def test_negative_control_a_plain_shared_cast_adds_in_low_precision():

@@ -1,0 +1,213 @@
+"""PyTorch's own test tables of autocast, entry by entry: the installed `autocast_test_lists.py`.
+
+CPU entries run, converted and under autocast. CUDA entries are decided from the list alone, on a graph of
+one node: their dtypes need no GPU.
+"""
+
+import operator
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+import amp_graph
+from amp_graph.lists import load
+from tests.measure import DtypeLog
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+
+CPU, CUDA = AutocastCPUTestLists("cpu"), AutocastTestLists("cpu")
+CPU_GROUPS = ("torch_expect_builtin_promote", "methods_expect_builtin_promote", "torch_16", "torch_fp32",
+              "nn_16", "nn_fp32", "torch_need_autocast_promote")  # fmt: skip
+CUDA_GROUPS = {
+    "torch_fp16": "low",
+    "linalg_fp16": "low",
+    "nn_fp16": "low",
+    "methods_fp16": "low",
+    "torch_fp32": "full",
+    "nn_fp32": "full",
+    "methods_fp32": "full",
+    "torch_need_autocast_promote": "promote",
+    "torch_expect_builtin_promote": "promote",
+    "methods_expect_builtin_promote": "promote",
+}
+
+
+def function_of(name):
+    for home in (torch, torch._C._nn, torch.nn.functional, torch.Tensor):
+        if hasattr(home, name):
+            return getattr(home, name)
+    return None
+
+
+class Call(nn.Module):
+    """One operation as a module; it has a parameter so that it looks like a model."""
+
+    def __init__(self, function, kwargs):
+        super().__init__()
+        self.function, self.kwargs = function, kwargs
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *args):
+        return self.function(*args, **self.kwargs)
+
+
+# -- CPU: run ------------------------------------------------------------------------------------------
+
+# name: why the entry cannot be run, converted or not.
+CPU_UNBUILT = {
+    "__div__": "no such method any more: Tensor.__div__ is gone, and PyTorch's own test skips it",
+}
+
+
+def cpu_entries():
+    for group in CPU_GROUPS:
+        for index, entry in enumerate(getattr(CPU, group)):
+            if entry[0] not in CPU_UNBUILT:
+                yield pytest.param(group, index, id=f"{group}-{index}-{entry[0]}")
+
+
+def outputs(result):
+    return [t.dtype for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("group", "index"), cpu_entries())
+def test_cpu_entries_return_what_autocast_returns(group, index):
+    name, args, *rest = getattr(CPU, group)[index]
+    kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+    function = function_of(name)
+    with torch.autocast("cpu", torch.bfloat16), DtypeLog() as theirs:
+        wanted = function(*args, **kwargs)
+    model = Call(function, kwargs)
+    amp_graph.convert(model, "bf16,lists=autocast_cpu,keep_outputs=false")
+    got = model(*args)
+    with DtypeLog() as ours:
+        model(*args)
+    assert outputs(got) == outputs(wanted)
+    assert ours.entries == theirs.entries
+    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, wanted)), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def test_all_cpu_entries_are_counted():
+    entries = [e[0] for group in CPU_GROUPS for e in getattr(CPU, group)]
+    assert {n for n in entries if function_of(n) is None} == set(CPU_UNBUILT)
+    assert len(entries) - len([n for n in entries if n in CPU_UNBUILT]) == len([*cpu_entries()])
+    groups = {n for n, v in vars(CPU).items() if isinstance(v, list)}
+    assert groups == set(CPU_GROUPS), "PyTorch has a table that is not looked at here"
+
+
+# -- CUDA: decide --------------------------------------------------------------------------------------
+
+# name: why no graph of one node can be made of the entry on CPU.
+CUDA_UNBUILT = {
+    "__div__": "no such method any more: Tensor.__div__ is gone, and PyTorch's own test skips it",
+    "cudnn_convolution": "needs cuDNN, on fake tensors too",
+    "cudnn_convolution_transpose": "needs cuDNN, on fake tensors too",
+    "equal": "returns a Python bool",
+}
+
+
+def cuda_entries():
+    for group in CUDA_GROUPS:
+        for index, entry in enumerate(getattr(CUDA, group)):
+            if entry[0] not in CUDA_UNBUILT:
+                yield pytest.param(group, index, id=f"{group}-{index}-{entry[0]}")
+
+
+def decided(function, args, kwargs):
+    """The mark of one node, in a graph where tensors that an entry gives in half come from a cast.
+
+    A graph is captured in fp32; an entry's fp16 inputs are what an earlier matrix product would return.
+    """
+    graph, examples = Graph(), []
+
+    def as_node(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(examples)}")
+        examples.append(leaf)
+        return node
+
+    nodes = torch.utils._pytree.tree_map(as_node, (args, kwargs))
+    graph.output(graph.call_function(function, *nodes))
+    gm = amp_graph.rewrite(
+        GraphModule(nn.Module(), graph), amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False), examples
+    )
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and "amp" in n.meta]
+    return gm, calls
+
+
+def raised(obj):
+    """The same inputs as a graph captured in fp32 has them."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, obj
+    )
+
+
+@pytest.mark.parametrize(("group", "index"), cuda_entries())
+def test_cuda_entries_are_decided_as_their_table_says(group, index):
+    name, args, *rest = getattr(CUDA, group)[index]
+    kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+    wanted = CUDA_GROUPS[group]
+    gm, calls = decided(function_of(name), raised(args), kwargs)
+    marks = [n.meta["amp"] for n in calls]
+    assert marks, gm.code
+    if wanted == "low":
+        assert {m.precision for m in marks if m.cls == "allow"} == {"low"}
+        assert any(m.cls == "allow" for m in marks)
+    elif wanted == "full":
+        assert {m.precision for m in marks} <= {"full", "captured"}
+        assert any(m.cls == "deny" for m in marks)
+    else:
+        assert all(m.cls in ("promote", "follow") for m in marks)
+
+
+@pytest.mark.parametrize("name", ["cat", "stack"])
+def test_mixed_operands_promote(name):
+    """fp16 from a matrix product beside fp32: the widest wins, in both orders."""
+    for first in (0, 1):
+        graph = Graph()
+        x, w = graph.placeholder("x"), graph.placeholder("w")
+        low = graph.call_function(torch.mm, (x, w))
+        both = [low, x] if first == 0 else [x, low]
+        graph.output(graph.call_function(getattr(torch, name), (both,)))
+        gm = amp_graph.rewrite(
+            GraphModule(nn.Module(), graph),
+            amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False),
+            (torch.randn(8, 8), torch.randn(8, 8)),
+        )
+        product, joined = (n for n in gm.graph.nodes if n.target in (torch.mm, getattr(torch, name)))
+        assert product.meta["val"].dtype == torch.float16
+        assert joined.meta["val"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", [operator.add, operator.mul, operator.truediv, torch.add])
+def test_builtin_promotion_of_mixed_operands(op):
+    graph = Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    graph.output(graph.call_function(op, (graph.call_function(torch.mm, (x, w)), x)))
+    policy = amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False)
+    gm = amp_graph.rewrite(GraphModule(nn.Module(), graph), policy, (torch.randn(8, 8), torch.randn(8, 8)))
+    (node,) = (n for n in gm.graph.nodes if n.target is op)
+    assert node.meta["val"].dtype == torch.float32
+
+
+def test_the_banned_entry_is_refused_by_the_list():
+    """`binary_cross_entropy` raises under autocast on CUDA; the list says so."""
+    assert [e[0] for e in CUDA.banned] == ["binary_cross_entropy"]
+    rules = load("autocast_cuda", dtype="float16", device="cuda")
+    assert rules.lookup(torch.ops.aten.binary_cross_entropy.default, {}).policy == "banned"
+
+
+def test_all_cuda_entries_are_counted():
+    entries = [e[0] for group in CUDA_GROUPS for e in getattr(CUDA, group)]
+    left_out = [n for n in entries if n in CUDA_UNBUILT]
+    assert set(left_out) == set(CUDA_UNBUILT)
+    assert len(entries) - len(left_out) == len([*cuda_entries()])
+    groups = {n for n, v in vars(CUDA).items() if isinstance(v, list)}
+    assert groups == {*CUDA_GROUPS, "banned"}, "PyTorch has a table that is not looked at here"

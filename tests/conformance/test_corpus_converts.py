@@ -1,0 +1,77 @@
+"""Every model of the corpus converts and trains under every policy, with the graph contract verified."""
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from tests.corpus import CASES, make
+
+POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
+LOSS_SCALE = 1024.0
+# Operations on floats that no list names, by design.
+UNLISTED: frozenset[str] = frozenset()
+IGNORED = "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+
+
+@pytest.fixture(autouse=True)
+def _verified(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+
+
+def with_gradient(name):
+    """Parameters that a step in fp32 gives a gradient."""
+    model, args, kwargs = make(name)
+    loss = CASES[name].loss(model(*args, **kwargs))
+    if loss.requires_grad:
+        loss.backward()
+    return {n for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_three_training_steps(name, policy):
+    case = CASES[name]
+    model, *_ = make(name)
+    amp_graph.convert(model, policy)
+    scale = LOSS_SCALE if policy.startswith("fp16") else 1.0
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3) if [*model.parameters()] else None
+    for _ in range(3):
+        _, args, kwargs = make(name)  # a model may write into its inputs
+        model.zero_grad()
+        loss = case.loss(model(*args, **kwargs))
+        assert loss.isfinite()
+        if loss.requires_grad:
+            (loss * scale).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= scale
+        missing = with_gradient(name) - {n for n, p in model.named_parameters() if p.grad is not None}
+        assert not missing, "no gradient"
+        bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        assert not bad, "not finite"
+        if optimizer:
+            optimizer.step()
+    assert conversion_of(model).runs >= 3
+    assert unlisted(model) <= UNLISTED
+
+
+def unlisted(model):
+    """Operations that compute on floats and that no list names."""
+    found = set()
+    for graph in amp_graph.report(model).graphs:
+        for node in graph.operations:
+            if not node.listed and node.precision:
+                found |= {*node.ops} or {node.name}
+    return found
+
+
+def test_control_an_unlisted_operation_is_found():
+    class Erf(torch.nn.Module):
+        def forward(self, x):
+            return torch.special.bessel_j0(x) + 1
+
+    model = amp_graph.convert(Erf())
+    model(torch.randn(3))
+    assert unlisted(model) == {"aten.special_bessel_j0"}

@@ -1,0 +1,89 @@
+"""The small models whose rewritten graphs are kept as text."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """A pre-norm block as in GPT-2, of width 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.fc, self.out = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        q, k, v = (a.view(2, 3, 2, 4).transpose(1, 2) for a in self.qkv(self.ln_1(x)).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2) / 2.0).softmax(-1)
+        x = x + self.proj((weights @ v).transpose(1, 2).reshape(2, 3, 8))
+        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+
+
+class Stacked(nn.Module):
+    """What feeds the block: a value that trains and is no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.ln, self.fc = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.fc(self.ln(x))
+        return x + self.fc(self.ln(x))
+
+
+class Residual(nn.Module):
+    """conv-bn-relu twice, with the in-place operations of torchvision."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        h += x
+        return self.relu(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc(self.lstm(x)[0][:, -1])
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
+
+
+class WritesToView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        before = self.b(h)
+        h[:, :4].add_(1.0)
+        return self.b(h) - before
+
+
+X = (2, 3, 8)
+CASES = {
+    "block": (Block, lambda: (torch.randn(X),)),
+    "stacked": (Stacked, lambda: (torch.tensor([[0, 1, 2]]),)),
+    "residual": (Residual, lambda: (torch.randn(2, 4, 5, 5),)),
+    "with_loss": (WithLoss, lambda: (torch.randn(3, 8), torch.tensor([0, 1, 2]))),
+    "writes_to_view": (WritesToView, lambda: (torch.randn(2, 8),)),
+    "recurrent": (Recurrent, lambda: (torch.randn(2, 3, 4),)),
+}

@@ -1,7 +1,7 @@
 # A bare machine with Python 3.10 to 3.13 is enough: each target makes .venv and installs what it needs.
 #
 #   make demo PYTHON=python3.12
-#   make demo TORCH_INSTALL_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+#   make demo TORCH_INSTALL_ARGS="--index-url ..."    # where pip must be told about a CPU build of torch
 #
 # An unpinned torch brings gigabytes of CUDA packages, so torch goes in first, at the version of constraints.txt.
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and pip's own configuration are respected as they are.

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.errors import CaptureError
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
+from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -136,7 +137,7 @@ def _copied(gm: GraphModule) -> torch.fx.Graph:
     graph._codegen = copy.copy(gm.graph._codegen)
     for old, made in seen.items():
         # Marks and identities name the nodes they were made for: a copy is planned afresh.
-        made.meta = {k: v for k, v in old.meta.items() if k not in (MARK, OPS, CAPTURED)}
+        made.meta = {k: v for k, v in old.meta.items() if k not in (MARK, OPS, CAPTURED, CLASSIFIED)}
     return graph
 
 

@@ -105,7 +105,8 @@ def main() -> None:
         count = len(captured.graph.nodes)
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in middle.items())
         print(
-            f"{count:6d} nodes: {statistics.median(times):6.2f} s (from {times[0]:.2f} to {times[-1]:.2f}; processor {cpu:.2f}), "
+            f"{count:6d} nodes: {statistics.median(times):6.2f} s "
+            f"(from {times[0]:.2f} to {times[-1]:.2f}; processor {cpu:.2f}), "
             f"{1e6 * statistics.median(times) / count:.0f} us a node: {parts}",
             flush=True,
         )

@@ -68,7 +68,11 @@ class Pass(abc.ABC):
     """
 
     name: ClassVar[str]
-    changes_outputs: bool = False
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether the pass may change the dtypes of the graph's outputs."""
+        return False
 
     @abc.abstractmethod
     def run(self, gm: GraphModule) -> PassResult:

@@ -72,6 +72,18 @@ def _is_function(content: object) -> bool:
     return isinstance(content, type) and content in _FUNCTIONS
 
 
+CLASSIFIED = "amp_classified"  # meta key: (lists, inputs, classification), so that a graph is classified once
+
+
+def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
+    """Return ``classify(...)``, remembered on the node for as long as its inputs are the same."""
+    known = node.meta.get(CLASSIFIED)
+    if known is None or known[0] is not lists or known[1] != node.all_input_nodes:
+        known = node.meta[CLASSIFIED] = (lists, node.all_input_nodes, classify(node, lists, mode))
+    found: Classification = known[2]
+    return found
+
+
 def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     """Classify ``node``; a node that cannot be traced alone, or whose parts disagree, says so."""
     owned = _registered(node)

@@ -61,7 +61,7 @@ def _erase_unread(gm: GraphModule, node: Node) -> None:
 def _is_conversion(node: Node) -> bool:
     """Say whether ``node`` converts a tensor's dtype and does nothing else."""
     if CAST in node.meta:
-        return True
+        return isinstance(value(node), torch.Tensor)
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
         return False
     if not isinstance(value(node), torch.Tensor) or not isinstance(value(node.args[0]), torch.Tensor):

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.classify import classify
-from amp_graph.passes.identify_ops import is_tensor_call, trace_node, traced_inputs
+from amp_graph.passes.classify import classified
+from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call, trace_node, traced_inputs
 from amp_graph.passes.node_value import CAPTURED, fake_mode_of
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
@@ -42,7 +42,7 @@ class ExpandComposites(Pass):
         for node in list(gm.graph.nodes):
             if mode is None or not is_tensor_call(node):
                 continue
-            found = classify(node, self.lists, mode)
+            found = classified(node, self.lists, mode)
             if not found.expand:
                 continue
             parts = expand(gm, node, found.decomposed, mode)
@@ -82,6 +82,10 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
                 _describe(env[part], part, node)
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
+    for part in filter(is_tensor_call, made):
+        identity = identify(part, mode)
+        if isinstance(identity, Identity):
+            part.meta[OPS] = identity
     return made
 
 

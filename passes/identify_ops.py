@@ -228,6 +228,8 @@ def trace_node(
 def _is_symbolic(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
+    if isinstance(leaf, slice):
+        return any(_is_symbolic(part) for part in (leaf.start, leaf.stop, leaf.step))
     return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -239,6 +241,8 @@ def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
         return 1.0
     if isinstance(leaf, torch.SymBool):
         return True
+    if isinstance(leaf, slice):
+        return slice(*(_concrete(part, mode) for part in (leaf.start, leaf.stop, leaf.step)))
     if not isinstance(leaf, torch.Tensor):
         return leaf
     sizes = [concrete_size(size) for size in leaf.shape]

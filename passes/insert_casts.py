@@ -29,7 +29,7 @@ from amp_graph.passes.node_value import (
     value,
 )
 from amp_graph.passes.paint import FULL, LOW
-from amp_graph.passes.plan_precision import MARK, Mark, marks
+from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
 from amp_graph.passes.regions import GRAD
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 
@@ -49,6 +49,11 @@ class InsertCasts(Pass):
     dtype: torch.dtype
     keep_outputs: bool = True
     name: ClassVar[str] = "insert-casts"
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether outputs are left in the precision they are computed in."""
+        return not self.keep_outputs
 
     def run(self, gm: GraphModule) -> PassResult:
         """Walk the graph once, in order: cast the inputs, then recompute the value."""
@@ -77,6 +82,8 @@ class _Insertion:
     casts: dict[Any, Node] = field(default_factory=dict)
 
     def visit(self, node: Node) -> None:
+        if CAST in node.meta:
+            return
         mark: Mark | None = node.meta.get(MARK)
         if mark is None:
             wants = {} if is_part(node) else dict.fromkeys(_eligible(node), FULL)
@@ -85,7 +92,7 @@ class _Insertion:
         for source, want in wants.items():
             self._give(node, source, self.dtype if want == LOW else torch.float32)
         self._saturate(node)
-        if mark is not None and mark.asks_dtype:
+        if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
@@ -117,7 +124,7 @@ class _Insertion:
         place = self.gm.graph.inserting_after(source) if after else self.gm.graph.inserting_before(reader)
         with place:
             cast = self.gm.graph.call_method(METHODS[dtype], (source,))
-        with tracing_fake(self.mode), torch.no_grad():
+        with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = value(source).to(dtype)
         origin = source if after else reader
         cast.meta = {
@@ -164,6 +171,7 @@ class _Insertion:
             set_value(node, value(whole)[index] if isinstance(whole, Node) else None)
             return
         try:
+            refuse_mixed(node)
             set_value(node, run_node(node, self.mode))
         except Exception as refusal:  # whatever a kernel raises for operands of two precisions
             self._retreat(node, refusal)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.lists import AmpGraphError
+from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, PassError, PassResult
+from amp_graph.passes.text import target_text
 from amp_graph.passes.verify import Contract, verify
 
 VERIFY = "AMP_GRAPH_VERIFY"
@@ -45,12 +48,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
             result.gm.graph.lint()
         if before is not None and result.modified:
             try:
-                effects = before.effects or Contract.of(gm).effects
-                verify(
-                    gm,
-                    Contract(before.inputs, before.outputs, before.parameters, effects),
-                    changes_outputs=one.changes_outputs,
-                )
+                verify(gm, before, changes_outputs=one.changes_outputs)
             except AmpGraphError as error:
                 raise type(error)(f"after pass {one.name}: {error}") from error
         done.append(Timed(one.name, result, seconds))
@@ -64,4 +62,14 @@ def _guarded(one: Pass, gm: GraphModule) -> PassResult:
     except AmpGraphError:
         raise
     except Exception as error:
-        raise PassError(f"pass {one.name} failed: {type(error).__name__}: {error}") from error
+        raise PassError(f"pass {one.name} failed{_at_node(error)}: {type(error).__name__}: {error}") from error
+
+
+def _at_node(error: Exception) -> str:
+    """Return the node that a pass was at when ``error`` came up, and the user's line, from the traceback."""
+    nodes = [f.f_locals.get("node") for f, _ in traceback.walk_tb(error.__traceback__)]
+    node = next((n for n in reversed(nodes) if isinstance(n, Node)), None)
+    if node is None:
+        return ""
+    where = facts.source_line(node)
+    return f" at {node.name} = {target_text(node)}" + (f" ({where})" if where else "")

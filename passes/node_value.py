@@ -79,7 +79,10 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted.
     """
     args, kwargs = argument_values(node)
-    with tracing_fake(mode), torch.no_grad():
+    symbolic = any(
+        isinstance(n, torch.SymInt) for s in node.all_input_nodes for t in tensors(value(s)) for n in t.shape
+    )
+    with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         target: Any = node.target

@@ -113,6 +113,8 @@ class _Painting:
                 continue
             if not is_eligible(captured(source)) or _is_leaf(source) or not _keeps_size(source, node):
                 continue
+            if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
+                continue  # a cast behind the movement is shared by the readers, and adds their gradients in fp32
             if node.users and all(self._takes_low(user, node, found) for user in node.users):
                 found.add(node)
         return found
@@ -124,8 +126,17 @@ class _Painting:
         )
 
     def _written_by_deny(self) -> set[int]:
-        """Return the storages that a ``deny`` or opaque operation writes: they live in full precision."""
+        """Return the storages that must live in full precision.
+
+        Those that a ``deny`` or opaque operation writes, and written ones of which the user has a conversion
+        that did nothing at capture: it is an alias, and would become a copy that does not see the writes.
+        """
         found: set[int] = set()
+        storages = self.problem.memory.storages
+        for node, kind in self.classes.items():
+            alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
+            if alias and self.problem.memory.is_written(node):
+                found |= storages[node]
         for kind in self.classes.values():
             if kind.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
                 for target in kind.written:
@@ -292,5 +303,13 @@ def _without_scalars(nodes: list[Node]) -> list[Node]:
 
 def _keeps_size(source: Node, node: Node) -> bool:
     """Say whether a movement keeps at least the number of elements."""
-    before, after = ([concrete_size(n) for n in captured(v).shape] for v in (source, node))
-    return math.prod(after) >= math.prod(before)
+    return _elements(node) >= _elements(source)
+
+
+def _grows(source: Node, node: Node) -> bool:
+    """Say whether a movement repeats elements."""
+    return _elements(node) > _elements(source)
+
+
+def _elements(node: Node) -> int:
+    return math.prod(concrete_size(n) for n in captured(node).shape)

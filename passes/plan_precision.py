@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import facts, memory, positions
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.classify import Classification, classify
+from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.identify_ops import is_tensor_call
-from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible
+from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
 from amp_graph.passes.regions import REGION
 
@@ -68,7 +68,7 @@ class PlanPrecision(Pass):
         if mode is None:
             return PassResult(gm)
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
-        classes = {node: _decided(classify(node, self.lists, mode)) for node in nodes}
+        classes = {node: _decided(classified(node, self.lists, mode)) for node in nodes}
         classes = self._constrained(gm, classes)
         problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
         changes: list[Change] = []
@@ -125,7 +125,7 @@ def _decided(found: Classification) -> Classification:
 def _matches(regex: re.Pattern[str], path: str) -> bool:
     """Say whether a module path, or one of its parents, matches the whole expression."""
     parts = path.split(".")
-    return bool(path) and any(regex.fullmatch(".".join(parts[: i + 1])) for i in range(len(parts)))
+    return any(regex.fullmatch(".".join(parts[: i + 1])) for i in range(len(parts)))
 
 
 def _by_wish(found: Classification, precision: str, why: str) -> Classification:
@@ -151,6 +151,20 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         found.written,
         choice.asks_dtype,
     )
+
+
+def refuse_mixed(node: Node) -> None:
+    """Raise TypeError where an ``allow`` operation is given floats of two dtypes.
+
+    Its kernels want one dtype; fake tensors do not always say so (``linear`` and ``mm`` in torch 2.13).
+    """
+    mark: Mark | None = node.meta.get(MARK)
+    if mark is None or mark.cls is not OpClass.ALLOW:
+        return
+    given = [t for s in node.all_input_nodes for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
+    found = sorted({str(t.dtype) for t in given})
+    if len(found) > 1:
+        raise TypeError(f"{', '.join(mark.ops)} takes operands of one dtype, not of {' and '.join(found)}")
 
 
 def marks(gm: GraphModule) -> dict[Node, Mark]:

@@ -44,7 +44,12 @@ def _loses_gradients(node: Node) -> bool:
     identity = node.meta.get(OPS)
     if node.op != "call_function" or not isinstance(identity, Identity) or identity.names != ("aten.layer_norm",):
         return False
-    if len(node.args) < 3 or set(node.kwargs) - {"bias", "eps"} or not node.meta.get(GRAD, True):
+    if (
+        node.target is layer_norm_low
+        or len(node.args) < 3
+        or set(node.kwargs) - {"bias", "eps", "cudnn_enable"}
+        or not node.meta.get(GRAD, True)
+    ):
         return False
     source, weight = node.args[0], node.args[2]
     if not isinstance(source, Node) or not isinstance(weight, Node):

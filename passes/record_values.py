@@ -19,8 +19,12 @@ def record_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     """Fill ``node.meta["val"]``; raises what the graph raises on inputs of these shapes and dtypes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = tree_map_only(torch.Tensor, mode.from_tensor, tuple(example_inputs))
-    with mode, torch.no_grad():
-        _Recorder(gm, mode).run(*fakes)
+    try:
+        with mode, torch.enable_grad():  # which values gradients flow through is part of what is recorded
+            _Recorder(gm, mode).run(*fakes)
+    except RuntimeError:  # a write to a parameter, which the user makes under no_grad
+        with mode, torch.no_grad():
+            _Recorder(gm, mode).run(*fakes)
 
 
 class _Recorder(Interpreter):

@@ -113,6 +113,7 @@ def layer_norm_low(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> torch.Tensor:
     """``F.layer_norm`` of a low-precision ``x`` with fp32 ``weight`` and ``bias``, and exact gradients for those.
 

@@ -38,7 +38,7 @@ class ShareCasts(Pass):
         memory = observe(gm, marks(gm))
         changes = []
         for node in list(gm.graph.nodes):
-            if CAST in node.meta and _is_trained(node, memory):
+            if CAST in node.meta and node.op == "call_method" and _is_trained(node, memory):
                 full = [u for u in node.args[0].users if u is not node and u.op != "output" and CAST not in u.meta]
                 reads = sum(_times(user, node) for user in node.users)
                 if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
+from amp_graph.passes import facts, runtime
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
-from amp_graph.passes.identify_ops import OPS, Identity, is_part
+from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensors, value
+from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.text import target_text, type_text
+from amp_graph.passes.torch_private import FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Contract:
         outputs = [t.dtype for n in nodes if n.op == "output" for s in _leaves(n) for t in tensors(value(s))]
         parameters = tuple((name, id(p), p.requires_grad) for name, p in gm.named_parameters(remove_duplicate=False))
         inputs = tuple(n.name for n in nodes if n.op == "placeholder")
-        return Contract(inputs, tuple(outputs), parameters, tuple(_effects(nodes)))
+        mode = fake_mode_of(gm)
+        return Contract(inputs, tuple(outputs), parameters, tuple(_effects(nodes, mode)) if mode else ())
 
 
 def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False) -> None:
@@ -49,7 +52,7 @@ def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False) 
         _same("output dtypes", before.outputs, after.outputs)
     mode = fake_mode_of(gm)
     for node in gm.graph.nodes:
-        if mode is not None and _is_checked(node):
+        if mode is not None and _is_checked(node, mode):
             _check_value(node, mode)
 
 
@@ -64,38 +67,50 @@ def _leaves(output: Node) -> list[Node]:
     return found
 
 
-def _effects(nodes: list[Node]) -> list[str]:
+def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
     """List what draws random numbers or writes to memory, in order."""
-    found = []
-    for node in nodes:
-        identity = node.meta.get(OPS)
-        if isinstance(identity, Identity):
-            for part in identity.operations:
-                if facts.is_random(part.op) or facts.is_mutable(part.op):
-                    found.append(str(part.op))
-    return found
+    return [
+        str(part.op)
+        for node in nodes
+        for part in _operations(node, mode)
+        if facts.is_random(part.op) or facts.is_mutable(part.op)
+    ]
 
 
-def _is_checked(node: Node) -> bool:
+def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
+    """Return the operations of a node, identified here where no pass has done so."""
+    if not is_tensor_call(node) or getattr(node.target, "__module__", "") == runtime.__name__:
+        return ()
+    identity = node.meta.get(OPS) or identify(node, mode)
+    return identity.operations if isinstance(identity, Identity) else ()
+
+
+def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    identity = node.meta.get(OPS)
-    if is_part(node) or not isinstance(identity, Identity):
-        return is_conversion_target(node)
+    if "amp_region" in node.meta or is_part(node) or node.target in (runtime.shared_cast, runtime.layer_norm_low):
+        return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
-    return "amp_region" not in node.meta and not any(
-        facts.reshapes_in_place(o.op) or facts.changes_shape_by_data(o.op) for o in identity.operations
+    operations = _operations(node, mode)
+    return (bool(operations) or is_conversion_target(node)) and not any(
+        facts.reshapes_in_place(o.op) or facts.changes_shape_by_data(o.op) for o in operations
     )
 
 
 def _check_value(node: Node, mode: Any) -> None:
     stored = value(node)
     try:
+        refuse_mixed(node)
         fresh = run_node(node, mode)
     except Exception as error:
         raise VerifyError(_told(node, f"cannot run on its inputs: {error}")) from error
-    if [(t.dtype, len(t.shape)) for t in tensors(fresh)] != [(t.dtype, len(t.shape)) for t in tensors(stored)]:
+    if [_kind(t) for t in tensors(fresh)] != [_kind(t) for t in tensors(stored)]:
         raise VerifyError(_told(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
+    """Return a tensor's dtype and sizes; a symbolic size counts as any, comparing it would add a guard."""
+    return tensor.dtype, tuple(None if isinstance(n, torch.SymInt) else n for n in tensor.shape)
 
 
 def _told(node: Node, what: str) -> str:

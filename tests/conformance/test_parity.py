@@ -11,7 +11,6 @@ from tests.measure import DtypeLog, compare
 
 POLICY = "bf16,lists=autocast_cpu,keep_outputs=false"
 BF16, FULL = "bfloat16", "float32"
-IGNORED = "ignore:.*Function'> should not be instantiated:DeprecationWarning"
 PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.convolution"}
 
 
@@ -81,7 +80,6 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.filterwarnings(IGNORED)
 @pytest.mark.parametrize(
     "name", sorted(n for n, c in CASES.items() if "no_autocast" not in c.tags and n not in ELSEWHERE)
 )

@@ -168,7 +168,7 @@ return (%25,)""",
 %20: bf16[2] = .bfloat16(%6)  # fc
 %21: bf16[2,2] = linear(%18, %19, %20)  # fc
 %22: f32[2,2] = .float(%21)  # fc
-return (%22,)""",
+return (%22,)""",  # noqa: E501
         )
 
     def test_mlp_with_its_loss_inside(self):

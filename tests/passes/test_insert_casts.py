@@ -75,7 +75,7 @@ def write_to_weight(s, x):
 
 @pytest.mark.parametrize("function", [write_between, write_to_view_between, write_to_weight])
 def test_no_cast_is_shared_across_a_write(function):
-    gm, casts, graph = inserted(function)
+    gm, _, graph = inserted(function)
     low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
     for a, b in zip(low.outputs, plain.outputs, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import amp_graph
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.runtime import layer_norm_low, shared_cast
 from amp_graph.passes.share_casts import ShareCasts
+from amp_graph.passes.text import graph_text
 from tests.passes.graphs import (
     BF16,
     FP32,
@@ -19,6 +21,7 @@ from tests.passes.graphs import (
     capture,
     capture_function,
     passes_before,
+    rewritten,
     run_step,
 )
 
@@ -203,3 +206,25 @@ def test_a_norm_called_with_all_its_arguments_runs(layer_norm):
     captured = capture_function(function, X, w=W, u=U)
     gm, _ = captured.through([*passes_before(ProtectNorms), ProtectNorms()])
     assert run_step(gm, captured.given).outputs[0].shape == X.shape
+
+
+def test_rewriting_a_graph_with_shared_casts_again_changes_nothing():
+    gm = rewritten(capture_function(low_and_full, X, w=W, v=V))
+    assert any(n.target is shared_cast for n in gm.graph.nodes)
+    assert graph_text(amp_graph.rewrite(gm, "bf16")) == graph_text(gm)
+
+
+def test_a_symbolic_trace_knows_what_trains():
+    """Its values are recorded on fake tensors; without their requires_grad nothing would be shared or protected."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = torch.nn.Parameter(W), torch.nn.Parameter(V)
+
+        def forward(self, x):
+            return low_and_full(self, x)
+
+    traced = torch.fx.symbolic_trace(Model())
+    gm = amp_graph.rewrite(traced, "bf16", (X,))
+    assert any(n.target is shared_cast for n in gm.graph.nodes)

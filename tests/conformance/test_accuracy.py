@@ -1,0 +1,104 @@
+"""Never less exact than autocast: errors of outputs and gradients, against fp64, over those of autocast.
+
+`python -m tests.conformance.test_accuracy bf16,accuracy=fast bert_sdpa gpt2` prints the table.
+"""
+
+import statistics
+import sys
+
+import pytest
+import torch
+
+import amp_graph
+from tests.corpus import CASES
+from tests.measure import error_ratio
+
+SUBSET = (
+    "bert_sdpa", "gpt2", "vit", "nanogpt_loss_inside", "lstm_lm", "conformer_glu", "two_tower", "moe_index_add",
+    "inplace_chain", "tied_weights", "tanh_gelu_pow", "checkpoint",
+)  # fmt: skip
+# Cases that cannot be compared: with fp64, with the same random numbers, or with autocast.
+INCOMPARABLE = {"no_fp64", "random", "integer", "no_autocast"}
+INCOMPARABLE_FP16 = INCOMPARABLE | {"no_autocast_fp16", "fp16_overflow"}
+# Where a flipped sign moves whole gradients, one draw says little: more of them, not looser bounds.
+NOISY = {"kinks", "discontinuous"}
+# accuracy=autocast: medians over models, in two decimals, and the worst of any model; accuracy=fast: the worst.
+MEDIAN, WORST, WORST_FAST = 1.00, 1.15, 2.2
+LOSS_SCALE = 4096.0
+
+
+def measured(policy, names, seeds):
+    """`Ratios` by name, of the models that can be compared."""
+    half = policy.startswith("fp16")
+    low = torch.float16 if half else torch.bfloat16
+    found = {}
+    for name in names:
+        tags = CASES[name].tags
+        if tags & (INCOMPARABLE_FP16 if half else INCOMPARABLE):
+            continue
+        found[name] = error_ratio(
+            name,
+            lambda model: amp_graph.convert(model, policy),
+            lambda: torch.autocast("cpu", low),
+            range(seeds * 3 if tags & NOISY else seeds),
+            loss_scale=LOSS_SCALE if half else 1.0,
+        )
+    return found
+
+
+def above(found, bound):
+    """What exceeds `bound`; a NaN does."""
+    return {
+        name: str(r) for name, r in found.items() if not (r.output <= bound and r.gradient_worst <= bound)
+    }
+
+
+def check(policy, found):
+    """Raise AssertionError where the bounds of the policy's accuracy are not kept."""
+    fast = "accuracy=fast" in policy
+    assert not above(found, WORST_FAST if fast else WORST)
+    if not fast:
+        assert round(statistics.median(r.gradient_median for r in found.values()), 2) <= MEDIAN
+        assert round(statistics.median(r.output for r in found.values()), 2) <= MEDIAN
+
+
+POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_subset_is_as_exact_as_autocast(policy):
+    found = measured(policy, SUBSET, seeds=2)
+    assert len(found) >= len(SUBSET) - 1
+    check(policy, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_corpus_is_as_exact_as_autocast(policy):
+    found = measured(policy, CASES, seeds=3)
+    assert len(found) >= 80
+    check(policy, found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ("bf16,accuracy=fast,follow=aten.cross_entropy_loss|aten.layer_norm", "nanogpt_loss_inside"),
+        ("bf16,allow=aten.cross_entropy_loss", "nanogpt_loss_inside"),
+    ],
+)
+def test_control_a_policy_that_lowers_the_loss_fails(policy, name):
+    found = measured(policy, [name], seeds=2)
+    with pytest.raises(AssertionError):
+        check("bf16", found)
+
+
+def main(policy, *names):
+    found = measured(policy, names or CASES, seeds=3)
+    for name, r in found.items():
+        print(f"{name:28s} output {r.output:.3f} gradient {r.gradient_median:.3f} worst {r.gradient_worst:.3f}")
+    print("median", *(f"{statistics.median(v):.3f}" for v in zip(*((r.output, r.gradient_median) for r in found.values()))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

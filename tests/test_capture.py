@@ -161,7 +161,10 @@ def test_twenty_ranks_scales_and_modes_of_one_model():
 
 def test_twenty_switches_of_one_model_with_many_flags():
     """Each layer's mode is a guard of its own: twenty different states."""
-    model, x = amp_graph.convert(nn.Sequential(*[nn.Dropout(0.1) for _ in range(5)], nn.Linear(16, 4))), torch.randn(3, 16)
+    model, x = (
+        amp_graph.convert(nn.Sequential(*[nn.Dropout(0.1) for _ in range(5)], nn.Linear(16, 4))),
+        torch.randn(3, 16),
+    )
     for state in range(20):
         for bit, layer in enumerate(list(model)[:5]):
             layer.train(bool(state >> bit & 1))

@@ -66,9 +66,7 @@ def test_float64_agrees_with_float32_or_is_tagged(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    ("low", "tag"), [(torch.bfloat16, "no_autocast"), (torch.float16, "no_autocast_fp16")]
-)
+@pytest.mark.parametrize(("low", "tag"), [(torch.bfloat16, "no_autocast"), (torch.float16, "no_autocast_fp16")])
 def test_autocast_runs_or_is_tagged(name, low, tag):
     if tag in CASES[name].tags:
         with pytest.raises(RuntimeError):

@@ -249,9 +249,7 @@ def test_sizes_are_readable():
 
 
 def test_long_module_paths_keep_their_end():
-    model = nn.ModuleDict(
-        {"a_rather_long_name_of_a_module": nn.ModuleDict({"and_another_one_inside_it": Net()})}
-    )
+    model = nn.ModuleDict({"a_rather_long_name_of_a_module": nn.ModuleDict({"and_another_one_inside_it": Net()})})
 
     class Outer(nn.Module):
         def __init__(self):

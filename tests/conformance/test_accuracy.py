@@ -48,9 +48,7 @@ def measured(policy, names, seeds):
 
 def above(found, bound):
     """What exceeds `bound`; a NaN does."""
-    return {
-        name: str(r) for name, r in found.items() if not (r.output <= bound and r.gradient_worst <= bound)
-    }
+    return {name: str(r) for name, r in found.items() if not (r.output <= bound and r.gradient_worst <= bound)}
 
 
 def check(policy, found):
@@ -97,7 +95,10 @@ def main(policy, *names):
     found = measured(policy, names or CASES, seeds=3)
     for name, r in found.items():
         print(f"{name:28s} output {r.output:.3f} gradient {r.gradient_median:.3f} worst {r.gradient_worst:.3f}")
-    print("median", *(f"{statistics.median(v):.3f}" for v in zip(*((r.output, r.gradient_median) for r in found.values()))))
+    print(
+        "median",
+        *(f"{statistics.median(v):.3f}" for v in zip(*((r.output, r.gradient_median) for r in found.values()))),
+    )
 
 
 if __name__ == "__main__":

@@ -94,9 +94,7 @@ def outputs(result):
 
 def raised(obj):
     """The same inputs as a graph captured in fp32 has them."""
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.float() if t.dtype in HALVES else t, obj
-    )
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in HALVES else t, obj)
 
 
 @pytest.mark.parametrize(("group", "index"), [*cpu_entries()])
@@ -165,7 +163,9 @@ def decided(function, args, kwargs):
     nodes = torch.utils._pytree.tree_map(as_node, (args, kwargs))
     graph.output(graph.call_function(function, *nodes))
     gm = amp_graph.rewrite(
-        GraphModule(nn.Module(), graph), amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False), examples
+        GraphModule(nn.Module(), graph),
+        amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False),
+        examples,
     )
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and "amp" in n.meta]
     return gm, calls

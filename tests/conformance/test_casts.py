@@ -162,7 +162,9 @@ def main(*names):
         line = [f"{case.name:28s} autocast {base.total:4d} ({activations(base):3d})"]
         for policy in ("bf16", LIKE, "bf16,accuracy=fast"):
             casts, bytes_ = step(case, policy)
-            line.append(f"{policy.removeprefix('bf16,')} {casts.total:4d} ({activations(casts):3d}) saved {bytes_ / max(saved, 1):.2f}")
+            line.append(
+                f"{policy.removeprefix('bf16,')} {casts.total:4d} ({activations(casts):3d}) saved {bytes_ / max(saved, 1):.2f}"
+            )
             if policy == LIKE:
                 ratios.append(casts.total / max(base.total, 1))
         print(" | ".join(line), "<<< MORE" if ratios[-1] > 1 else "", flush=True)

@@ -111,9 +111,7 @@ class EinsumAttention(nn.Module):
     def __init__(self, width=WIDTH, heads=4):
         super().__init__()
         dim = width // heads
-        self.wq, self.wk, self.wv = (
-            nn.Parameter(torch.randn(width, heads, dim) * width**-0.5) for _ in range(3)
-        )
+        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(width, heads, dim) * width**-0.5) for _ in range(3))
         self.wo = nn.Parameter(torch.randn(heads, dim, width) * width**-0.5)
         self.bilinear = nn.Parameter(torch.randn(5, width, width) / width)
 

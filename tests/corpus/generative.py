@@ -119,9 +119,7 @@ class NeRF(nn.Module):
     def __init__(self, bands=8, width=32):
         super().__init__()
         self.bands = bands
-        self.trunk = nn.Sequential(
-            nn.Linear(3 + 6 * bands, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
-        )
+        self.trunk = nn.Sequential(nn.Linear(3 + 6 * bands, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
         self.density, self.colour = nn.Linear(width, 1), nn.Linear(width, 3)
 
     def encode(self, x):

@@ -65,9 +65,7 @@ class GATLayer(nn.Module):
         top = torch.full((n, self.heads), float("-inf"), dtype=alpha.dtype, device=alpha.device)
         top = top.scatter_reduce(0, index, alpha.detach(), "amax")
         alpha = torch.exp(alpha - top[dst])
-        total = torch.zeros(n, self.heads, dtype=alpha.dtype, device=alpha.device).scatter_add_(
-            0, index, alpha
-        )
+        total = torch.zeros(n, self.heads, dtype=alpha.dtype, device=alpha.device).scatter_add_(0, index, alpha)
         alpha = alpha / (total[dst] + 1e-16)
         message = (x[src] * alpha.unsqueeze(-1)).flatten(1)
         out = torch.zeros(n, self.heads * self.cout, dtype=message.dtype, device=message.device)

@@ -24,9 +24,7 @@ class SpatialTransformer(nn.Module):
         self.conv, self.theta = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(3, 6)
 
     def forward(self, x):
-        theta = self.theta(x.mean((2, 3))).view(-1, 2, 3) * 0.2 + torch.eye(
-            2, 3, device=x.device, dtype=x.dtype
-        )
+        theta = self.theta(x.mean((2, 3))).view(-1, 2, 3) * 0.2 + torch.eye(2, 3, device=x.device, dtype=x.dtype)
         grid = F.affine_grid(theta, [*x.shape], align_corners=False)
         return self.conv(F.grid_sample(x, grid.to(x.dtype), align_corners=False))
 
@@ -49,9 +47,7 @@ add("cdist", Distances, _rows, classify, "trap", "no_kernel", "norms")
 
 
 def _bn():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=True), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
-    )
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=True), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
 
 
 add("batch_norm_train", _bn, _image, classify, "trap", "cnn", "sequential_root")

@@ -164,9 +164,7 @@ class LossInside(nn.Module):
     def forward(self, x, target):
         logits = self.net(x)
         keep = torch.sigmoid(self.gate(x)).squeeze(-1)
-        loss = F.cross_entropy(logits, target, label_smoothing=0.1) + F.l1_loss(
-            keep, (target > 2).to(keep.dtype)
-        )
+        loss = F.cross_entropy(logits, target, label_smoothing=0.1) + F.l1_loss(keep, (target > 2).to(keep.dtype))
         log_probs = F.log_softmax(logits, -1)
         loss = loss + F.kl_div(log_probs, logits.detach().softmax(-1).roll(1, -1), reduction="batchmean")
         return loss + 0.01 * torch.logsumexp(logits, -1).square().mean()

@@ -24,9 +24,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or cin != planes:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(cin, planes, 1, stride, bias=False), nn.BatchNorm2d(planes)
-            )
+            self.downsample = nn.Sequential(nn.Conv2d(cin, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
 
     def forward(self, x):
         identity = x if self.downsample is None else self.downsample(x)
@@ -214,9 +212,7 @@ class WindowAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads) * 0.2)
-        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(
-            1
-        )
+        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
         offset = grid[:, :, None] - grid[:, None, :] + window - 1
         self.register_buffer("index", offset[0] * (2 * window - 1) + offset[1], persistent=False)
         self.head = nn.Linear(width, 5)

@@ -146,9 +146,7 @@ def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:
         if before:
             args, kwargs = lowered((args, kwargs), rule, dtype)
         result = tree_flatten(target(rule.op)(*args, **kwargs))[0]
-        outputs = [
-            o if o.dtype != torch.float32 else o.to(dtype) for o in result if isinstance(o, torch.Tensor)
-        ]
+        outputs = [o if o.dtype != torch.float32 else o.to(dtype) for o in result if isinstance(o, torch.Tensor)]
         differentiable = [o for o in outputs if o.requires_grad]
         inputs = [one for one in leaves if one.requires_grad]
         ones = [torch.linspace(0.1, 1, o.numel()).reshape(o.shape).to(dtype) for o in differentiable]

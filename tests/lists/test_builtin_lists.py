@@ -36,18 +36,14 @@ def test_one_class_for_an_operator(dtype, device):
     assert len(op_list) > 500
     for key, rules in op_list.rules.items():
         assert {rule.op for rule in rules} <= {key, ".".join(key.split(".")[:2])}
-        assert [bool(rule.when) for rule in rules] == sorted(
-            (bool(rule.when) for rule in rules), reverse=True
-        )
+        assert [bool(rule.when) for rule in rules] == sorted((bool(rule.when) for rule in rules), reverse=True)
         assert sum(not rule.when for rule in rules) <= 1
         assert len({rule.when for rule in rules}) == len(rules)
 
 
 def ours_for(autocast_rule, op_list):
     _, packet, overload = autocast_rule.op.split(".")
-    return op_list.lookup(
-        getattr(getattr(torch.ops.aten, packet), overload), {"mode": "constant", "exponent": 3}
-    )
+    return op_list.lookup(getattr(getattr(torch.ops.aten, packet), overload), {"mode": "constant", "exponent": 3})
 
 
 # Where ours runs low what autocast runs in float32, because the kernel itself is float32 inside.
@@ -78,22 +74,16 @@ MATRIX_PRODUCTS = {
     "aten.linalg_multi_dot",
     "aten.linalg_matmul",
 }
-RECURRENT = {
-    f"aten.{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "rnn_tanh_cell", "rnn_relu_cell")
-}
+RECURRENT = {f"aten.{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "rnn_tanh_cell", "rnn_relu_cell")}
 CONVOLUTIONS = {"aten.convolution", "aten._convolution", "aten._convolution_mode"}
-CUDA_KERNELS = {"aten._cudnn_rnn"} | {
-    f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "cudnn")
-}
+CUDA_KERNELS = {"aten._cudnn_rnn"} | {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "cudnn")}
 
 
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
 def test_allows_what_autocast_lowers_and_no_more(dtype, device):
     ours = load("default", dtype=dtype, device=device)
     lowered = {
-        r.op.rsplit(".", 1)[0]
-        for r in load(f"autocast_{device}", dtype=dtype, device=device)
-        if r.cls == "allow"
+        r.op.rsplit(".", 1)[0] for r in load(f"autocast_{device}", dtype=dtype, device=device) if r.cls == "allow"
     }
     allowed = {rule.op for rule in ours if rule.cls == "allow"}
     more = allowed - lowered

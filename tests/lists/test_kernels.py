@@ -62,9 +62,7 @@ def test_a_broken_list_is_found_out():
 def test_a_false_promise_of_promotion_is_found_out():
     base = load("default", dtype="bfloat16", device="cpu")
     (rule,) = base.rules["aten.prelu"]
-    false = replace(
-        base, rules={"aten.prelu": (replace(rule, promotes=True),), "aten.add": base.rules["aten.add"]}
-    )
+    false = replace(base, rules={"aten.prelu": (replace(rule, promotes=True),), "aten.add": base.rules["aten.add"]})
     assert set(promotion_failures(false)) == {"aten.prelu"}
 
 

@@ -53,9 +53,7 @@ def test_later_files_win(tmp_path):
 
 def test_extends_is_beside_the_file_and_may_be_many(tmp_path):
     write(tmp_path, "a.toml", '[list]\nextends = []\nunlisted = "native"\n' + entry("aten.gelu", "deny"))
-    path = write(
-        tmp_path, "b.toml", '[list]\nextends = ["a.toml", "autocast_cpu"]\n' + entry("aten.silu", "allow")
-    )
+    path = write(tmp_path, "b.toml", '[list]\nextends = ["a.toml", "autocast_cpu"]\n' + entry("aten.silu", "allow"))
     op_list = load(path, **BF16_CPU)
     assert (cls_of(op_list, aten.gelu.default), cls_of(op_list, aten.silu.default)) == ("deny", "allow")
     assert cls_of(op_list, aten.linear.default) == "allow"
@@ -102,9 +100,7 @@ def test_merge_leaves_its_base_alone(base):
 
 def test_module_rules_of_later_lists_come_first(tmp_path):
     text = '[[module]]\npath = "lm_head|.*norm"\nprecision = "full"\nwhy = "sensitive"\n'
-    op_list = effective(
-        [write(tmp_path, "mine.toml", text)], **BF16_CPU, modules=[ModuleRule("a.norm", "low")]
-    )
+    op_list = effective([write(tmp_path, "mine.toml", text)], **BF16_CPU, modules=[ModuleRule("a.norm", "low")])
     assert op_list.module_rule("a.norm").precision == "low"
     assert op_list.module_rule("b.norm").precision == "full"
     assert op_list.module_rule("lm_head.x") is None

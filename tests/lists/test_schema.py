@@ -21,9 +21,7 @@ def op_list(*rules):
 
 
 def test_overload_before_packet_before_functional():
-    found = op_list(
-        rule("aten.add"), rule("aten.add.Scalar", "allow"), rule("aten.mul_", "neutral"), rule("aten.mul")
-    )
+    found = op_list(rule("aten.add"), rule("aten.add.Scalar", "allow"), rule("aten.mul_", "neutral"), rule("aten.mul"))
     assert found.lookup(aten.add.Tensor, {}).cls == "deny"
     assert found.lookup(aten.add.Scalar, {}).cls == "allow"
     assert found.lookup(aten.add_.Scalar, {}).cls == "deny"

@@ -62,7 +62,7 @@ def _guarded(one: Pass, gm: GraphModule) -> PassResult:
     except AmpGraphError:
         raise
     except Exception as error:
-        raise PassError(f"pass {one.name} failed{_at_node(error)}: {type(error).__name__}: {error}") from error
+        raise PassError(f"pass {one.name} failed: {type(error).__name__}: {error}{_at_node(error)}") from error
 
 
 def _at_node(error: Exception) -> str:
@@ -72,4 +72,4 @@ def _at_node(error: Exception) -> str:
     if node is None:
         return ""
     where = facts.source_line(node)
-    return f" at {node.name} = {target_text(node)}" + (f" ({where})" if where else "")
+    return f"\n  at {node.name} = {target_text(node)}" + (f"\n  {where}" if where else "")

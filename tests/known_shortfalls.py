@@ -1,0 +1,54 @@
+"""What does not hold yet, test by test, with the reason: each is run, reported as an expected failure, and to be mended.
+
+Nothing here loosens a bound: the tests stand as they should be, and a line leaves this table when its test passes.
+"""
+
+CASTS = "tests/conformance/test_casts.py::"
+MORE = CASTS + "test_never_more_casts_than_autocast"
+HOOK = "tests/test_convert.py::test_a_hook_registered_after_the_first_call_fires_until_it_is_removed"
+
+SHORTFALLS = {
+    CASTS
+    + "test_casts_of_activations_as_exact_as_autocast[vit]": "a pre-norm block needs six casts a layer to autocast's ten",
+    CASTS + "test_weights_are_cast_as_often_as_autocast_does_and_no_more[vit-bf16,accuracy=fast]": (
+        "class token and position embeddings join the low-precision stream by a cast of their own"
+    ),
+    CASTS
+    + "test_saved_activations_where_fast[bert]": "weight copies aside, attention and GELU save as much as autocast's",
+    CASTS
+    + "test_saved_activations_where_fast[gpt2]": "the tanh-GELU written in Python saves eight values in either case",
+    CASTS
+    + "test_saved_activations_as_exact_as_autocast[gpt2]": "attention masks that transformers makes under Dynamo are saved",
+    MORE + "[custom_function]": "an autograd.Function that is not registered runs in fp32, behind casts",
+    MORE + "[finfo_min_mask]": "a mask made for fp32 at capture keeps the scores in fp32",
+    MORE + "[float64_part]": "a conversion written for x.dtype was resolved to fp32 at capture",
+    MORE + "[gcn]": "index_add accumulates in fp32",
+    MORE + "[graph_break_branch]": "the values at a graph break return to fp32",
+    MORE + "[graph_break_logging]": "the values at a graph break return to fp32",
+    MORE + "[graph_break_print]": "the values at a graph break return to fp32",
+    MORE + "[mixtral_eager]": "the values at a graph break return to fp32",
+    MORE + "[no_grad_part]": "a weight is cast once inside no_grad and once outside",
+    MORE + "[vae_random]": "random draws keep the precision that they were captured with",
+    "tests/conformance/test_parity.py::test_every_operation_has_the_dtype_that_autocast_gives_it[mixtral_eager]": (
+        "its experts' loop breaks the graph, and the pieces exchange fp32"
+    ),
+    "tests/passes/test_manager.py::test_expanding_attention_with_dropout_keeps_the_contract[bf16,lists=autocast_cpu]": (
+        "expanding inside PyTorch's own list takes dropout apart, which verify sees as other random operations"
+    ),
+    "tests/passes/test_manager.py::test_a_crash_names_the_node_and_the_users_line"
+    "[amp_graph.passes.plan_precision-classify]": "classification is remembered from an earlier pass, so nothing crashes",
+    "tests/passes/test_properties.py::test_text_is_deterministic_and_rewriting_twice_changes_nothing[27]": (
+        "a second rewrite still finds a cast to share"
+    ),
+    "tests/passes/test_properties.py::test_text_is_deterministic_and_rewriting_twice_changes_nothing[29]": (
+        "a second rewrite still finds a cast to share"
+    ),
+    HOOK + "[]": "a hook that raises the number of Python frames makes Dynamo skip the frame: loud, and in fp32",
+    HOOK + "[second]": "a hook that raises the number of Python frames makes Dynamo skip the frame: loud, and in fp32",
+    "tests/test_errors.py::test_after_an_exception_the_next_call_is_captured": (
+        "Dynamo skips a frame whose tracing raised, for good: loud, and in fp32"
+    ),
+    "tests/test_capture.py::test_a_graph_break_is_reported_with_the_users_line": "a .item() no longer breaks the graph there",
+    "tests/test_capture.py::test_inside_a_users_own_compile[whole]": "an outer torch.compile traces through the conversion",
+    "tests/test_capture.py::test_inside_a_users_own_compile[function]": "an outer torch.compile traces through the conversion",
+}

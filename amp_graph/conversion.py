@@ -1,16 +1,22 @@
 """A converted model's other half: captures its calls, keeps its graphs, and never falls silent.
 
 ``model(x)`` runs ``Conversion.__call__``, which runs the graph captured for ``x``, or captures one.
+
+It stands where ``model.forward`` stood, in the instance: hooks of the model run around it as they always did, DDP
+and whoever else calls ``forward`` finds it, and so does an outer ``torch.compile``, which would otherwise trace
+the class's own forward, in fp32, without a word.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import os
 import re
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +26,14 @@ from torch.fx import GraphModule
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.passes.facts import clean_path
-from amp_graph.passes.torch_private import (
-    capture_with_dynamo,
-    outside_dynamo,
-    own_code_object,
-    set_compiled_call,
-)
+from amp_graph.passes.torch_private import capture_with_dynamo, outside_dynamo, own_code_object
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
 HERE = os.path.dirname(__file__)
+CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
 
 
 @dataclass
@@ -67,15 +69,31 @@ class Conversion:
     breaks: list[Piece] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     runs: int = 0
+    # What the instance had as ``forward`` of its own (another library's wrapper), else None.
+    wrapped: Callable[..., Any] | None = None
 
     def attach(self) -> None:
-        """Put this conversion in front of the model's call."""
-        self.model.__dict__["_amp_graph"] = self
+        """Put this conversion in the place of the model's forward."""
+        self._forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
+        functools.update_wrapper(self, self._forward, updated=())  # transformers' Trainer reads its signature
         self._run = self._capturing()
-        set_compiled_call(self.model, outside_dynamo(self.__call__))
+        self.model.__dict__[CONVERSION] = self
+        self.model.__dict__["forward"] = self
 
+    def detach(self) -> None:
+        """Give the model its own forward back."""
+        del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
+        if self.wrapped is not None:
+            self.model.__dict__["forward"] = self.wrapped
+
+    @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its captured graph; captures one where no guard set fits."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise CaptureError(
+                f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
+                "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
+            )
         if _autocast_is_on(args):
             self._note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -92,13 +110,17 @@ class Conversion:
             raise
         except torch._dynamo.exc.TorchRuntimeError as error:
             return self._uncaptured(args, kwargs, error)
+        except Exception:
+            if self.runs == before:  # Dynamo skips what raised while it was traced, for good
+                self._run = self._capturing()
+            raise
         if self.runs == before and self.policy.level != "O0":
             self._nothing_ran()
         return result
 
     def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Capture failed on an operation of the user's: run it plainly, so that the user's own error arrives."""
-        result = self.model._call_impl(*args, **kwargs)
+        result = self._forward(*args, **kwargs)
         self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
         return result
 
@@ -120,15 +142,20 @@ class Conversion:
         if what not in self.notes:
             self.notes.append(what)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the model's own forward: torch.export reads it before it calls."""
+        return self._forward.__code__
+
     # -- capture --------------------------------------------------------------------------------------
 
     def _capturing(self) -> Runner:
         if self.policy.level == "O0":
-            return self.model._call_impl
-        call = self.model._call_impl
+            return self._forward
+        forward = self._forward
 
         def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
+            return forward(*args, **kwargs)
 
         return capture_with_dynamo(
             own_code_object(amp_graph_forward),  # type: ignore[arg-type]
@@ -162,7 +189,7 @@ class Conversion:
     def _name_modules(self, gm: GraphModule) -> None:
         """Give nodes the path of their module from the root, also in pieces after a graph break."""
         names = {str(id(m)): name for name, m in self.model.named_modules()}
-        arguments = list(inspect.signature(self.model.forward).parameters)
+        arguments = list(inspect.signature(self._forward).parameters)
         wishes = {name: m.amp_precision for name, m in self.model.named_modules() if hasattr(m, "amp_precision")}
         for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
             for node in part.graph.nodes:
@@ -191,23 +218,30 @@ class Conversion:
         copied = memo.get(id(self.model))
         if copied is None:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
-        return restore(copied, self.policy, self.compile, self.dynamic, self.strict)
+        return restore(copied, self.policy, self.compile, self.dynamic, self.strict, copy.deepcopy(self.wrapped, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
-        return restore, (self.model, self.policy, self.compile, self.dynamic, self.strict)
+        return restore, (self.model, self.policy, self.compile, self.dynamic, self.strict, self.wrapped)
 
 
-def restore(model: torch.nn.Module, policy: Policy, compile: Compile, dynamic: bool | None, strict: bool) -> Conversion:
+def restore(
+    model: torch.nn.Module,
+    policy: Policy,
+    compile: Compile,
+    dynamic: bool | None,
+    strict: bool,
+    wrapped: Callable[..., Any] | None = None,
+) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
-    made = Conversion(model, policy, compile, dynamic, strict)
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped)
     made.attach()
     return made
 
 
 def conversion_of(model: Any) -> Conversion | None:
     """Return the conversion of ``model``, or None."""
-    found = getattr(model, "__dict__", {}).get("_amp_graph")
+    found = getattr(model, "__dict__", {}).get(CONVERSION)
     return found if isinstance(found, Conversion) else None
 
 

@@ -12,7 +12,7 @@ import torch
 from amp_graph.backend import Compile, check_compile
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_private import compiled_call, set_compiled_call
+from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import Policy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -53,16 +53,22 @@ def convert(
     _refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
-    Conversion(model, wanted, compile, dynamic, strict).attach()
+    Conversion(model, wanted, compile, dynamic, strict, wrapped=model.__dict__.get("forward")).attach()
     return model
 
 
 def revert(model: Model) -> Model:
     """Undo ``convert`` and return ``model``, which runs as it was written; CaptureError if it is not converted."""
-    if conversion_of(model) is None:
+    found = conversion_of(model)
+    if found is None:
         raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
-    del model.__dict__["_amp_graph"]
-    set_compiled_call(model, None)
+    if model.__dict__.get("forward") is not found:
+        raise CaptureError(
+            "revert: model.forward was replaced after amp_graph.convert, by "
+            f"{getattr(model.forward, '__qualname__', type(model.forward).__name__)}, which may call the converted one\n"
+            "  fix:   undo that replacement first, then amp_graph.revert(model)"
+        )
+    found.detach()
     return model
 
 
@@ -82,10 +88,16 @@ def _refuse_what_is_no_model(model: Any) -> None:
 
 
 def _refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
-    if compiled_call(model) is not None:
+    if compiled_in_place(model):
         raise CaptureError(
             "convert: the model was compiled in place by model.compile()\n"
             "  fix:   amp_graph.convert(model, compile='inductor') on the uncompiled model"
+        )
+    inside = [name for name, part in model.named_modules() if part is not model and conversion_of(part) is not None]
+    if inside:
+        raise CaptureError(
+            f"convert: {len(inside)} of the model's parts are already converted: {_few(inside)}\n"
+            f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); converting the model converts its parts"
         )
     named = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in named if t.is_meta]

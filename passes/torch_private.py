@@ -29,13 +29,12 @@ __all__ = [
     "allow_in_graph",
     "break_reasons",
     "capture_with_dynamo",
-    "compiled_call",
+    "compiled_in_place",
     "concrete_size",
     "dispatch_has_kernel",
     "make_fx",
     "outside_dynamo",
     "own_code_object",
-    "set_compiled_call",
     "storage_key",
     "tracing_fake",
 ]
@@ -134,6 +133,8 @@ class _CompileTimeConfig:
             # loop, would lose the whole frame).
             capture_dynamic_output_shape_ops=True,
             capture_scalar_outputs=True,
+            # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
+            skip_nnmodule_hook_guards=False,
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
         ):
@@ -167,8 +168,11 @@ def capture_with_dynamo(
 
 
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an outer ``torch.compile`` from tracing into ``function``; what ``function`` compiles is its own."""
-    return torch._dynamo.disable(function, recursive=False)
+    """Keep an outer ``torch.compile`` from tracing into ``function``, or into what it calls.
+
+    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it.
+    """
+    return torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
 
 
 def allow_in_graph(function: type) -> None:
@@ -181,14 +185,6 @@ def break_reasons() -> list[Any]:
     return torch._dynamo.utils.graph_break_reasons
 
 
-def compiled_call(module: torch.nn.Module) -> Any:
-    """Return what ``nn.Module.compile`` (or amp_graph) put in front of ``module``'s call, or None."""
-    return module.__dict__.get("_compiled_call_impl")
-
-
-def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
-    """Put ``call`` in front of ``module(...)`` the way ``nn.Module.compile`` does; None takes it away."""
-    if call is None:
-        module.__dict__.pop("_compiled_call_impl", None)
-    else:
-        module.__dict__["_compiled_call_impl"] = call
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Say whether ``nn.Module.compile`` put a compiled call in front of ``module``."""
+    return module.__dict__.get("_compiled_call_impl") is not None

@@ -5,7 +5,6 @@ Nothing here loosens a bound: the tests stand as they should be, and a line leav
 
 CASTS = "tests/conformance/test_casts.py::"
 MORE = CASTS + "test_never_more_casts_than_autocast"
-HOOK = "tests/test_convert.py::test_a_hook_registered_after_the_first_call_fires_until_it_is_removed"
 
 SHORTFALLS = {
     CASTS
@@ -43,12 +42,4 @@ SHORTFALLS = {
     "tests/passes/test_properties.py::test_text_is_deterministic_and_rewriting_twice_changes_nothing[29]": (
         "a second rewrite still finds a cast to share"
     ),
-    HOOK + "[]": "a hook that raises the number of Python frames makes Dynamo skip the frame: loud, and in fp32",
-    HOOK + "[second]": "a hook that raises the number of Python frames makes Dynamo skip the frame: loud, and in fp32",
-    "tests/test_errors.py::test_after_an_exception_the_next_call_is_captured": (
-        "Dynamo skips a frame whose tracing raised, for good: loud, and in fp32"
-    ),
-    "tests/test_capture.py::test_a_graph_break_is_reported_with_the_users_line": "a .item() no longer breaks the graph there",
-    "tests/test_capture.py::test_inside_a_users_own_compile[whole]": "an outer torch.compile traces through the conversion",
-    "tests/test_capture.py::test_inside_a_users_own_compile[function]": "an outer torch.compile traces through the conversion",
 }

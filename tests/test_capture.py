@@ -1,6 +1,7 @@
 """Capture: every call of a converted model runs converted, however often it is captured, or says that not."""
 
 import copy
+import inspect
 import logging
 import warnings
 
@@ -357,6 +358,49 @@ def test_inside_a_users_own_compile(outer):
     assert torch.equal(out, alone if outer == "whole" else alone * 2)
     assert conversion_of(model).runs == runs + 2
     assert set(products(wrapped, x)) == {BF16}
+
+
+def test_compiled_in_place_by_its_user():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    alone = model(x)
+    model.compile(backend="aot_eager")
+    assert torch.equal(model(x), alone)
+    assert conversion_of(model).runs == 2
+
+
+def test_forward_itself_is_converted():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    assert set(products(model.forward, x)) == {BF16}
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+
+
+def test_a_forward_wrapped_by_another_library_is_captured_and_given_back():
+    model, x = Net().eval(), torch.randn(3, 16)
+    plain, own = model(x), model.forward
+    wrapper = model.forward = lambda x: own(x) * 2
+    amp_graph.convert(model)
+    assert set(products(model, x)) == {BF16}
+    assert amp_graph.revert(model).forward is wrapper
+    assert torch.equal(model(x), plain * 2)
+
+
+def test_revert_refuses_where_another_wrapper_came_later():
+    model = amp_graph.convert(Net())
+    model.forward = lambda x: x
+    with pytest.raises(CaptureError, match="replaced after") as caught:
+        amp_graph.revert(model)
+    assert "fix:" in str(caught.value)
+    assert conversion_of(model)
+
+
+@pytest.mark.parametrize("tool", [torch.export.export, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_export_and_trace_say_what_to_do_instead(tool):
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    with pytest.raises(CaptureError, match="cannot be traced or exported") as caught:
+        tool(model, (x,))
+    assert "amp_graph.rewrite" in str(caught.value)
+    assert model(x).dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")

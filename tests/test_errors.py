@@ -265,6 +265,11 @@ def test_a_shape_error_reads_as_it_does_in_eager(converted_first):
     assert conversion_of(model).runs >= 1
 
 
+def test_a_part_that_is_converted_already():
+    model = torch.nn.Sequential(amp_graph.convert(Net()), torch.nn.Linear(4, 4))
+    assert "get_submodule('0')" in refused(model, match="already converted: 0")
+
+
 def test_a_missing_argument_reads_as_it_does_in_eager():
     model = Net()
     with pytest.raises(TypeError) as eager:

@@ -23,6 +23,7 @@ from amp_graph.passes.node_value import (
     captured,
     fake_mode_of,
     is_eligible,
+    keep_trained,
     run_node,
     set_value,
     tensors,
@@ -126,6 +127,7 @@ class _Insertion:
             cast = self.gm.graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = value(source).to(dtype)
+        keep_trained(new, captured(source))
         origin = source if after else reader
         cast.meta = {
             k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT) if k in origin.meta

@@ -31,15 +31,4 @@ SHORTFALLS = {
     "tests/conformance/test_parity.py::test_every_operation_has_the_dtype_that_autocast_gives_it[mixtral_eager]": (
         "its experts' loop breaks the graph, and the pieces exchange fp32"
     ),
-    "tests/passes/test_manager.py::test_expanding_attention_with_dropout_keeps_the_contract[bf16,lists=autocast_cpu]": (
-        "expanding inside PyTorch's own list takes dropout apart, which verify sees as other random operations"
-    ),
-    "tests/passes/test_manager.py::test_a_crash_names_the_node_and_the_users_line"
-    "[amp_graph.passes.plan_precision-classify]": "classification is remembered from an earlier pass, so nothing crashes",
-    "tests/passes/test_properties.py::test_text_is_deterministic_and_rewriting_twice_changes_nothing[27]": (
-        "a second rewrite still finds a cast to share"
-    ),
-    "tests/passes/test_properties.py::test_text_is_deterministic_and_rewriting_twice_changes_nothing[29]": (
-        "a second rewrite still finds a cast to share"
-    ),
 }

@@ -106,7 +106,7 @@ def test_a_crash_is_a_pass_error_with_the_pass_and_the_cause(gm):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize(("module", "name"), [(plan_precision, "classify"), (insert_casts, "run_node")])
+@pytest.mark.parametrize(("module", "name"), [(plan_precision, "classified"), (insert_casts, "run_node")])
 def test_a_crash_names_the_node_and_the_users_line(gm, monkeypatch, module, name):
     own = getattr(module, name)
 

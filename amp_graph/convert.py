@@ -65,7 +65,7 @@ def revert(model: Model) -> Model:
     if model.__dict__.get("forward") is not found:
         raise CaptureError(
             "revert: model.forward was replaced after amp_graph.convert, by "
-            f"{getattr(model.forward, '__qualname__', type(model.forward).__name__)}, which may call the converted one\n"
+            f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted one\n"
             "  fix:   undo that replacement first, then amp_graph.revert(model)"
         )
     found.detach()

@@ -20,6 +20,7 @@ from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
+from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.manager import Timed, run_passes
@@ -100,8 +101,11 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy``, in order."""
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
+    # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
+    fusions: list[Pass] = [FuseGelu()] if lists.unlisted == "opaque" else []
     return [
         IdentifyOps(),
+        *fusions,
         ExpandComposites(lists),
         PlanPrecision(lists, dtype, policy.accuracy, policy.keep_fp32, policy.keep_outputs),
         InsertCasts(dtype, policy.keep_outputs),

@@ -27,6 +27,7 @@ from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.protect_norms import ProtectNorms
+from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.text import graph_text
@@ -112,6 +113,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
         EliminateCasts(),
         ShareCasts(),
         ProtectNorms(),
+        *([RecomputeActivations()] if policy.accuracy == "fast" else []),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Make the plan real: one cast per (value, dtype), right after the producer. Knows no list.
+"""Make the plan real: one cast per (value, dtype), where the smaller copy lives longer. Knows no list.
 
 Before: ``h = layer_norm(x); q = linear(h, wq); k = linear(h, wk)`` with marks. After: ``c = h.bfloat16()``
 once, read by both linears; each weight's cast beside its first use.
@@ -110,15 +110,16 @@ class _Insertion:
     def _cast(self, source: Node, reader: Node, dtype: torch.dtype) -> Node:
         """Return the cast of ``source`` for ``reader``, made anew only where no earlier one may serve.
 
-        A cast may not serve across a write to the storage, nor a gradient-enabled reader from inside a
-        no_grad region (autocast's cache did: pytorch#158232).
+        Lowering happens where the value is made, widening where it is read: the smaller copy is the one that
+        lives longer. A cast may not serve across a write to the storage, nor a gradient-enabled reader from
+        inside a no_grad region (autocast's cache did: pytorch#158232).
         """
-        written = self.memory.is_written(source)
         leaf = source.op in ("placeholder", "get_attr")
-        place = (reader.meta.get(GRAD, True), reader.meta.get(CHECKPOINT)) if leaf or written else None
+        late = leaf or self.memory.is_written(source) or dtype != self.dtype
+        place = (reader.meta.get(GRAD, True), reader.meta.get(CHECKPOINT)) if late else None
         key = (source, dtype, self.memory.epoch(source, reader), place)
         if key not in self.casts:
-            self.casts[key] = self._new_cast(source, reader, dtype, after=not (leaf or written))
+            self.casts[key] = self._new_cast(source, reader, dtype, after=not late)
         return self.casts[key]
 
     def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, after: bool) -> Node:

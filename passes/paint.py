@@ -26,6 +26,10 @@ from amp_graph.passes.torch_private import concrete_size
 LOW, FULL, AS_CAPTURED = "low", "full", "captured"
 FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
+# Rounding before these makes equals of what was different, and moves whole gradients from one element to others.
+SELECTIONS = frozenset(
+    f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
+)
 
 
 @dataclass(frozen=True)
@@ -184,12 +188,14 @@ class _Painting:
                 return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
             if self._is_widened_anyway(node, kind, low):
                 return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
+            if self._is_last_sum(node, kind):
+                return self._set_full(kind, counted[:1], "accuracy=fast: the stream ends here, unrounded")
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
                 return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
         if node in self.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
-        if self.fast and node in self.ahead:
+        if self.fast and node in self.ahead and not self._selects(node, kind):
             reason = self._fast_reason(kind, low, tainted, counted)
             if reason:
                 return self._set_low(node, kind, inputs, reason)
@@ -234,6 +240,15 @@ class _Painting:
             return False
         ours = self.problem.lists.unlisted == "opaque"
         return ours and any(user is not node and self._takes_full(user) for user in low[0].users)
+
+    def _is_last_sum(self, node: Node, kind: Classification) -> bool:
+        """Say whether a low stream ends in this sum: widening one operand costs what widening the sum would."""
+        return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
+
+    def _selects(self, node: Node, kind: Classification) -> bool:
+        """Say whether the largest, or the like, of several elements is chosen here, or among those of ``node``."""
+        kinds = [kind, *(self.classes[user] for user in node.users if user in self.classes)]
+        return any(not SELECTIONS.isdisjoint(k.names) for k in kinds)
 
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose what autocast keeps.

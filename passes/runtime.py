@@ -5,10 +5,11 @@ Before: three casts of one value, whose gradients are each widened and then adde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+import torch.nn.functional as F
 
 
 class _SharedCast(torch.autograd.Function):
@@ -20,7 +21,6 @@ class _SharedCast(torch.autograd.Function):
         return (x.view_as(x), *copies) if full else tuple(copies)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         given = [g for g in grads if g is not None]
         if not given:
@@ -28,6 +28,8 @@ class _SharedCast(torch.autograd.Function):
         total = given[0]
         if len(given) == 1:
             return total.float(), None, None, None
+        if torch.is_grad_enabled():  # create_graph=True: nothing in place
+            return sum((g.float() for g in given[1:]), total.float()), None, None, None
         # The first sum must be made in fp32, where a full-precision reader did not already make it so.
         total = total if total.dtype == torch.float32 else total.float()
         for index, grad in enumerate(given[1:]):
@@ -59,15 +61,18 @@ class _LowLayerNorm(torch.autograd.Function):
         eps: float,
     ) -> torch.Tensor:
         out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.shape = shape
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape, ctx.eps = shape, eps
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True: by operations that have a second derivative
+            out = torch.layer_norm(x.float(), ctx.shape, weight, bias, ctx.eps).to(x.dtype)
+            dx, dweight, dbias = _gradients(out, (x, weight, bias), (need[0], need[2], need[3]), grad)
+            return dx, None, dweight, dbias, None
         dx = dweight = dbias = None
         if need[0]:
             mask = [True, False, False]
@@ -79,6 +84,13 @@ class _LowLayerNorm(torch.autograd.Function):
             rows = list(range(x.dim() - len(ctx.shape)))
             dbias = grad.sum(rows, dtype=torch.float32)
         return dx, None, dweight, dbias, None
+
+
+def _gradients(out: torch.Tensor, inputs: Any, need: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gradients of ``out``, themselves differentiable, for the ``inputs`` that ``need`` them."""
+    wanted = [x for x, needed in zip(inputs, need, strict=True) if needed]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in need]
 
 
 CHUNK = 196_608  # elements of fp32 scratch that stay in a core's second-level cache
@@ -123,3 +135,63 @@ def layer_norm_low(
     if not torch.is_grad_enabled():
         return torch.layer_norm(x, normalized_shape, weight, bias, eps)
     return _LowLayerNorm.apply(x, tuple(normalized_shape), weight, bias, eps)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class _LinearOfActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        before: torch.Tensor,
+        activation: str,
+        transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(before, weight)
+        ctx.activation, ctx.transposed = activation, transposed
+        return _linear(x, weight, bias, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        before, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        dx = dweight = dbias = None
+        if need[0]:
+            dx = (flat.mm(weight.t()) if ctx.transposed else flat.mm(weight)).view(*grad.shape[:-1], -1)
+        if need[1]:
+            x = ACTIVATIONS[ctx.activation](before).reshape(-1, before.shape[-1])
+            dweight = x.t().mm(flat) if ctx.transposed else flat.t().mm(x)
+        if need[2]:
+            dbias = flat.sum(0)
+        return dx, dweight, dbias, None, None, None
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    return torch.addmm(bias, x, weight) if transposed and bias is not None else F.linear(x, weight, bias)
+
+
+def linear_of_activation(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    before: torch.Tensor,
+    activation: str,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``F.linear(x, weight, bias)`` (``torch.addmm(bias, x, weight)`` where ``transposed``) that does not save ``x``.
+
+    ``x`` is the ``activation`` of ``before``, which autograd keeps anyway: backward computes it again, by the same
+    kernel, so that no bit changes. Saves one tensor of the size of ``x`` for the cost of one activation.
+    """
+    if not torch.is_grad_enabled():
+        return _linear(x, weight, bias, transposed)
+    return _LinearOfActivation.apply(x, weight, bias, before, activation, transposed)

@@ -88,7 +88,7 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    if "amp_region" in node.meta or is_part(node) or node.target in (runtime.shared_cast, runtime.layer_norm_low):
+    if "amp_region" in node.meta or is_part(node) or getattr(node.target, "__module__", "") == runtime.__name__:
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)

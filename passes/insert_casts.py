@@ -35,6 +35,7 @@ from amp_graph.passes.regions import GRAD
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 
 CAST = "amp_cast"  # meta key: why the cast is there
+KEPT = ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT, GRAD)
 METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
 
 
@@ -116,23 +117,36 @@ class _Insertion:
         """
         leaf = source.op in ("placeholder", "get_attr")
         late = leaf or self.memory.is_written(source) or dtype != self.dtype
-        place = (reader.meta.get(GRAD, True), reader.meta.get(CHECKPOINT)) if late else None
+        before = self._before_no_grad(source, reader) if leaf else reader
+        trains = before is not reader or reader.meta.get(GRAD, True)
+        place = (trains, reader.meta.get(CHECKPOINT)) if late else None
         key = (source, dtype, self.memory.epoch(source, reader), place)
         if key not in self.casts:
-            self.casts[key] = self._new_cast(source, reader, dtype, after=not late)
+            self.casts[key] = self._new_cast(source, reader, dtype, before if late else None)
         return self.casts[key]
 
-    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, after: bool) -> Node:
-        place = self.gm.graph.inserting_after(source) if after else self.gm.graph.inserting_before(reader)
+    def _before_no_grad(self, source: Node, reader: Node) -> Node:
+        """Return where gradients are switched off before ``reader``, if a cast there serves readers on both sides."""
+        trained = captured(source).requires_grad and any(user.meta.get(GRAD, True) for user in source.users)
+        place = reader
+        while trained and not place.meta.get(GRAD, True):
+            if place is source or CHECKPOINT in place.meta or self.memory.is_written(source):
+                return reader
+            place = place.prev
+        return reader if place is reader else place.next
+
+    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, before: Node | None) -> Node:
+        graph = self.gm.graph
+        place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
         with place:
             cast = self.gm.graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = value(source).to(dtype)
         keep_trained(new, captured(source))
-        origin = source if after else reader
-        cast.meta = {
-            k: origin.meta[k] for k in ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT) if k in origin.meta
-        }
+        origin = source if before is None else reader
+        cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
+        if before not in (None, reader):
+            cast.meta[GRAD] = True
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
@@ -198,7 +212,7 @@ class _Insertion:
 
     def _convert_result(self, node: Node) -> None:
         readers = list(node.users)
-        cast = self._new_cast(node, node, torch.float32, after=True)
+        cast = self._new_cast(node, node, torch.float32, None)
         for reader in readers:
             reader.replace_input_with(node, cast)
         cast.meta[CAST] = f"{node.name} is written in full precision later"

@@ -69,8 +69,14 @@ def test_regular_expressions_survive_the_text_form(pattern):
         ("half", {"dtype": "fp16"}),
         ("dtype=float16", {"dtype": "fp16"}),
         (" bf16 , accuracy = fast ", {"dtype": "bf16", "accuracy": "fast"}),
-        ("bf16,keep_fp32=lm_head|.*norm,lists=my.toml", {"dtype": "bf16", "keep_fp32": "lm_head|.*norm", "lists": ("my.toml",)}),
-        ("fp16,lists=autocast_cpu|b.toml,keep_outputs=false", {"dtype": "fp16", "lists": ("autocast_cpu", "b.toml"), "keep_outputs": False}),
+        (
+            "bf16,keep_fp32=lm_head|.*norm,lists=my.toml",
+            {"dtype": "bf16", "keep_fp32": "lm_head|.*norm", "lists": ("my.toml",)},
+        ),
+        (
+            "fp16,lists=autocast_cpu|b.toml,keep_outputs=false",
+            {"dtype": "fp16", "lists": ("autocast_cpu", "b.toml"), "keep_outputs": False},
+        ),
         ("bf16,deny=aten.gelu|tanh", {"dtype": "bf16", "deny": ("aten.gelu", "tanh")}),
         ("", {}),
         (None, {}),

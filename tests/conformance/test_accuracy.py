@@ -97,7 +97,10 @@ def main(policy, *names):
         print(f"{name:28s} output {r.output:.3f} gradient {r.gradient_median:.3f} worst {r.gradient_worst:.3f}")
     print(
         "median",
-        *(f"{statistics.median(v):.3f}" for v in zip(*((r.output, r.gradient_median) for r in found.values()))),
+        *(
+            f"{statistics.median(v):.3f}"
+            for v in zip(*((r.output, r.gradient_median) for r in found.values()), strict=True)
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import GRAD
 from tests.passes.graphs import BF16, FP16, FP32, capture_function, passes_before, passes_until, run_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -108,7 +109,7 @@ def test_a_conversion_that_was_an_alias_at_capture_stays_one_where_it_is_written
     assert is_near(gm, graph)
 
 
-def test_a_weight_cast_made_inside_no_grad_serves_no_reader_that_trains():
+def test_a_weight_that_no_grad_and_training_read_is_cast_once_with_gradients():
     """pytorch#158232: autocast's cache hands out the cast without a graph, and the weight gets no gradient."""
 
     def function(s, x):
@@ -118,7 +119,7 @@ def test_a_weight_cast_made_inside_no_grad_serves_no_reader_that_trains():
 
     gm, casts, graph = inserted(function)
     weights = [c for c in casts if c.args[0].op == "placeholder" and value(c.args[0]).shape == W.shape]
-    assert len(weights) == 2
+    assert [c.meta[GRAD] for c in weights] == [True], "one, made before gradients are switched off"
     step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
     (got,), (want,) = step.grads, plain.grads
     assert got is not None
@@ -201,3 +202,23 @@ def test_negative_control_an_insertion_that_skips_one_operand_is_found(function)
     gm, _ = graph.through(passes_before(InsertCasts))
     with pytest.raises(VerifyError, match="after pass insert-casts: "):
         run_passes(gm, [SkipsOneOperand(BF16)], checked=True)
+
+
+class SharesOutOfNoGrad(InsertCasts):
+    """Wrong: lets a cast made inside no_grad serve readers that train."""
+
+    def run(self, gm):
+        for node in gm.graph.nodes:
+            node.meta[GRAD] = False
+        return super().run(gm)
+
+
+def test_negative_control_a_cast_out_of_no_grad_loses_the_gradient():
+    def function(s, x):
+        with torch.no_grad():
+            first = x @ s.w
+        return x @ s.w + first
+
+    graph = capture_function(function, X, w=W)
+    gm, _ = graph.through([*passes_before(InsertCasts), SharesOutOfNoGrad(BF16)])
+    assert all(grad is None for grad in run_step(gm, graph.given).grads)

@@ -26,7 +26,7 @@ KEPT = {
     "two readers": lambda s, x: F.linear(h := F.gelu(F.linear(x, s.w)), s.v) + h.sum(),
     "relu, which saves its result": lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.v),
     "written before": lambda s, x: F.linear(F.gelu(F.linear(x, s.w).mul_(2)), s.v),
-    "written after": lambda s, x: F.linear((h := F.gelu(F.linear(x, s.w))).mul_(2), s.v),
+    "written after": lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).mul_(2), s.v),
     "scaled addmm": lambda s, x: torch.addmm(s.b, F.gelu(F.linear(x, s.w)).view(-1, 16), s.v.t(), beta=2),
     "other rows": lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).view(-1, 8), s.w),
 }

@@ -18,7 +18,7 @@ from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import GRAD
+from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.runtime import linear_of_activation
 
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
@@ -28,7 +28,7 @@ VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 class RecomputeActivations(Pass):
     """Replaces a linear that alone reads a GELU or SiLU by one that does not save it.
 
-    Only in training, outside of checkpoints, and where nobody writes to either value. Exactness: bit-exact,
+    Only in training, outside of checkpoints and of the user's own autocast, and where nobody writes to either value. Exactness: bit-exact,
     backward runs the same kernel on the same bits. Cost: that kernel once more.
     """
 
@@ -44,7 +44,9 @@ class RecomputeActivations(Pass):
             if operands is None or found is None or memory.is_written(found[0]) or memory.is_written(operands[0]):
                 continue
             before, activation = found
-            if not captured(node).requires_grad or CHECKPOINT in node.meta or not node.meta.get(GRAD, True):
+            if not captured(node).requires_grad or not node.meta.get(GRAD, True):
+                continue
+            if CHECKPOINT in node.meta or REGION in node.meta:  # these have a say in what is saved, or computed
                 continue
             names = _names(node)
             node.op, node.target, node.kwargs = "call_function", linear_of_activation, {}
@@ -72,7 +74,9 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
         return None
     if not isinstance(x, Node) or not isinstance(weight, Node) or not (bias is None or isinstance(bias, Node)):
         return None
-    whole = value(weight).dim() == 2 and (bias is None or value(bias).dim() == 1)
+    whole = (
+        value(weight).dim() == 2 and value(weight).dtype == value(x).dtype and (bias is None or value(bias).dim() == 1)
+    )
     return (x, weight, bias) if whole else None
 
 

@@ -22,7 +22,15 @@ RECOMPUTED = {
     "silu": lambda s, x: F.linear(F.silu(F.linear(x, s.w)), s.v),
     "conv1d of gpt2": lambda s, x: torch.addmm(s.b, F.gelu(F.linear(x, s.w)).view(-1, 16), s.v.t()).view(6, 5, 4),
 }
+
+
+def in_autocast(s, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(F.gelu(F.linear(x, s.w)), s.v)
+
+
 KEPT = {
+    "inside the user's autocast": in_autocast,
     "two readers": lambda s, x: F.linear(h := F.gelu(F.linear(x, s.w)), s.v) + h.sum(),
     "relu, which saves its result": lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.v),
     "written before": lambda s, x: F.linear(F.gelu(F.linear(x, s.w).mul_(2)), s.v),

@@ -197,6 +197,9 @@ class _Painting:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
         if self.fast and node in self.ahead and not self._selects(node, kind):
             reason = self._fast_reason(kind, low, tainted, counted)
+            if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
+                self.low.add(node)  # its readers round the sum: rounding the operand as well would be once too often
+                return Choice(FULL, reason + ", rounded behind the sum")
             if reason:
                 return self._set_low(node, kind, inputs, reason)
         if tainted and kind.cls is not OpClass.FP32_INSIDE:
@@ -207,9 +210,8 @@ class _Painting:
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
-        if kind.cls is OpClass.FP32_INSIDE:
-            norm = kind.partial and not tainted
-            return f"{kind.why}; accuracy=fast: low precision lies ahead" if norm else ""
+        if kind.cls is OpClass.FP32_INSIDE:  # a cast behind it costs what one before it would
+            return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
         if not low and not tainted and len(counted) == 1 and not _is_leaf(counted[0]):

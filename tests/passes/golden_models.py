@@ -21,8 +21,19 @@ class Block(nn.Module):
         return x + self.out(F.gelu(self.fc(self.ln_2(x))))
 
 
+class Inside(nn.Module):
+    """A block as most blocks are: in the middle of a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.block, self.head = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.block(self.patch(x)))
+
+
 class Stacked(nn.Module):
-    """What feeds the block: a value that trains and is no input."""
+    """The two ends of a residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -81,6 +92,7 @@ class WritesToView(nn.Module):
 X = (2, 3, 8)
 CASES = {
     "block": (Block, lambda: (torch.randn(X),)),
+    "inside": (Inside, lambda: (torch.randn(X),)),
     "stacked": (Stacked, lambda: (torch.tensor([[0, 1, 2]]),)),
     "residual": (Residual, lambda: (torch.randn(2, 4, 5, 5),)),
     "with_loss": (WithLoss, lambda: (torch.randn(3, 8), torch.tensor([0, 1, 2]))),

@@ -67,45 +67,51 @@ return (%48,)""",
 
     def test_transformer_block_fast(self):
         self.check(
-            body_text(graph_of("block", "bf16,accuracy=fast")),
+            body_text(graph_of("inside", "bf16,accuracy=fast")),
             """\
-%13: bf16[2,3,8] = .bfloat16(%2)  # ln_1
-%14: bf16[2,3,8] = layer_norm_low(%13, (8,), %0, %1, 1e-05)  # ln_1
-%15: bf16[24,8] = .bfloat16(%3)  # qkv
-%16: bf16[24] = .bfloat16(%4)  # qkv
-%17: bf16[2,3,24] = linear(%14, %15, %16)  # qkv
-%18: (bf16[2,3,8], bf16[2,3,8], bf16[2,3,8]) = .chunk(%17, 3, -1)
-%19: bf16[2,3,8] = getitem(%18, 0)
-%20: bf16[2,3,8] = getitem(%18, 1)
-%21: bf16[2,3,8] = getitem(%18, 2)
-%22: bf16[2,3,2,4] = .view(%19, 2, 3, 2, 4)
-%23: bf16[2,2,3,4] = .transpose(%22, 1, 2)
-%24: bf16[2,3,2,4] = .view(%20, 2, 3, 2, 4)
-%25: bf16[2,2,3,4] = .transpose(%24, 1, 2)
-%26: bf16[2,3,2,4] = .view(%21, 2, 3, 2, 4)
-%27: bf16[2,2,3,4] = .transpose(%26, 1, 2)
-%28: bf16[2,2,4,3] = .transpose(%25, -1, -2)
-%29: bf16[2,2,3,3] = matmul(%23, %28)
-%30: bf16[2,2,3,3] = truediv(%29, 2.0)
-%31: bf16[2,2,3,3] = .softmax(%30, -1)
-%32: bf16[2,2,3,4] = matmul(%31, %27)
-%33: bf16[2,3,2,4] = .transpose(%32, 1, 2)
-%34: bf16[2,3,8] = .reshape(%33, 2, 3, 8)
-%35: bf16[8,8] = .bfloat16(%5)  # proj
-%36: bf16[8] = .bfloat16(%6)  # proj
-%37: bf16[2,3,8] = linear(%34, %35, %36)  # proj
-%38: bf16[2,3,8] = add(%13, %37)
-%39: bf16[2,3,8] = layer_norm_low(%38, (8,), %7, %8, 1e-05)  # ln_2
-%40: bf16[32,8] = .bfloat16(%9)  # fc
-%41: bf16[32] = .bfloat16(%10)  # fc
-%42: bf16[2,3,32] = linear(%39, %40, %41)  # fc
-%43: bf16[2,3,32] = gelu(%42)
-%44: bf16[8,32] = .bfloat16(%11)  # out
-%45: bf16[8] = .bfloat16(%12)  # out
-%46: bf16[2,3,8] = linear_of_activation(%43, %44, %45, %42, 'gelu', False)  # out
-%47: f32[2,3,8] = .float(%38)
-%48: f32[2,3,8] = add(%47, %46)
-return (%48,)""",
+%17: bf16[2,3,8] = .bfloat16(%2)  # patch
+%18: bf16[8,8] = .bfloat16(%0)  # patch
+%19: bf16[8] = .bfloat16(%1)  # patch
+%20: bf16[2,3,8] = linear(%17, %18, %19)  # patch
+%21: bf16[2,3,8] = layer_norm_low(%20, (8,), %3, %4, 1e-05)  # block.ln_1
+%22: bf16[24,8] = .bfloat16(%5)  # block.qkv
+%23: bf16[24] = .bfloat16(%6)  # block.qkv
+%24: bf16[2,3,24] = linear(%21, %22, %23)  # block.qkv
+%25: (bf16[2,3,8], bf16[2,3,8], bf16[2,3,8]) = .chunk(%24, 3, -1)  # block
+%26: bf16[2,3,8] = getitem(%25, 0)  # block
+%27: bf16[2,3,8] = getitem(%25, 1)  # block
+%28: bf16[2,3,8] = getitem(%25, 2)  # block
+%29: bf16[2,3,2,4] = .view(%26, 2, 3, 2, 4)  # block
+%30: bf16[2,2,3,4] = .transpose(%29, 1, 2)  # block
+%31: bf16[2,3,2,4] = .view(%27, 2, 3, 2, 4)  # block
+%32: bf16[2,2,3,4] = .transpose(%31, 1, 2)  # block
+%33: bf16[2,3,2,4] = .view(%28, 2, 3, 2, 4)  # block
+%34: bf16[2,2,3,4] = .transpose(%33, 1, 2)  # block
+%35: bf16[2,2,4,3] = .transpose(%32, -1, -2)  # block
+%36: bf16[2,2,3,3] = matmul(%30, %35)  # block
+%37: bf16[2,2,3,3] = truediv(%36, 2.0)  # block
+%38: bf16[2,2,3,3] = .softmax(%37, -1)  # block
+%39: bf16[2,2,3,4] = matmul(%38, %34)  # block
+%40: bf16[2,3,2,4] = .transpose(%39, 1, 2)  # block
+%41: bf16[2,3,8] = .reshape(%40, 2, 3, 8)  # block
+%42: bf16[8,8] = .bfloat16(%7)  # block.proj
+%43: bf16[8] = .bfloat16(%8)  # block.proj
+%44: bf16[2,3,8] = linear(%41, %42, %43)  # block.proj
+%45: bf16[2,3,8] = add(%20, %44)  # block
+%46: bf16[2,3,8] = layer_norm_low(%45, (8,), %9, %10, 1e-05)  # block.ln_2
+%47: bf16[32,8] = .bfloat16(%11)  # block.fc
+%48: bf16[32] = .bfloat16(%12)  # block.fc
+%49: bf16[2,3,32] = linear(%46, %47, %48)  # block.fc
+%50: bf16[2,3,32] = gelu(%49)  # block
+%51: bf16[8,32] = .bfloat16(%13)  # block.out
+%52: bf16[8] = .bfloat16(%14)  # block.out
+%53: bf16[2,3,8] = linear_of_activation(%50, %51, %52, %49, 'gelu', False)  # block.out
+%54: bf16[2,3,8] = add(%45, %53)  # block
+%55: bf16[8,8] = .bfloat16(%15)  # head
+%56: bf16[8] = .bfloat16(%16)  # head
+%57: bf16[2,3,8] = linear(%54, %55, %56)  # head
+%58: f32[2,3,8] = .float(%57)
+return (%58,)""",
         )
 
     def test_shared_casts_of_a_stream_fast(self):
@@ -113,18 +119,18 @@ return (%48,)""",
             body_text(graph_of("stacked", "bf16,accuracy=fast")),
             """\
 %6: f32[1,3,8] = embedding(%1, %0, None, None, 2.0, False, False)  # embed
-%7: (bf16[1,3,8], bf16[1,3,8]) = shared_cast(%6, bf16, 2, False)  # embed
-%8: bf16[1,3,8] = getitem(%7, 0)  # embed
-%9: bf16[1,3,8] = getitem(%7, 1)  # embed
-%10: bf16[1,3,8] = layer_norm_low(%8, (8,), %2, %3, 1e-05)  # ln
-%11: bf16[8,8] = .bfloat16(%4)  # fc
-%12: bf16[8] = .bfloat16(%5)  # fc
-%13: bf16[1,3,8] = linear(%10, %11, %12)  # fc
-%14: bf16[1,3,8] = add(%9, %13)
-%15: bf16[1,3,8] = layer_norm_low(%14, (8,), %2, %3, 1e-05)  # ln
-%16: bf16[1,3,8] = linear(%15, %11, %12)  # fc
-%17: f32[1,3,8] = .float(%14)
-%18: f32[1,3,8] = add(%17, %16)
+%7: f32[1,3,8] = layer_norm(%6, (8,), %2, %3, 1e-05)  # ln
+%8: bf16[1,3,8] = .bfloat16(%7)  # ln
+%9: bf16[8,8] = .bfloat16(%4)  # fc
+%10: bf16[8] = .bfloat16(%5)  # fc
+%11: bf16[1,3,8] = linear(%8, %9, %10)  # fc
+%12: f32[1,3,8] = add(%6, %11)
+%13: (f32[1,3,8], bf16[1,3,8]) = shared_cast(%12, bf16, 1, True)
+%14: f32[1,3,8] = getitem(%13, 0)
+%15: bf16[1,3,8] = getitem(%13, 1)
+%16: bf16[1,3,8] = layer_norm_low(%15, (8,), %2, %3, 1e-05)  # ln
+%17: bf16[1,3,8] = linear(%16, %9, %10)  # fc
+%18: f32[1,3,8] = add(%14, %17)
 return (%18,)""",
         )
 

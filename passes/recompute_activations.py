@@ -28,8 +28,8 @@ VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 class RecomputeActivations(Pass):
     """Replaces a linear that alone reads a GELU or SiLU by one that does not save it.
 
-    Only in training, outside of checkpoints and of the user's own autocast, and where nobody writes to either value. Exactness: bit-exact,
-    backward runs the same kernel on the same bits. Cost: that kernel once more.
+    Only in training, outside of checkpoints and of the user's own autocast, and where nobody writes to either
+    value. Exactness: bit-exact, backward runs the same kernel on the same bits. Cost: that kernel once more.
     """
 
     name: ClassVar[str] = "recompute-activations"

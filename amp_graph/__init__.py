@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.grad_scaler import GradScaler as GradScaler
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
     from amp_graph.report import report as report
     from amp_graph.rewrite import rewrite as rewrite
 
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
-_HOME |= {"report": "report", "revert": "convert", "rewrite": "rewrite"}
-__all__ = ["AmpGraphError", "Policy", "convert", "precision", "report", "revert", "rewrite"]
+_HOME |= {"GradScaler": "grad_scaler", "report": "report", "revert": "convert", "rewrite": "rewrite"}
+__all__ = ["AmpGraphError", "GradScaler", "Policy", "convert", "precision", "report", "revert", "rewrite"]
 
 
 class _Package(ModuleType):

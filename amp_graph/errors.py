@@ -19,5 +19,9 @@ class CaptureError(AmpGraphError):
     """A model that cannot be converted, or whose forward could not be captured."""
 
 
+class ScaleError(AmpGraphError, RuntimeError):
+    """Loss scaling used out of order, with options that make no sense, or with state that is not its own."""
+
+
 class AmpGraphWarning(UserWarning):
     """Something ran otherwise than asked, and the numbers are still right."""

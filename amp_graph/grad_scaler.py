@@ -1,0 +1,285 @@
+"""``GradScaler``: drop-in for ``torch.amp.GradScaler``, with a floor, a ceiling, hysteresis, and nothing on the host.
+
+Before: ``scaler = torch.amp.GradScaler("cuda")``. After: ``scaler = amp_graph.GradScaler()``; the loop stays.
+Source: torch/amp/grad_scaler.py, whose protocol (and ``isinstance``) this keeps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from amp_graph import scale_ops
+from amp_graph.errors import AmpGraphWarning, ScaleError
+from amp_graph.loss_scale import LossScale
+
+STUCK = 20  # bad steps in a row at the floor before it is said
+
+
+def _kept(name: str) -> Any:
+    """Return a property for what ``torch.amp.GradScaler`` keeps in itself and this class in its ``LossScale``."""
+
+    def write(self: GradScaler, value: Any) -> None:
+        setattr(self._loss_scale, name, value)
+
+    return property(lambda self: getattr(self._loss_scale, name), write)
+
+
+@dataclass
+class _Progress:
+    """What was done for one optimizer since the last update."""
+
+    optimizer: weakref.ref[Optimizer]
+    found_inf: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    unscaled: bool = False
+    stepped: bool = False
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales losses so that fp16 gradients do not vanish, and skips steps whose gradients are infinite.
+
+    As ``torch.amp.GradScaler``: ``scale``, ``unscale_``, ``step``, ``update``, ``get_scale``, ``state_dict`` (which
+    either loads from the other), several losses and optimizers. Beyond it:
+
+    hysteresis: bad steps since the scale last grew before it backs off (DeepSpeed and Megatron use 2).
+    floor, ceiling: limits of the scale. ``at_floor``: "warn" or "error" where gradients stay infinite there.
+    process_group: agree on infinite gradients over these ranks; None for all ranks of an initialized
+    ``torch.distributed``, False for no agreement (DDP's gradients are equal on all ranks anyway).
+    ``skipped_steps``, ``found_inf``: tensors on the device, for a learning-rate scheduler or a log.
+
+    Fused optimizers are stepped without a copy to the host; others, as in torch, need to know the verdict there.
+    A step without any gradient is legal. Raises ScaleError for calls out of order.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        floor: float = 2.0**-14,
+        ceiling: float = 2.0**32,
+        at_floor: str = "warn",
+        process_group: Any = None,
+    ) -> None:
+        """Make a scaler; its state is put on the device of the first loss that it scales."""
+        if at_floor not in ("warn", "error"):
+            raise ScaleError(f"GradScaler: at_floor={at_floor!r}\n  legal: 'warn', 'error'")
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._enabled = enabled
+        self._loss_scale = LossScale(
+            init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
+        )
+        self._at_floor, self._group = at_floor, process_group
+        self._progress: dict[int, _Progress] = {}
+        self._verdict: torch.Tensor | None = None
+
+    # What the inherited scale, get_scale, get_growth_factor, set_growth_factor, ... read and write.
+    _growth_factor, _backoff_factor = _kept("growth_factor"), _kept("backoff_factor")
+    _growth_interval = _kept("growth_interval")
+    _init_scale = property(lambda self: self._loss_scale.values()[0])
+    _init_growth_tracker = property(lambda self: self._loss_scale.values()[1])
+    _scale = property(lambda self: self._loss_scale.scale if self._loss_scale.ready else None)
+    _growth_tracker = property(lambda self: self._loss_scale.state[1] if self._loss_scale.ready else None)
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Put the state on the device of the first loss: what ``scale``, which is torch's, asks for."""
+        self._loss_scale.to(dev)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, in place, once between two updates.
+
+        Gradients may be fp32, bf16 or fp16; of the last, what is too small without the scale is lost.
+        """
+        if not self._enabled:
+            return
+        progress = self._of(optimizer, "unscale_")
+        if progress.unscaled:
+            raise ScaleError(
+                "GradScaler.unscale_: it was already called for this optimizer since the last update()\n"
+                "  fix:   call it once, after the last backward and before step"
+            )
+        if progress.stepped:
+            raise ScaleError("GradScaler.unscale_: called after step()\n  fix:   call it between backward and step")
+        progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
+        progress.unscaled = True
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step ``optimizer`` unless a gradient is infinite or NaN, in which case nothing of it changes."""
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise ScaleError(
+                "GradScaler.step: a closure would compute gradients after they were checked\n"
+                "  fix:   call backward yourself, then scaler.step(optimizer)"
+            )
+        progress = self._of(optimizer, "step")
+        if progress.stepped:
+            raise ScaleError(
+                "GradScaler.step: it was already called for this optimizer since the last update()\n"
+                "  fix:   scaler.update() at the end of each iteration"
+            )
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_on_device(optimizer, progress, kwargs)
+        else:
+            if not progress.unscaled:
+                self.unscale_(optimizer)
+            bad = any(verdict.item() for verdict in progress.found_inf.values())
+            result = None if bad else optimizer.step(**kwargs)
+        progress.stepped = True
+        return result
+
+    def _step_on_device(self, optimizer: Any, progress: _Progress, kwargs: dict[str, Any]) -> Any:
+        """Step an optimizer whose kernels take the scale and the verdict as tensors."""
+        scale = self._loss_scale.scale
+        if not progress.unscaled:  # the kernels unscale as they go: here gradients are only looked at
+            progress.found_inf = self._check(optimizer, torch.ones_like(scale))
+        known = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = known if progress.unscaled else scale if known is None else scale * known
+        optimizer.found_inf = self._combined([progress])
+        try:
+            return optimizer.step(**kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by what the steps since the last update found, or set it to ``new_scale``."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._loss_scale.set(new_scale)
+        elif not self._progress:
+            raise ScaleError(
+                "GradScaler.update: no optimizer was unscaled or stepped since the last update()\n"
+                "  fix:   scaler.step(optimizer), then scaler.update(), in each iteration"
+            )
+        else:
+            self._verdict = self._combined(list(self._progress.values()))
+            self._loss_scale.update(self._verdict)
+            self._look_at_floor()
+        self._progress = {}
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    def _of(self, optimizer: Optimizer, caller: str) -> _Progress:
+        if not self._loss_scale.ready:
+            raise ScaleError(
+                f"GradScaler.{caller}: nothing was scaled yet\n"
+                "  fix:   scaler.scale(loss).backward(), then scaler.step(optimizer)"
+            )
+        return self._progress.setdefault(id(optimizer), _Progress(weakref.ref(optimizer)))
+
+    def _check(self, optimizer: Optimizer, inv_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+        """Unscale the gradients of ``optimizer``; one verdict for each device that holds some."""
+        found = {inv_scale.device: torch.zeros_like(inv_scale)}
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in _gradients(optimizer):
+            by_device.setdefault(grad.device, []).append(grad)
+        with torch.no_grad():
+            for device, grads in by_device.items():
+                verdict = found.setdefault(device, torch.zeros((), device=device))
+                scale_ops.check_finite_and_unscale_(grads, inv_scale.to(device, non_blocking=True), verdict)
+        for verdict in found.values():
+            self._agree(verdict)
+        return found
+
+    def _agree(self, verdict: torch.Tensor) -> None:
+        """Let an infinite gradient on one rank be one on all."""
+        distributed = torch.distributed
+        if self._group is False or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if distributed.get_world_size(self._group) > 1:
+            distributed.all_reduce(verdict, op=distributed.ReduceOp.MAX, group=self._group)
+
+    def _combined(self, progress: list[_Progress]) -> torch.Tensor:
+        scale = self._loss_scale.scale
+        found = [v.to(scale.device, non_blocking=True) for p in progress for v in p.found_inf.values()]
+        return torch.stack(found).amax() if len(found) > 1 else found[0] if found else torch.zeros_like(scale)
+
+    # -- the floor ------------------------------------------------------------------------------------
+
+    def _look_at_floor(self) -> None:
+        """Say where gradients stay infinite at the floor; on other devices than the CPU only every STUCK updates."""
+        stuck = self._loss_scale.state[4]
+        self._updates = getattr(self, "_updates", 0) + 1
+        if stuck.device.type != "cpu" and self._updates % STUCK:
+            return
+        if stuck.item() == STUCK or (stuck.device.type != "cpu" and stuck.item() > STUCK):
+            self._complain_of_floor(int(stuck.item()))
+
+    def _complain_of_floor(self, steps: int) -> None:
+        optimizers = [p.optimizer() for p in self._progress.values()]
+        culprit = next((c for o in optimizers if o is not None and (c := _first_bad(o))), "a gradient that is gone")
+        text = (
+            f"GradScaler: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, "
+            f"{self._loss_scale.floor:g}; no step is taken. The first bad one: {culprit}\n"
+            "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
+        )
+        if self._at_floor == "error":
+            raise ScaleError(text)
+        warnings.warn(text, AmpGraphWarning, stacklevel=4)
+
+    # -- reading and saving ---------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """How many updates followed an infinite gradient, a 0-d int32 tensor on the device; 0 before the first."""
+        return self._loss_scale.state[3] if self._loss_scale.ready else torch.tensor(self._loss_scale.values()[3])
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """Whether the last update followed an infinite gradient: 0-d fp32 on the device, above 0 if so."""
+        return torch.zeros(()) if self._verdict is None else self._verdict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers; ``torch.amp.GradScaler`` loads it too. Empty where not enabled."""
+        return self._loss_scale.state_dict() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of ``torch.amp.GradScaler``; ScaleError, and no change, where it is neither."""
+        if self._enabled:
+            self._loss_scale.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle between iterations."""
+        if self._progress:
+            raise ScaleError("GradScaler: pickled inside of an iteration\n  fix:   pickle it after update()")
+        return {**self.__dict__, "_verdict": None, "_group": self._group if self._group is False else None}
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield what holds the gradients' values: dense tensors, the local parts of distributed ones."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if hasattr(grad, "to_local"):
+                grad = grad.to_local()
+            if grad.is_sparse:  # duplicates may overflow only in their sum
+                parameter.grad = grad = grad.coalesce()
+                grad = grad._values()
+            yield grad
+
+
+def _first_bad(optimizer: Optimizer) -> str:
+    """Return the first parameter of ``optimizer`` whose gradient is not finite, as its user knows it."""
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            grad = parameter.grad
+            if grad is not None and not torch.isfinite(grad.coalesce()._values() if grad.is_sparse else grad).all():
+                return f"{name}, of shape {tuple(parameter.shape)}"
+    return ""

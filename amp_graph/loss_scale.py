@@ -1,0 +1,167 @@
+"""The loss scale: its options, its state on the device, and how both are saved.
+
+Before: a Python float and a host copy each step. After: tensors that ``amp_graph::update_loss_scale_`` moves.
+Source of the method: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_graph import scale_ops
+from amp_graph.errors import ScaleError
+
+
+@dataclass
+class LossScale:
+    """A dynamic loss scale. Steps without infinite gradients make it grow, others make it back off.
+
+    init_scale: the first scale. growth_factor (> 1) after ``growth_interval`` good steps in a row; backoff_factor
+    (< 1) after a bad one, with ``hysteresis`` > 1 after that many bad ones since it last grew. Factors that are
+    powers of two make scaling exact. floor, ceiling: limits of the scale, at which it stays.
+
+    Raises ScaleError for options that make no sense.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    floor: float = 2.0**-14
+    ceiling: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense; the state is made at the first ``to``."""
+        self._state: tuple[torch.Tensor, ...] | None = None
+        self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
+        _check_options(self)
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device) -> LossScale:
+        """Put the state on ``device``, at the first call; it stays there."""
+        if self._state is None:
+            value, *counts = self._start
+            tensors = [torch.tensor(n, dtype=torch.int32, device=device) for n in counts]
+            self._state = (torch.tensor(value, dtype=torch.float32, device=device), *tensors)
+        return self
+
+    @property
+    def ready(self) -> bool:
+        """Whether the state is on a device already."""
+        return self._state is not None
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Scale (fp32), growth tracker, hysteresis left, skipped steps, bad steps at the floor (int32), all 0-d."""
+        if self._state is None:
+            raise ScaleError("loss scale: it is on no device yet\n  fix:   scaler.scale(loss) before anything else")
+        return self._state
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale, a 0-d fp32 tensor that changes in place."""
+        return self.state[0]
+
+    def inverse(self) -> torch.Tensor:
+        """Return 1 / scale, 0-d fp32: by way of fp64, so that it is exact to the last bit."""
+        return self.scale.double().reciprocal().float()
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
+        scale_ops.update_loss_scale_(
+            *self.state,
+            found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.hysteresis,
+            self.floor,
+            self.ceiling,
+        )
+
+    def values(self) -> tuple[float, int, int, int, int]:
+        """Return the state as numbers: one copy to the host where the device is not the CPU."""
+        if self._state is None:
+            return self._start
+        scale, *counts = torch.stack([t.double() for t in self._state]).tolist()
+        good, left, skipped, stuck = map(int, counts)
+        return scale, good, left, skipped, stuck
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.amp.GradScaler.state_dict`` returns, and beside it what that does not have."""
+        scale, good, left, skipped, stuck = self.values()
+        return {
+            "scale": scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": good,
+            "hysteresis": self.hysteresis,
+            "floor": self.floor,
+            "ceiling": self.ceiling,
+            "_hysteresis_left": left,
+            "_skipped": skipped,
+            "_stuck": stuck,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of this class or of ``torch.amp.GradScaler``; ScaleError, and no change, where it is neither."""
+        wanted = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        missing = [key for key in wanted if key not in state]
+        if missing:
+            has = ", ".join(map(repr, state)) or "nothing"
+            raise ScaleError(
+                f"loss scale: the state has no {', '.join(map(repr, missing))}; it has {has}\n"
+                "  legal: what state_dict() of an enabled GradScaler returned, ours or torch's\n"
+                "  fix:   load the checkpoint's entry of the scaler, not of the optimizer or the model"
+            )
+        names = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "floor", "ceiling")
+        given = {name: state.get(name, getattr(self, name)) for name in names}
+        made = LossScale(state["scale"], **given)
+        good = min(int(state["_growth_tracker"]), made.growth_interval - 1)
+        left = int(state.get("_hysteresis_left", made.hysteresis))
+        start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
+        for name, value in given.items():
+            setattr(self, name, value)
+        self._start = start
+        for tensor, value in zip(self._state or (), start, strict=False):
+            tensor.fill_(value)
+
+    def set(self, value: float | torch.Tensor) -> None:
+        """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
+        if not isinstance(value, torch.Tensor):
+            _check("new_scale", value, math.isfinite(value) and value > 0, "a positive finite number")
+        elif value.numel() != 1 or value.requires_grad:
+            raise ScaleError(f"loss scale: new_scale has {value.numel()} elements\n  legal: one, without gradient")
+        self.scale.fill_(value) if not isinstance(value, torch.Tensor) else self.scale.copy_(value.reshape(()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy as options and numbers, on whatever device they are."""
+        return {**self.__dict__, "_start": self.values(), "_state": None}
+
+
+def _check_options(given: LossScale) -> None:
+    finite = math.isfinite
+    _check("init_scale", given.init_scale, finite(given.init_scale) and given.init_scale > 0, "positive and finite")
+    _check("growth_factor", given.growth_factor, finite(given.growth_factor) and given.growth_factor > 1, "above 1")
+    _check("backoff_factor", given.backoff_factor, 0 < given.backoff_factor < 1, "between 0 and 1")
+    _check("growth_interval", given.growth_interval, given.growth_interval >= 1, "at least 1")
+    _check("hysteresis", given.hysteresis, given.hysteresis >= 1, "at least 1")
+    _check("floor", given.floor, finite(given.floor) and given.floor > 0, "positive and finite")
+    _check("ceiling", given.ceiling, finite(given.ceiling) and given.ceiling >= given.floor, "finite, not below floor")
+
+
+def _check(name: str, value: Any, holds: bool, legal: str) -> None:
+    if not holds:
+        raise ScaleError(
+            f"loss scale: {name}={value!r}\n  legal: {legal}\n  fix:   GradScaler({name}=...), or its default"
+        )

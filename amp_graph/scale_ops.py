@@ -1,0 +1,124 @@
+"""The operators of loss scaling, by names that graphs show: ``check_finite_and_unscale``, ``update_loss_scale``.
+
+Before: ``inf = any(not g.isfinite().all() for g in grads)`` on the host. After: one operator over all gradients, whose
+verdict stays on the device, and one that moves the scale by it.
+
+Sources: torch/amp/grad_scaler.py and aten/src/ATen/native/cuda/AmpKernels.cu (kernels, growth and backoff);
+Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler (hysteresis).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("amp_graph", "DEF")
+OPTIONS = (
+    "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "
+    "float floor, float ceiling"
+)
+
+
+def check_finite_and_unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1.0 where any element is not finite.
+
+    grads: dense, of any shapes and floating dtypes, on one device; computed in fp32, rounded to their own dtype.
+    inv_scale, found_inf: 0-d fp32 on that device. ``found_inf`` is never set back to 0.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        kinds[grad.dtype].append(grad)
+    for alike in kinds.values():  # one fused call for each dtype
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inv_scale)
+
+
+def _check_finite_and_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+    unscaled = [g.clone() for g in grads]
+    check_finite_and_unscale_(unscaled, inv_scale, found_inf)
+    return unscaled, found_inf
+
+
+def update_loss_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_left: Tensor,
+    skipped: Tensor,
+    stuck: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    floor: float,
+    ceiling: float,
+) -> None:
+    """Move the scale by one step's verdict, in place and without a copy to the host.
+
+    scale: 0-d fp32. growth_tracker, hysteresis_left, skipped, stuck: 0-d int32; good steps in a row, bad steps left
+    before the scale backs off, bad steps in all, bad steps in a row at the floor. found_inf: 0-d fp32, 0 for a good
+    step. After ``growth_interval`` good steps the scale grows and hysteresis starts anew; after ``hysteresis`` bad
+    ones it backs off, and at every further bad one; it is kept within ``floor`` and ``ceiling``.
+    """
+    bad, before = found_inf > 0, scale.clone()
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    if hysteresis > 1:
+        left = torch.clamp_min(hysteresis_left - bad.int(), 0)
+        scale.copy_(torch.where(bad & (left > 0), before, scale))
+        grew = ~bad & (growth_tracker == 0)
+        hysteresis_left.copy_(torch.where(grew, hysteresis, left))
+    scale.clamp_(floor, ceiling)
+    skipped.add_(bad)
+    stuck.add_(1).mul_(bad & (scale <= floor))
+
+
+def _update_loss_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_left: Tensor,
+    skipped: Tensor,
+    stuck: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    floor: float,
+    ceiling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    state = (scale.clone(), growth_tracker.clone(), hysteresis_left.clone(), skipped.clone(), stuck.clone())
+    options = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
+    update_loss_scale_(*state, found_inf, *options)
+    return state
+
+
+def _define() -> None:
+    state = "Tensor{0} scale, Tensor{1} growth_tracker, Tensor{2} hysteresis_left, Tensor{3} skipped, Tensor{4} stuck"
+    written = state.format("(a!)", "(b!)", "(c!)", "(d!)", "(e!)")
+    read = state.format("", "", "", "", "")
+    for schema, function in {
+        "check_finite_and_unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()": (
+            check_finite_and_unscale_
+        ),
+        "check_finite_and_unscale(Tensor[] grads, Tensor inv_scale) -> (Tensor[], Tensor)": _check_finite_and_unscale,
+        f"update_loss_scale_({written}, {OPTIONS}) -> ()": update_loss_scale_,
+        f"update_loss_scale({read}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)": _update_loss_scale,
+    }.items():
+        name = LIBRARY.define(schema)
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.
+    torch.library.register_fake("amp_graph::check_finite_and_unscale_", lambda *a: None, lib=LIBRARY)
+    torch.library.register_fake("amp_graph::update_loss_scale_", lambda *a: None, lib=LIBRARY)
+    torch.library.register_fake("amp_graph::check_finite_and_unscale", _fake_unscale, lib=LIBRARY)
+    torch.library.register_fake(
+        "amp_graph::update_loss_scale", lambda *a: tuple(map(torch.empty_like, a[:5])), lib=LIBRARY
+    )
+
+
+def _fake_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    return [torch.empty_like(g) for g in grads], torch.empty_like(inv_scale)
+
+
+_define()

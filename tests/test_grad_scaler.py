@@ -1,0 +1,432 @@
+"""The scaler: torch's trajectories, DeepSpeed's and Megatron's sequences, and steps that change nothing."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning, ScaleError
+from amp_graph.loss_scale import LossScale
+
+INF, NAN = float("inf"), float("nan")
+BAD = [INF, -INF, NAN]
+WIDE = {"floor": 1e-30, "ceiling": 1e30}
+
+
+def moved(scale, pattern):
+    """The scale after each step of `pattern` (True: finite)."""
+    scale.to(torch.device("cpu"))
+    found = []
+    for finite in pattern:
+        scale.update(torch.tensor(0.0 if finite else 1.0))
+        found.append(scale.values()[0])
+    return found
+
+
+def torchs(pattern, **options):
+    scaler = torch.amp.GradScaler("cpu", **options)
+    scaler.scale(torch.ones(()))
+    found = []
+    for finite in pattern:
+        torch._amp_update_scale_(
+            scaler._scale,
+            scaler._growth_tracker,
+            torch.tensor(0.0 if finite else 1.0),
+            scaler.get_growth_factor(),
+            scaler.get_backoff_factor(),
+            scaler.get_growth_interval(),
+        )
+        found.append(scaler.get_scale())
+    return found
+
+
+# -- trajectories -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.999])
+@pytest.mark.parametrize("options", [{}, {"growth_interval": 7}, {"growth_factor": 1.5, "backoff_factor": 0.75}])
+def test_5000_steps_as_torch(share, options):
+    generator = torch.Generator().manual_seed(int(share * 1000))
+    pattern = (torch.rand(5000, generator=generator) < share).tolist()
+    options = {"growth_interval": 20, **options}
+    theirs = torchs(pattern, **options)
+    ours = moved(LossScale(**options, floor=1e-38, ceiling=3e38), pattern)
+    assert ours[:200] == theirs[:200]
+    alive = next((i for i, s in enumerate(theirs) if not 1e-37 < s < 1e38), len(theirs))
+    assert ours[:alive] == theirs[:alive]
+
+
+def megatron(pattern, scale, interval, hysteresis, floor):
+    """Megatron-LM's DynamicGradScaler.update, as documented."""
+    found, good, left = [], 0, hysteresis
+    for finite in pattern:
+        if not finite:
+            good, left = 0, left - 1
+            if left <= 0:
+                scale = max(scale * 0.5, floor)
+        else:
+            good += 1
+            if good == interval:
+                good, left, scale = 0, hysteresis, scale * 2
+        found.append(scale)
+    return found
+
+
+def deepspeed(pattern, scale, interval, hysteresis, floor):
+    """DeepSpeed's DynamicLossScaler.update_scale, with consecutive_hysteresis off."""
+    found, left, last = [], hysteresis, -1
+    for i, finite in enumerate(pattern):
+        if not finite:
+            if hysteresis == 1 or left == 1:
+                scale = max(scale / 2, floor)
+            else:
+                left -= 1
+            last = i
+        elif (i - last) % interval == 0:
+            left, scale = hysteresis, scale * 2
+        found.append(scale)
+    return found
+
+
+SEQUENCES = {
+    "no overflow": [True] * 40,
+    "all overflow": [False] * 40,
+    "some overflow": [i % 7 != 3 for i in range(60)],
+    "pairs": [i % 11 not in (4, 5) for i in range(80)],
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("rule", [megatron, deepspeed])
+def test_documented_sequences(name, hysteresis, rule):
+    pattern = SEQUENCES[name]
+    ours = moved(LossScale(2.0**8, growth_interval=5, hysteresis=hysteresis, floor=1.0), pattern)
+    assert ours == rule(pattern, 2.0**8, 5, hysteresis, 1.0)
+
+
+def test_control_another_hysteresis_is_another_sequence():
+    pattern = SEQUENCES["pairs"]
+    ours = moved(LossScale(2.0**8, growth_interval=5, hysteresis=1, floor=1.0), pattern)
+    assert ours != megatron(pattern, 2.0**8, 5, 2, 1.0)
+
+
+@pytest.mark.parametrize(("finite", "limit"), [(False, 2.0**-3), (True, 2.0**18)])
+def test_limits_are_reached_and_never_passed(finite, limit):
+    scale = LossScale(floor=2.0**-3, ceiling=2.0**18, growth_interval=1)
+    found = moved(scale, [finite] * 300)
+    assert found[-1] == limit
+    assert all(2.0**-3 <= s <= 2.0**18 for s in found)
+
+
+# -- one step -----------------------------------------------------------------------------------------
+
+
+def make(optimizer, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model, optimizer(model.parameters(), lr=0.1, **options)
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "sgd fused": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
+    "adam": (torch.optim.Adam, {}),
+    "adam fused": (torch.optim.Adam, {"fused": True}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True}),
+    "adagrad fused": (torch.optim.Adagrad, {"fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+
+
+def snapshot(model, optimizer):
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return [t.detach().clone() for t in (*model.parameters(), *state)]
+
+
+def train(model, optimizer, scaler, steps=3, unscale=False):
+    for i in range(steps):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 24).view(4, 6) * (i + 1)
+        scaler.scale(model(x).pow(2).mean()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_the_same_parameters_as_with_torchs_scaler(name, unscale):
+    kind, options = OPTIMIZERS[name]
+    ours, theirs = make(kind, **options), make(kind, **options)
+    train(*ours, amp_graph.GradScaler("cpu", init_scale=2.0**10), unscale=unscale)
+    train(*theirs, torch.amp.GradScaler("cpu", init_scale=2.0**10), unscale=unscale)
+    for a, b in zip(snapshot(*ours), snapshot(*theirs), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_with_an_infinite_gradient_changes_nothing(name):
+    kind, options = OPTIMIZERS[name]
+    model, optimizer = make(kind, **options)
+    scaler = amp_graph.GradScaler("cpu", init_scale=2.0**10)
+    train(model, optimizer, scaler)
+    before, scale = snapshot(model, optimizer), scaler.get_scale()
+    cases = itertools.product(list(model.parameters()), ["first", "middle", "last"], BAD)
+    for count, (parameter, place, value) in enumerate(cases, 1):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        flat = parameter.grad.view(-1)
+        flat[{"first": 0, "middle": flat.numel() // 2, "last": -1}[place]] = value
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+        assert scaler.skipped_steps.item() == count
+        assert scaler.found_inf > 0
+        scale = max(scale / 2, 2.0**-14)
+        assert scaler.get_scale() == scale
+    train(model, optimizer, scaler, steps=1)
+    assert scaler.found_inf == 0
+    assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+
+
+def test_control_an_unchecked_step_does_change_something():
+    model, optimizer = make(torch.optim.Adam)
+    before = snapshot(model, optimizer)
+    model(torch.ones(2, 6)).sum().backward()
+    model[0].weight.grad[0, 0] = INF
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=False))
+
+
+def test_two_losses_and_two_optimizers():
+    first, one = make(torch.optim.SGD)
+    second, two = make(torch.optim.Adam)
+    scaler, x = amp_graph.GradScaler("cpu"), torch.ones(2, 6)
+    losses = [first(x).sum(), second(first(x).repeat(1, 2)).sum()]
+    for loss in scaler.scale(losses):
+        loss.backward(retain_graph=True)
+    second[0].weight.grad[0, 0] = NAN
+    before = snapshot(first, one), snapshot(second, two)
+    scaler.step(one)
+    scaler.step(two)
+    scaler.update()
+    assert any(not torch.equal(a, b) for a, b in zip(snapshot(first, one), before[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(second, two), before[1], strict=True))
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_step_without_gradients_is_legal():
+    model, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.scale(torch.ones((), requires_grad=True)).backward()
+    before = snapshot(model, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+    assert scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision(dtype):
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = amp_graph.GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale((parameter * torch.tensor([1.0, 2.0, 0.5], dtype=dtype)).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert parameter.grad.tolist() == [1.0, 2.0, 0.5]
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(6, 3, sparse=True)
+    optimizer, scaler = torch.optim.SparseAdam(embedding.parameters()), amp_graph.GradScaler("cpu")
+    before = embedding.weight.detach().clone()
+    for value in (INF, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((embedding(torch.tensor([1, 1, 4])) * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(embedding.weight, before) == (value == INF)
+
+
+# -- saving -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), [(amp_graph.GradScaler, torch.amp.GradScaler)] * 2)
+@pytest.mark.parametrize("turned", [False, True])
+def test_states_load_into_each_other(source, target, turned):
+    source, target = (target, source) if turned else (source, target)
+    one, two = source("cpu", growth_interval=3), target("cpu")
+    for scaler in (one, two):
+        scaler.scale(torch.ones(()))
+    one.update(float(2**9))
+    two.load_state_dict(one.state_dict())
+    assert two.get_scale() == 2.0**9
+    assert two.get_growth_interval() == 3
+    assert isinstance(amp_graph.GradScaler("cpu"), torch.amp.GradScaler)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_continues_where_it_was(copied):
+    model, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu", growth_interval=2, hysteresis=2)
+    train(model, optimizer, scaler, steps=5)
+    twin = copied(scaler)
+    assert twin.state_dict() == scaler.state_dict()
+    train(model, optimizer, twin, steps=1)
+    assert twin.get_scale() == 2 * scaler.get_scale()
+
+
+def test_resumed_in_the_middle_it_goes_on_bit_for_bit():
+    generator = torch.Generator().manual_seed(5)
+    pattern = (torch.rand(100, generator=generator) < 0.8).tolist()
+    whole = moved(LossScale(growth_interval=4, hysteresis=2), pattern)
+    first, second = LossScale(growth_interval=4, hysteresis=2), LossScale()
+    half = moved(first, pattern[:50])
+    second.load_state_dict(first.state_dict())
+    assert half + moved(second, pattern[50:]) == whole
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"scale": 1.0}, {"scale": NAN}, {"scale": 0.0}, {"scale": INF}, {"backoff_factor": 2.0}]
+)
+def test_a_broken_state_changes_nothing(broken):
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    good = scaler.state_dict()
+    with pytest.raises(ScaleError, match="loss scale") as caught:
+        scaler.load_state_dict({**good, **broken} if len(broken) and broken != {"scale": 1.0} else broken)
+    assert "fix:" in str(caught.value)
+    assert scaler.state_dict() == good
+
+
+# -- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_scale": 0.0},
+        {"init_scale": INF},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"hysteresis": 0},
+        {"floor": 0.0},
+        {"ceiling": 2.0**-20},
+        {"at_floor": "shout"},
+    ],
+)
+def test_options_that_make_no_sense(options):
+    with pytest.raises(ScaleError, match=next(iter(options))) as caught:
+        amp_graph.GradScaler("cpu", **options)
+    assert "legal:" in str(caught.value)
+
+
+def test_calls_out_of_order():
+    model, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu")
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(ScaleError, match="nothing was scaled yet"):
+            call(optimizer)
+    scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+    with pytest.raises(ScaleError, match="no optimizer was unscaled or stepped"):
+        scaler.update()
+    with pytest.raises(ScaleError, match="closure"):
+        scaler.step(optimizer, lambda: None)
+    scaler.unscale_(optimizer)
+    with pytest.raises(ScaleError, match="already called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(ScaleError, match="after step"):
+        scaler.unscale_(optimizer) if not scaler._progress[id(optimizer)].unscaled else _raise_after(scaler, optimizer)
+    with pytest.raises(ScaleError, match="already called"):
+        scaler.step(optimizer)
+    with pytest.raises(ScaleError, match="inside of an iteration"):
+        pickle.dumps(scaler)
+
+
+def _raise_after(scaler, optimizer):
+    scaler._progress[id(optimizer)].unscaled = False
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("at_floor", ["warn", "error"])
+def test_infinite_gradients_at_the_floor_are_said_with_the_parameter(at_floor):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    scaler = amp_graph.GradScaler("cpu", init_scale=1.0, floor=1.0, at_floor=at_floor)
+
+    def steps(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+            model[1].weight.grad[0, 0] = NAN
+            scaler.step(optimizer)
+            scaler.update()
+
+    steps(19)
+    match = r"20 steps in a row at the smallest scale, 1; .* 1\.weight, of shape \(3, 5\)"
+    with pytest.warns(AmpGraphWarning, match=match) if at_floor == "warn" else pytest.raises(ScaleError, match=match):
+        steps(1)
+
+
+def test_not_enabled_it_does_nothing():
+    model, optimizer = make(torch.optim.SGD)
+    scaler, x = amp_graph.GradScaler("cpu", enabled=False), torch.ones(2, 6)
+    loss = model(x).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.state_dict() == {}
+    assert scaler.get_scale() == 1.0
+
+
+# -- operators ----------------------------------------------------------------------------------------
+
+
+def test_the_operators_are_sound():
+    from amp_graph import scale_ops  # noqa: F401
+
+    operators = torch.ops.amp_graph
+    grads, state = [torch.ones(3), torch.ones(2).half()], [torch.tensor(8.0)]
+    state += [torch.tensor(n, dtype=torch.int32) for n in (0, 2, 0, 0)]
+    options = (torch.ones(()), 2.0, 0.5, 3, 2, 1.0, 2.0**24)
+    check = torch.library.opcheck
+    check(operators.check_finite_and_unscale.default, (grads, torch.tensor(0.5)))
+    check(operators.check_finite_and_unscale_.default, (grads, torch.tensor(0.5), torch.zeros(())))
+    check(operators.update_loss_scale.default, (*state, *options))
+    check(operators.update_loss_scale_.default, (*state, *options))
+
+
+def test_a_step_with_a_fused_optimizer_copies_nothing_to_the_host():
+    """`.item()` is `aten._local_scalar_dense`, a copy elsewhere `aten._to_copy`: none of the first in a whole step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.found += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    def copies(optimizer, **options):
+        model, optimizer = make(optimizer, **options)
+        scaler = amp_graph.GradScaler("cpu")
+        train(model, optimizer, scaler)
+        scaler._look_at_floor = lambda: None  # free on the CPU, where it looks each time
+        with Copies() as mode:
+            train(model, optimizer, scaler, steps=1)
+        return mode.found
+
+    assert copies(torch.optim.AdamW, fused=True) == 0
+    assert copies(torch.optim.RMSprop) > 0, "control: an optimizer that needs the verdict on the host"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import os
 import re
 import types
@@ -25,7 +24,7 @@ from torch.fx import GraphModule
 
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
-from amp_graph.passes.facts import clean_path
+from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.torch_private import capture_with_dynamo, outside_dynamo, own_code_object
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
@@ -167,7 +166,7 @@ class Conversion:
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
-        self._name_modules(gm)
+        name_nodes(gm, self.model, self._forward)
         reason: Any = getattr(gm, "compile_subgraph_reason", None)
         broken = reason is not None and bool(getattr(reason, "graph_break", False))
         policy = self.policy
@@ -185,22 +184,6 @@ class Conversion:
             return run(*args)
 
         return counted
-
-    def _name_modules(self, gm: GraphModule) -> None:
-        """Give nodes the path of their module from the root, also in pieces after a graph break."""
-        names = {str(id(m)): name for name, m in self.model.named_modules()}
-        arguments = list(inspect.signature(self._forward).parameters)
-        wishes = {name: m.amp_precision for name, m in self.model.named_modules() if hasattr(m, "amp_precision")}
-        for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
-            for node in part.graph.nodes:
-                if node.op == "placeholder":
-                    node.meta["amp_input"] = _input_name(node, arguments)
-                stack = node.meta.get("nn_module_stack") or {}
-                paths = [names[key] for key in stack if key in names]
-                node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
-                wish = next((wishes[p] for p in reversed(_with_parents(node.meta["amp_module"])) if p in wishes), None)
-                if wish:
-                    node.meta["amp_wish"] = wish
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written; torch's own frames do not count."""
@@ -268,29 +251,3 @@ def _line_of(stack: Any) -> str:
     """Return the user's line of a graph break."""
     own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else ""
-
-
-def _last_path(stack: Any) -> str:
-    return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def _with_parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return ["", *[".".join(parts[: i + 1]) for i in range(len(parts))]]
-
-
-def _input_name(node: torch.fx.Node, names: Sequence[str]) -> str:
-    """Return an input's name as the user writes it: ``encoder.0.weight``, ``x``."""
-    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    text = str(source() if callable(source) else source)
-    found = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
-    return ".".join(found) if found else _argument_name(text, names) or str(node.target)
-
-
-def _argument_name(text: str, names: Sequence[str]) -> str:
-    """Turn Dynamo's ``L['args'][0]``, ``L['kwargs']['mask']`` or ``L['x']`` into the argument's name."""
-    place = re.fullmatch(r"[LG]\['args'\]\[(\d+)\](.*)", text)
-    if place and int(place[1]) < len(names):
-        return names[int(place[1])] + place[2]
-    plain = re.fullmatch(r"[LG](?:\['kwargs'\])?\['([^']+)'\](.*)", text)
-    return plain[1] + plain[2] if plain else clean_path(text)

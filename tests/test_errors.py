@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, CaptureError, ListError, PolicyError
 from tests.corpus import make
 
@@ -288,7 +288,7 @@ def test_interrupted_during_capture_it_works_at_the_next_call(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Conversion, "_name_modules", interrupted)
+        patched.setattr("amp_graph.conversion.name_nodes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     before.check()

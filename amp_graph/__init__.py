@@ -21,10 +21,17 @@ if TYPE_CHECKING:
     from amp_graph.precision import precision as precision
     from amp_graph.report import report as report
     from amp_graph.rewrite import rewrite as rewrite
+    from amp_graph.train_step import TrainStep as TrainStep
 
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
-_HOME |= {"GradScaler": "grad_scaler", "report": "report", "revert": "convert", "rewrite": "rewrite"}
-__all__ = ["AmpGraphError", "GradScaler", "Policy", "convert", "precision", "report", "revert", "rewrite"]
+_HOME |= {
+    "GradScaler": "grad_scaler",
+    "TrainStep": "train_step",
+    "report": "report",
+    "revert": "convert",
+    "rewrite": "rewrite",
+}
+__all__ = ["AmpGraphError", "GradScaler", "Policy", "TrainStep", "convert", "precision", "report", "revert", "rewrite"]
 
 
 class _Package(ModuleType):

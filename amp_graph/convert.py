@@ -50,7 +50,7 @@ def convert(
             f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"
             "  fix:   amp_graph.revert(model) first"
         )
-    _refuse_what_cannot_be_converted(model, wanted)
+    refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
     Conversion(model, wanted, compile, dynamic, strict, wrapped=model.__dict__.get("forward")).attach()
@@ -87,7 +87,8 @@ def _refuse_what_is_no_model(model: Any) -> None:
     )
 
 
-def _refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
+def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
+    """Raise CaptureError where ``model`` cannot run under ``policy``."""
     if compiled_in_place(model):
         raise CaptureError(
             "convert: the model was compiled in place by model.compile()\n"

@@ -24,6 +24,7 @@ class LossScale:
     init_scale: the first scale. growth_factor (> 1) after ``growth_interval`` good steps in a row; backoff_factor
     (< 1) after a bad one, with ``hysteresis`` > 1 after that many bad ones since it last grew. Factors that are
     powers of two make scaling exact. floor, ceiling: limits of the scale, at which it stays.
+    dynamic: False for a static scale, which still skips bad steps and counts them.
 
     Raises ScaleError for options that make no sense.
     """
@@ -35,6 +36,7 @@ class LossScale:
     hysteresis: int = 1
     floor: float = 2.0**-14
     ceiling: float = 2.0**32
+    dynamic: bool = True
 
     def __post_init__(self) -> None:
         """Refuse options that make no sense; the state is made at the first ``to``."""
@@ -73,18 +75,16 @@ class LossScale:
         """Return 1 / scale, 0-d fp32: by way of fp64, so that it is exact to the last bit."""
         return self.scale.double().reciprocal().float()
 
+    def options(self) -> tuple[float, float, int, int, float, float]:
+        """Return the options as ``amp_graph::update_loss_scale_`` takes them."""
+        if not self.dynamic:  # a scale between equal limits stays; it never stops the run
+            return 2.0, 0.5, 2**31 - 1, 1, self._start[0], self._start[0]
+        limits = (self.floor, self.ceiling)
+        return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
+
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
-        scale_ops.update_loss_scale_(
-            *self.state,
-            found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.hysteresis,
-            self.floor,
-            self.ceiling,
-        )
+        scale_ops.update_loss_scale_(*self.state, found_inf, *self.options())
 
     def values(self) -> tuple[float, int, int, int, int]:
         """Return the state as numbers: one copy to the host where the device is not the CPU."""
@@ -142,7 +142,12 @@ class LossScale:
             _check("new_scale", value, math.isfinite(value) and value > 0, "a positive finite number")
         elif value.numel() != 1 or value.requires_grad:
             raise ScaleError(f"loss scale: new_scale has {value.numel()} elements\n  legal: one, without gradient")
-        self.scale.fill_(value) if not isinstance(value, torch.Tensor) else self.scale.copy_(value.reshape(()))
+        if self._state is None:
+            self._start = (float(value), *self._start[1:])
+        elif isinstance(value, torch.Tensor):
+            self.scale.copy_(value.reshape(()))
+        else:
+            self.scale.fill_(value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as options and numbers, on whatever device they are."""

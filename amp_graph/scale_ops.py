@@ -108,6 +108,8 @@ def _define() -> None:
     }.items():
         name = LIBRARY.define(schema)
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    # A mark that a captured graph carries: clone, because an output may not be the input itself.
+    LIBRARY.impl(LIBRARY.define("loss(Tensor loss) -> Tensor"), torch.clone, "CompositeImplicitAutograd")
     # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.
     torch.library.register_fake("amp_graph::check_finite_and_unscale_", lambda *a: None, lib=LIBRARY)
     torch.library.register_fake("amp_graph::update_loss_scale_", lambda *a: None, lib=LIBRARY)

@@ -107,8 +107,8 @@ def _sum_of_products(
     x, grad, mean, rstd = (
         x.reshape(-1, width),
         grad.reshape(-1, width),
-        mean.reshape(-1, 1),
-        rstd.reshape(-1, 1),
+        mean.reshape(-1, 1).float(),  # as the kernel returns them; its fake says otherwise
+        rstd.reshape(-1, 1).float(),
     )
     rows = max(1, CHUNK // width)
     total = None

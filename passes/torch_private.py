@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -101,6 +102,12 @@ def own_code_object(function: types.FunctionType) -> types.FunctionType:
     )
 
 
+def _said_once() -> set[Any]:
+    """Return the logging methods of transformers that speak once a process: no reason to break a graph."""
+    names = ("warning_once", "info_once", "warning_advice")
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+
+
 class CaptureListener(Protocol):
     """Who hears of what Dynamo did not capture."""
 
@@ -135,6 +142,7 @@ class _CompileTimeConfig:
             capture_scalar_outputs=True,
             # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
             skip_nnmodule_hook_guards=False,
+            ignore_logging_functions=dynamo_config.ignore_logging_functions | _said_once(),
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
         ):

@@ -1,0 +1,151 @@
+"""A ``torch.optim`` optimizer's update as operations of a graph: the fused kernels, predicated on ``found_inf``.
+
+Before: ``optimizer.step()``, a Python loop over parameters. After: one ``_fused_adamw_`` a group, which changes
+nothing where a gradient was infinite. The state stays the optimizer's own, so its ``state_dict`` is as ever.
+Source: torch/optim/{sgd,adam,adagrad}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+STATES = {
+    SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
+    Adagrad: lambda group: ("sum", "step"),
+}
+
+
+def why_not_fused(optimizer: Optimizer) -> str:
+    """Return why the update cannot be part of the graph, or "" where it can."""
+    kind = type(optimizer)
+    if kind not in (SGD, Adam, AdamW, Adagrad):
+        return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group["momentum"]:
+            return "SGD with dampening treats its first step otherwise"
+        if group.get("differentiable"):
+            return "differentiable=True"
+        if any(p.is_complex() or p.is_sparse for p in group["params"]):
+            return "complex or sparse parameters"
+        if any(isinstance(group.get(name), Tensor) for name in ("weight_decay", "eps")):
+            return "options given as tensors"
+    return ""
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """The update of one parameter group, for those of its parameters that have gradients."""
+
+    group: dict[str, Any]
+    kind: type[Optimizer]
+    params: tuple[Tensor, ...]
+    states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, each with one tensor a parameter
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update ``params`` and ``states`` in place; nothing changes where ``found_inf`` is above 0."""
+        g, (params, grads), states = self.group, (list(params), list(grads)), [list(s) for s in states]
+        common = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
+        if self.kind is SGD:
+            options = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
+            buffers = states[0] if states else []
+            torch._fused_sgd_(params, grads, buffers, lr=lr, is_first_step=False, **options, **common)
+            return
+        *moments, steps = states
+        torch._foreach_add_(steps, 1)
+        if self.kind is Adagrad:
+            kernel = torch._fused_adagrad_
+            kernel(params, grads, moments[0], steps, lr=lr, lr_decay=g["lr_decay"], eps=g["eps"], **common)
+        else:
+            decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
+            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            largest = moments[2] if len(moments) > 2 else []
+            beta1, beta2 = g["betas"]
+            options = {"beta1": float(beta1), "beta2": float(beta2), "eps": g["eps"], "amsgrad": g["amsgrad"]}
+            kernel(params, grads, moments[0], moments[1], largest, steps, lr=lr, **options, **common)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def apply_pointwise(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places."""
+        rule = {SGD: _sgd, Adagrad: _adagrad}.get(self.kind, _adam)  # type: ignore[call-overload]
+        decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
+        for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            old = [s[i] for s in states]
+            g = -grad if self.group["maximize"] else grad
+            if self.group["weight_decay"] and not decoupled:
+                g = g + self.group["weight_decay"] * p
+            start = p * (1 - lr * self.group["weight_decay"]) if decoupled else p
+            made = rule(self.group, start, g, old, lr.to(p.dtype))
+            for target, new in zip([p, *old], made, strict=True):
+                target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
+
+
+def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+    if not old:
+        return [p - lr * g]
+    buffer = group["momentum"] * old[0] + g
+    return [p - lr * (g + group["momentum"] * buffer if group["nesterov"] else buffer), buffer]
+
+
+def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+    total, step = old[0] + g * g, old[1] + 1
+    rate = lr / (1 + (step - 1) * group["lr_decay"])
+    return [p - rate * g / (total.sqrt() + group["eps"]), total, step]
+
+
+def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+    beta1, beta2 = (float(b) for b in group["betas"])
+    first, second = old[0].lerp(g, 1 - beta1), old[1] * beta2 + (1 - beta2) * g * g
+    step = old[-1] + 1
+    largest = [torch.maximum(old[2], second)] if len(old) > 3 else []
+    root = (largest[0] if largest else second).sqrt() / (1 - beta2**step).sqrt()
+    moved = p - lr / (1 - beta1**step) * first / (root + group["eps"])
+    return [moved, first, second, *largest, step]
+
+
+def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[GroupUpdate]:
+    """Return the updates of ``optimizer`` for the parameters in ``trained``; makes the state that is missing."""
+    wanted = {id(p) for p in trained}
+    found = []
+    for group in optimizer.param_groups:
+        params = tuple(p for p in group["params"] if id(p) in wanted)
+        if not params:
+            continue
+        kind = type(optimizer)
+        names = STATES[Adam if kind is AdamW else kind](group)
+        for p in params:
+            _make_state(optimizer.state[p], p, names)
+        states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
+        found.append(GroupUpdate(group, kind, params, states))
+    return found
+
+
+def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:
+    """Make what torch.optim makes at its first step, where the fused kernels want it."""
+    for name in names:
+        if name == "step":
+            known = state.get("step", 0.0)
+            state["step"] = torch.as_tensor(known, dtype=torch.float32).to(parameter.device)
+        elif state.get(name) is None:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

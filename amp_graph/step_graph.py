@@ -1,0 +1,181 @@
+"""The whole training step as one graph: forward, backward, unscale, clip, update, loss scale.
+
+Before: a rewritten graph that returns the loss. After: a graph of ATen operations that takes parameters, state and
+batch, updates the first two in place and returns the loss. Nothing in it copies to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph import scale_ops as scale_ops  # registers the operators
+from amp_graph.errors import CaptureError
+from amp_graph.fused_update import GroupUpdate
+from amp_graph.loss_scale import LossScale
+from amp_graph.passes.node_value import value
+from amp_graph.passes.text import type_text
+from amp_graph.passes.torch_private import make_fx
+
+OPS = torch.ops.amp_graph
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does beside computing gradients."""
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    micro_batches: int = 1
+    last: bool = True  # whether this graph is of the last micro-batch, the one that updates
+    loss: int = 0  # which output of the captured graph is the loss
+    outside: bool = False  # whether the optimizer is called behind the graph, which then returns the gradients
+    pointwise: bool = False  # whether the update is written in pointwise operations, for a compiler to fuse
+
+
+@dataclass
+class StepGraph:
+    """One traced step, and the tensors that belong to it beside the captured graph's inputs."""
+
+    gm: GraphModule
+    state: list[Tensor]
+    trained: list[int]  # which of the captured graph's inputs have gradients here
+    run: Callable[..., Any] = field(repr=False)
+    outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
+    after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
+
+    def __call__(self, *args: Tensor) -> Any:
+        """Run the step on the captured graph's inputs and return what the captured graph returned."""
+        with torch.no_grad():
+            found = self.run(*args, *self.state)
+            if self.after is None:
+                return found
+            count = len(self.trained)
+            verdict = found[-1] if len(found) > self.outputs + count else None
+            self.after([args[i] for i in self.trained], found[self.outputs : self.outputs + count], verdict)
+            return found[: self.outputs]
+
+
+@dataclass
+class StepParts:
+    """What goes into a step: the captured forward, who is trained, and the state of update and scale."""
+
+    forward: Callable[..., Any]
+    args: Sequence[Any]
+    trained: list[int]
+    updates: list[GroupUpdate]
+    learning_rates: list[Tensor]
+    accumulators: list[Tensor]
+    scale: LossScale | None
+    options: StepOptions
+
+    def state(self) -> list[Tensor]:
+        """Return the state tensors in the order in which ``step`` takes them."""
+        scale = list(self.scale.state) if self.scale is not None else []
+        moments = [t for update in self.updates for states in update.states for t in states]
+        return [*scale, *self.learning_rates, *self.accumulators, *moments]
+
+    # -- the step itself, traced ----------------------------------------------------------------------
+
+    def step(self, *given: Any) -> Any:
+        """Run one step: this is what is traced."""
+        count = len(self.args)
+        args, rest = list(given[:count]), iter(given[count:])
+        scale = [next(rest) for _ in range(5)] if self.scale is not None else []
+        rates = [next(rest) for _ in self.learning_rates]
+        sums = [next(rest) for _ in self.accumulators]
+        states = [[[next(rest) for _ in names] for names in update.states] for update in self.updates]
+        outputs, grads = self._gradients(args, scale[0] if scale else None)
+        found_inf = None
+        if sums:
+            torch._foreach_add_(sums, grads)
+            grads = sums if not self.options.last else [s.clone() for s in sums]
+        if self.options.last and grads:
+            found_inf = self._finish(args, grads, scale, rates, states)
+            if sums:
+                torch._foreach_zero_(sums)
+        if not self.options.outside or not self.options.last:
+            return tuple(outputs)
+        return (*outputs, *grads, *(() if found_inf is None else (found_inf,)))
+
+    def _gradients(self, args: list[Any], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
+        with torch.enable_grad():
+            outputs = self.forward(*args)
+            loss = outputs[self.options.loss]
+            scaled = loss if scale is None else loss * scale
+            if self.options.micro_batches > 1:
+                scaled = scaled / self.options.micro_batches
+            leaves = [args[i] for i in self.trained]
+            grads = torch.autograd.grad(scaled, leaves, materialize_grads=True) if leaves else ()
+        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], list(grads)
+
+    def _finish(
+        self, args: list[Any], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any
+    ) -> Tensor | None:
+        found_inf = None
+        if self.scale is not None:
+            found_inf = torch.zeros_like(scale[0])
+            inverse = scale[0].double().reciprocal().float()
+            OPS.check_finite_and_unscale_(grads, inverse, found_inf)
+        _clip(grads, self.options)
+        by_parameter = {id(self.args[i]): (args[i], grad) for i, grad in zip(self.trained, grads, strict=True)}
+        for update, lr, state in zip(self.updates, rates, states, strict=True):
+            pairs = [by_parameter[id(p)] for p in update.params]
+            apply = update.apply_pointwise if self.options.pointwise else update.apply
+            apply([p for p, _ in pairs], [g for _, g in pairs], state, lr, found_inf)
+        if self.scale is not None and found_inf is not None:
+            OPS.update_loss_scale_(*scale, found_inf, *self.scale.options())
+        return found_inf
+
+
+def _clip(grads: list[Tensor], options: StepOptions) -> None:
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` do, operation by operation."""
+    if options.clip_norm is not None:
+        norms = torch._foreach_norm(grads, 2.0)
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
+        torch._foreach_mul_(grads, torch.clamp(options.clip_norm / (total + 1e-6), max=1.0))
+    if options.clip_value is not None:
+        torch._foreach_clamp_min_(grads, -options.clip_value)
+        torch._foreach_clamp_max_(grads, options.clip_value)
+
+
+def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]]) -> StepGraph:
+    """Trace ``parts.step`` on fake tensors into one graph, and hand it to ``lower`` for what runs it."""
+    given = [*parts.args, *parts.state()]
+    with torch.no_grad():
+        gm = make_fx(parts.step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    run = lower(gm, given)
+    (outputs,) = gm.graph.output_node().args
+    returns_gradients = parts.options.outside and parts.options.last and parts.trained
+    extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
+    return StepGraph(gm, parts.state(), parts.trained, run, len(outputs) - extra)
+
+
+def mark_loss(loss: Tensor) -> Tensor:
+    """Mark a tensor as the loss of the graph that is being captured: ``amp_graph::loss``."""
+    return OPS.loss(loss)
+
+
+def take_loss_mark(gm: GraphModule) -> int:
+    """Take the mark out of a captured graph and return which of its outputs is the loss.
+
+    Raises CaptureError where that is no scalar that gradients could start from.
+    """
+    (mark,) = [n for n in gm.graph.nodes if n.target in (OPS.loss, OPS.loss.default)]
+    (outputs,) = gm.graph.output_node().args
+    place = list(outputs).index(mark)
+    found = value(mark)
+    if found.numel() != 1 or not found.is_floating_point():
+        raise CaptureError(
+            f"TrainStep: the loss is {type_text(found)}\n  legal: one floating-point number\n"
+            "  fix:   reduce it in loss_fn, for example by .mean()"
+        )
+    mark.replace_all_uses_with(mark.args[0])
+    gm.graph.erase_node(mark)
+    gm.recompile()
+    return place

@@ -1,0 +1,329 @@
+"""``TrainStep``: forward, backward, unscale, clip, update and loss scale as one graph, with nothing on the host.
+
+Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``, clip, ``step``, ``update``. After:
+``loss = step(inputs, targets)``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.conversion import conversion_of
+from amp_graph.convert import refuse_what_cannot_be_converted
+from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
+from amp_graph.fused_update import group_updates, why_not_fused
+from amp_graph.loss_scale import LossScale
+from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.text import graph_text
+from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object
+from amp_graph.policy import Policy
+from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
+from amp_graph.step_graph import StepGraph, StepOptions, StepParts, mark_loss, take_loss_mark, trace_step
+
+
+@dataclass
+class CapturedStep:
+    """One captured forward with its loss, and the whole steps traced from it: by whether they update."""
+
+    rewritten: Rewritten
+    steps: dict[bool, StepGraph]
+
+
+class TrainStep:
+    """A training step of ``model`` as one graph: ``loss = step(inputs, targets)``.
+
+    loss_fn: called as ``loss_fn(model(inputs), *targets)``; inputs that are a tuple or a dict are the model's
+    arguments. None: the model computes its loss, and returns it or has it in ``.loss`` or ``["loss"]``.
+    optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad update inside the graph by their fused
+    kernels; any other is called behind it. Learning rates are read at every step, so schedulers work.
+    policy: as for ``convert``. loss_scale: "dynamic", a number, a ``LossScale``, or None for none; by default
+    dynamic in fp16, none in bf16. clip_norm, clip_value: of the unscaled gradients. micro_batches: the batch is
+    split along dimension 0 into that many, whose gradients are averaged. outputs: return ``(loss, outputs)``.
+
+    A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
+    eval and other guards capture anew. Raises CaptureError (not one graph, a loss that is no scalar, parameters
+    that are not the optimizer's), ScaleError, PolicyError.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        policy: Policy | str | None = None,
+        *,
+        loss_scale: LossScale | str | float | None = "default",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        micro_batches: int = 1,
+        outputs: bool = False,
+        compile: Compile = "eager",
+    ) -> None:
+        """Prepare the step; it is captured at its first call."""
+        self.policy = Policy.parse(policy)
+        _refuse(model, optimizer, self.policy, micro_batches)
+        check_compile(compile)
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.loss_scale = _loss_scale(loss_scale, self.policy, model)
+        self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.captured: list[CapturedStep] = []
+        self._sums: dict[int, Tensor] = {}
+        self._rates: dict[int, Tensor] = {}
+        self._last = True
+        self._options = self._read_options()
+        self._why_outside = why_not_fused(optimizer)
+        me = weakref.ref(self)
+        optimizer.register_load_state_dict_post_hook(lambda _: me() and me()._forget())  # type: ignore[union-attr]
+        self._run = self._capturing()
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
+        if self._read_options() != self._options:
+            self._options = self._read_options()
+            self._forget()
+        for group, rate in self._group_rates():
+            lr = group["lr"]
+            rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
+        if self.micro_batches == 1:
+            return self._once(batch, last=True)
+        parts = _split(batch, self.micro_batches)
+        found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+        losses = torch.stack([f[0] if self.outputs else f for f in found])
+        return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
+
+    def _once(self, batch: Sequence[Any], last: bool) -> Any:
+        self._last = last
+        try:
+            result = self._run(*batch)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
+            return result
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, AmpGraphError):
+                raise error.inner_exception from None
+            raise
+        except torch._dynamo.exc.Unsupported as error:
+            raise CaptureError(
+                f"TrainStep: {type(self.model).__name__} and its loss are not one graph: {str(error).strip()}\n"
+                "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
+            ) from error
+
+    # -- capture --------------------------------------------------------------------------------------
+
+    def _capturing(self) -> Runner:
+        model, loss_fn, outputs = self.model, self.loss_fn, self.outputs
+
+        def amp_graph_step(*batch: Any) -> Any:
+            out = _call(model, batch[0]) if loss_fn is not None else _call(model, *batch)
+            loss = loss_fn(out, *batch[1:]) if loss_fn is not None else _loss_of(out)
+            return (mark_loss(loss), out) if outputs else mark_loss(loss)
+
+        function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
+        return capture_with_dynamo(function, self._backend, dynamic=False, fullgraph=True, heard=self)
+
+    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        name_nodes(gm, self.model, self.model.forward)
+        device = device_of(gm)
+        policy = Policy.from_dict({**self.policy.to_dict(), "keep_outputs": True})
+        captured = CapturedStep(rewrite_in_place(gm, policy, None if device == "cpu" else device), {})
+        place = take_loss_mark(gm)
+        self.captured.append(captured)
+
+        def run(*args: Any) -> Any:
+            if self._last not in captured.steps:
+                captured.steps[self._last] = self._build(gm, args, place)
+            return captured.steps[self._last](*args)
+
+        return run
+
+    def _build(self, gm: GraphModule, args: Sequence[Any], place: int) -> StepGraph:
+        """Trace the whole step for these inputs."""
+        # In the optimizer's order, by which norms are added up.
+        owned = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        trained = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in owned]
+        trained.sort(key=lambda i: owned[id(args[i])])
+        strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in owned]
+        if strangers and not trained:
+            raise CaptureError(
+                "TrainStep: the optimizer has none of the parameters that the model trains\n"
+                "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
+            )
+        parameters = [args[i] for i in trained]
+        updates = [] if self._why_outside else group_updates(self.optimizer, parameters)
+        if self.loss_scale is not None:
+            self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
+        sums = [self._sum(p) for p in parameters] if self.micro_batches > 1 else []
+        parts = StepParts(
+            gm.forward,
+            args,
+            trained,
+            updates,
+            [self._rate(u.group) for u in updates],
+            sums,
+            self.loss_scale,
+            StepOptions(
+                self.clip_norm,
+                self.clip_value,
+                self.micro_batches,
+                self._last,
+                place,
+                outside=bool(self._why_outside),
+                pointwise=self.compile != "eager",
+            ),
+        )
+        step = trace_step(parts, self._lower)
+        step.after = self._step_outside if self._why_outside and self._last and trained else None
+        return step
+
+    def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        if self.compile == "eager":
+            return gm.forward
+        backend = torch._dynamo.lookup_backend(self.compile) if isinstance(self.compile, str) else self.compile
+        with torch.no_grad():
+            return backend(gm, given)
+
+    def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
+        """Call an optimizer that is no part of the graph, unless a gradient was infinite."""
+        if found_inf is not None and found_inf.item():
+            return
+        kept = [p.grad for p in parameters]
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        try:
+            self.optimizer.step()
+        finally:
+            for p, grad in zip(parameters, kept, strict=True):
+                p.grad = grad
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def _sum(self, parameter: Tensor) -> Tensor:
+        return self._sums.setdefault(id(parameter), torch.zeros_like(parameter, requires_grad=False))
+
+    def _rate(self, group: dict[str, Any]) -> Tensor:
+        device = group["params"][0].device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32  # what the kernels read it as
+        made = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
+        return self._rates.setdefault(id(group), made)
+
+    def _group_rates(self) -> list[tuple[dict[str, Any], Tensor]]:
+        return [(g, self._rates[id(g)]) for g in self.optimizer.param_groups if id(g) in self._rates]
+
+    def _read_options(self) -> list[dict[str, Any]]:
+        """Return what of the optimizer is part of the graph: all options but learning rates."""
+        found = []
+        for group in self.optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in ("lr", "params", "initial_lr")}
+            found.append({**options, "params": [id(p) for p in group["params"]]})
+        return found
+
+    def _forget(self) -> None:
+        """Trace anew at the next call: state or options of the optimizer were replaced."""
+        self._rates.clear()
+        for captured in self.captured:
+            captured.steps.clear()
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped, a 0-d int32 tensor on the device."""
+        ready = self.loss_scale is not None and self.loss_scale.ready
+        return self.loss_scale.state[3] if ready and self.loss_scale is not None else torch.tensor(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that is neither the model's nor the optimizer's: that of the loss scale."""
+        return {"loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned; ScaleError, and no change, where it is something else."""
+        given = state.get("loss_scale", ...)
+        if given is ... or (given is None) != (self.loss_scale is None):
+            raise ScaleError(
+                f"TrainStep: the state {'has no loss scale' if given in (..., None) else 'has a loss scale'}, "
+                f"this step has {'none' if self.loss_scale is None else 'one'}\n"
+                "  fix:   load what state_dict() of a TrainStep with the same loss_scale returned"
+            )
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(given)
+
+    def graph_text(self) -> str:
+        """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
+        return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
+
+    def skipped(self, code: Any, reason: str) -> None:
+        """Hear from Dynamo that a frame runs as it was written: with one whole graph, never."""
+
+    def broke(self, reason: str, stack: Any) -> None:
+        """Hear from Dynamo that a graph ended early: with one whole graph, it raises."""
+
+
+def _call(model: torch.nn.Module, *given: Any) -> Any:
+    if len(given) == 1 and isinstance(given[0], dict):
+        return model(**given[0])
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        return model(*given[0])
+    return model(*given)
+
+
+def _loss_of(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out
+    if isinstance(out, dict) and "loss" in out:
+        return out["loss"]
+    return out.loss if hasattr(out, "loss") else out[0]
+
+
+def _split(batch: Sequence[Any], count: int) -> list[list[Any]]:
+    """Split every tensor in ``batch`` along dimension 0 into ``count`` equal parts."""
+    flat, spec = torch.utils._pytree.tree_flatten(list(batch))
+    for tensor in flat:
+        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] % count):
+            raise CaptureError(
+                f"TrainStep: a batch tensor of shape {tuple(tensor.shape)} is not {count} equal micro-batches\n"
+                f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
+            )
+    columns = [t.chunk(count) if isinstance(t, Tensor) else [t] * count for t in flat]
+    return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
+
+
+def _loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:
+    if given == "default":
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        given = "dynamic" if policy.level != "O0" and policy.torch_dtype(device) is torch.float16 else None
+    if given is None or isinstance(given, LossScale):
+        return given
+    if given == "dynamic":
+        return LossScale()
+    if isinstance(given, (int, float)):
+        return LossScale(float(given), dynamic=False)
+    raise ScaleError(
+        f"TrainStep: loss_scale={given!r}\n  legal: 'dynamic', a number, a LossScale, None\n"
+        "  fix:   loss_scale='dynamic'"
+    )
+
+
+def _refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> None:
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
+        wrong = model if not isinstance(model, torch.nn.Module) else optimizer
+        raise CaptureError(
+            f"TrainStep: a {type(wrong).__name__} in the place of the "
+            f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
+        )
+    if conversion_of(model) is not None:
+        raise CaptureError(
+            "TrainStep: the model is converted already, and would be a graph of its own\n"
+            "  fix:   TrainStep(amp_graph.revert(model), ...), which converts it as a part of the step"
+        )
+    if micro_batches < 1:
+        raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
+    refuse_what_cannot_be_converted(model, policy)

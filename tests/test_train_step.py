@@ -1,0 +1,384 @@
+"""The whole step as one graph: the same bits as the loop written by hand, and nothing changed by a bad step."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.loss_scale import LossScale
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 24), nn.LayerNorm(24), nn.Linear(24, 3)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.second(self.drop(F.gelu(self.norm(self.first(x)))))
+
+
+class Normalized(nn.Module):
+    """With buffers that forward writes, and a parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def build(kind=Net, optimizer=torch.optim.AdamW, seed=0, **options):
+    torch.manual_seed(seed)
+    model = kind()
+    return model, optimizer(model.parameters(), **{"lr": 0.01, **options})
+
+
+def batches(count, shape=(8, 6)):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randn(shape, generator=generator), torch.randint(0, 3, (shape[0],), generator=generator)
+
+
+def by_hand(model, optimizer, policy, given, scaler=None, clip=None, value=None, parts=1):
+    """The loop that `TrainStep` replaces."""
+    amp_graph.convert(model, policy)
+    scaler = scaler or amp_graph.GradScaler("cpu", enabled=False)
+    losses = []
+    for x, y in given:
+        optimizer.zero_grad()
+        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(one), target)
+            scaler.scale(loss / parts if parts > 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if value:
+            nn.utils.clip_grad_value_(model.parameters(), value)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def parameters(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.01}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.01}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
+def test_100_steps_are_those_of_the_loop_by_hand(name, options):
+    kind, given = OPTIMIZERS[name]
+    model, optimizer = build(optimizer=kind, **given)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", **options)
+    losses = [step(x, y).item() for x, y in batches(100)]
+    other, theirs = build(optimizer=kind, fused=True, **given)
+    assert losses == by_hand(other, theirs, "bf16", batches(100), clip=options.get("clip_norm"))
+    assert same(parameters(model), parameters(other))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "fp16"])
+def test_under_a_dynamic_loss_scale(policy):
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, loss_scale=LossScale(growth_interval=5))
+    for x, y in batches(40):
+        step(x, y)
+    other, theirs = build(fused=True)
+    scaler = amp_graph.GradScaler("cpu", growth_interval=5)
+    by_hand(other, theirs, policy, batches(40), scaler=scaler)
+    assert same(parameters(model), parameters(other))
+    assert step.loss_scale.values() == scaler._loss_scale.values()
+    assert scaler.get_scale() != 2.0**16
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"clip_value": 0.01}])
+def test_micro_batches(options):
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4, **options)
+    for x, y in batches(30):
+        step(x, y)
+    other, theirs = build(fused=True)
+    by_hand(other, theirs, "bf16", batches(30), clip=options.get("clip_norm"), value=options.get("clip_value"), parts=4)
+    assert same(parameters(model), parameters(other))
+
+
+def test_dropout_draws_as_it_does_by_hand():
+    model, optimizer = build(lambda: Net(0.5))
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    torch.manual_seed(3)
+    ours = [step(x, y).item() for x, y in batches(5)]
+    other, theirs = build(lambda: Net(0.5), fused=True)
+    torch.manual_seed(3)
+    assert ours == by_hand(other, theirs, "bf16", batches(5))
+
+
+def test_buffers_are_written_and_what_is_unused_stays():
+    model, optimizer = build(Normalized)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    for x, y in batches(10, (4, 1, 6, 6)):
+        step(x, y)
+    other, theirs = build(Normalized, fused=True)
+    by_hand(other, theirs, "bf16", batches(10, (4, 1, 6, 6)))
+    assert same(parameters(model), parameters(other))
+    assert same(list(model.buffers()), list(other.buffers()))
+    assert model.norm.num_batches_tracked == 10
+
+
+def test_a_scheduler_needs_no_other_graph():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    other, theirs = build(fused=True)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, theirs)]
+    for x, y in batches(6):
+        step(x, y)
+        by_hand(other, theirs, "bf16", [(x, y)])
+        for schedule in schedules:
+            schedule.step()
+    assert same(parameters(model), parameters(other))
+    assert len(step.captured) == 1
+
+
+def test_options_that_change_are_seen():
+    model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    other, theirs = build(optimizer=torch.optim.SGD, lr=0.1, fused=True)
+    for x, y in batches(4):
+        step(x, y)
+        by_hand(other, theirs, "bf16", [(x, y)])
+        for one in (optimizer, theirs):
+            one.param_groups[0]["weight_decay"] += 0.1
+    assert same(parameters(model), parameters(other))
+
+
+def test_other_shapes_and_eval_are_captured_anew():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    for size in (8, 5, 8, 3):
+        step(*next(batches(1, (size, 6))))
+    assert len(step.captured) == 3
+    model.eval()
+    step(*next(batches(1)))
+    assert len(step.captured) == 4
+
+
+def test_an_optimizer_that_is_no_part_of_the_graph():
+    model, optimizer = build(optimizer=torch.optim.RMSprop)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    for x, y in batches(20):
+        step(x, y)
+    other, theirs = build(optimizer=torch.optim.RMSprop)
+    by_hand(other, theirs, "fp16", batches(20), scaler=amp_graph.GradScaler("cpu"))
+    assert same(parameters(model), parameters(other))
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- bad steps ----------------------------------------------------------------------------------------
+
+
+def everything(model, optimizer):
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return [t.detach().clone() for t in (*model.parameters(), *state)]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "rmsprop"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_bad_step_changes_nothing(name, first, value):
+    kind, given = OPTIMIZERS.get(name, (torch.optim.RMSprop, {}))
+    model, optimizer = build(optimizer=kind, **given)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=LossScale(2.0**8))
+    twin_model, twin = build(optimizer=kind, **given)
+    untouched = amp_graph.TrainStep(twin_model, F.cross_entropy, twin, "fp16", loss_scale=LossScale(2.0**8))
+    x, y = next(batches(1))
+    for one in () if first else (step, untouched):
+        one(x, y)
+    before = everything(model, optimizer)
+    bad = x.clone()
+    bad[0, 0] = value
+    step(bad, y)
+    after = everything(model, optimizer)
+    assert same(before, after[: len(before)])
+    assert not any(t.any() for t in after[len(before) :]), "state that was made is as new"
+    assert step.skipped_steps == 1
+    assert step.loss_scale.values()[0] == 2.0**7
+    for one in (step, untouched):
+        one.loss_scale.set(2.0**8)
+        one(x, y)
+    assert same(everything(model, optimizer), everything(twin_model, twin))
+
+
+def test_without_a_loss_scale_a_bad_step_does_change_something():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    x, y = next(batches(1))
+    step(x * INF, y)
+    assert not all(p.isfinite().all() for p in model.parameters())
+
+
+def test_nothing_is_copied_to_the_host():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        found = 0
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.found += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    def copies(optimizer):
+        model, optimizer = build(optimizer=optimizer)
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", clip_norm=1.0)
+        x, y = next(batches(1))
+        step(x, y)
+        with Copies() as mode:
+            step(x, y)
+        return mode.found
+
+    assert copies(torch.optim.AdamW) == 0
+    assert copies(torch.optim.RMSprop) > 0, "control: an optimizer behind the graph needs the verdict on the host"
+
+
+# -- saving -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
+def test_resumed_in_the_middle_it_is_the_same_run(name):
+    kind, given = OPTIMIZERS[name]
+
+    def fresh():
+        model, optimizer = build(optimizer=kind, **given)
+        scale = LossScale(growth_interval=4, hysteresis=2)
+        return model, optimizer, amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=scale)
+
+    whole, optimizer, step = fresh()
+    for x, y in batches(50):
+        step(x, y)
+    model, first, half = fresh()
+    given_batches = list(batches(50))
+    for x, y in given_batches[:25]:
+        half(x, y)
+    saved = copy.deepcopy((model.state_dict(), first.state_dict(), half.state_dict()))
+    model, second, rest = fresh()
+    rest(*given_batches[0])  # a step that is undone by loading: the graph must not keep the old state
+    model.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    rest.load_state_dict(saved[2])
+    for x, y in given_batches[25:]:
+        rest(x, y)
+    assert same(everything(model, second), everything(whole, optimizer))
+    assert rest.state_dict() == step.state_dict()
+
+
+# -- what it is called with ---------------------------------------------------------------------------
+
+
+def test_a_model_that_computes_its_loss():
+    class WithLoss(Net):
+        def forward(self, x, y):
+            out = super().forward(x)
+            return {"loss": F.cross_entropy(out, y), "logits": out}
+
+    x, y = next(batches(1))
+    model, optimizer = build(WithLoss)
+    loss, out = amp_graph.TrainStep(model, None, optimizer, "bf16", outputs=True)({"x": x, "y": y})
+    other, theirs = build()
+    expected = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16")(x, y)
+    assert torch.equal(loss, expected)
+    assert out["logits"].shape == (8, 3)
+    assert not loss.requires_grad
+    assert same(parameters(model), parameters(other))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_frozen_model_computes_its_loss(kind):
+    model, optimizer = build(optimizer=kind)
+    model.requires_grad_(False)
+    before = everything(model, optimizer)
+    loss = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")(*next(batches(1)))
+    assert loss.isfinite()
+    assert same(everything(model, optimizer), before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("compile", "name"), [*[("aot_eager", name) for name in OPTIMIZERS], ("inductor", "adamw"), ("inductor", "sgd")]
+)
+def test_through_a_compiler(compile, name):
+    kind, given = OPTIMIZERS[name]
+    model, optimizer = build(optimizer=kind, **given)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", compile=compile, loss_scale="dynamic")
+    other, theirs = build(optimizer=kind, **given)
+    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16", loss_scale="dynamic")
+    for x, y in batches(4):
+        torch.testing.assert_close(step(x, y), plain(x, y), rtol=2e-3, atol=2e-3)
+    assert step.loss_scale.values() == plain.loss_scale.values()
+    assert step.loss_scale.values()[1] == 4
+    before = everything(model, optimizer)
+    x, y = next(batches(1))
+    step(x * INF, y)
+    assert same(before, everything(model, optimizer))
+
+
+def refused(match, *given, error=CaptureError, **options):
+    with pytest.raises(error, match=match) as caught:
+        amp_graph.TrainStep(*given, **options)(*next(batches(1)))
+    assert "fix:" in str(caught.value) or "legal:" in str(caught.value)
+
+
+def test_bad_input():
+    model, optimizer = build()
+    stranger = torch.optim.SGD(Net().parameters(), lr=0.1)
+    loss = F.cross_entropy
+    refused("in the place of the model", loss, model, optimizer)
+    refused("in the place of the optimizer", model, loss, loss)
+    refused("none of the parameters", model, loss, stranger, "bf16")
+    refused(r"the loss is b?f\d\d\[8,3\]", model, lambda out, y: out, optimizer, "bf16")
+    refused("not 3 equal micro-batches", model, loss, optimizer, "bf16", micro_batches=3)
+    refused("micro_batches=0", model, loss, optimizer, "bf16", micro_batches=0)
+    refused("loss_scale='often'", model, loss, optimizer, "bf16", error=ScaleError, loss_scale="often")
+    refused("init_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
+    refused("converted already", amp_graph.convert(model), loss, optimizer)
+    with pytest.raises(ScaleError, match="has no loss scale"):
+        amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16").load_state_dict({})
+
+
+def test_a_graph_break_names_the_line():
+    class Prints(Net):
+        def forward(self, x):
+            out = self.first(x)
+            print(float(out.sum()))
+            return out
+
+    model, optimizer = build(Prints)
+    with pytest.raises(CaptureError, match=r"test_train_step\.py") as caught:
+        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
+    assert "print(float(out.sum()))" in str(caught.value)
+    assert "GradScaler" in str(caught.value)

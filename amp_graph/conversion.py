@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.name_nodes import name_nodes
-from amp_graph.passes.torch_private import capture_with_dynamo, outside_dynamo, own_code_object
+from amp_graph.passes.torch_private import capture_with_dynamo, in_transform, outside_dynamo, own_code_object
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
@@ -76,6 +76,8 @@ class Conversion:
         self._forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
         functools.update_wrapper(self, self._forward, updated=())  # transformers' Trainer reads its signature
         self._run = self._capturing()
+        self._misses, self._events = 0, 0  # calls in which nothing ran; what Dynamo did not capture since the last look
+        self._read: set[int] = set()  # parameters that a captured graph reads
         self.model.__dict__[CONVERSION] = self
         self.model.__dict__["forward"] = self
 
@@ -100,6 +102,9 @@ class Conversion:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_transform():
+            self._complain("called inside a torch.func transform, where nothing can be captured: this call ran in fp32")
+            return self._forward(*args, **kwargs)
         before = self.runs
         try:
             result = self._run(*args, **kwargs)
@@ -113,8 +118,11 @@ class Conversion:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._capturing()
             raise
-        if self.runs == before and self.policy.level != "O0":
-            self._nothing_ran()
+        if self.policy.level != "O0":
+            if self.runs == before:
+                self._nothing_ran()
+            elif self._events:
+                self._look_for_what_escaped()
         return result
 
     def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -123,7 +131,23 @@ class Conversion:
         self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
         return result
 
+    def _look_for_what_escaped(self) -> None:
+        """Say which parameters no captured graph has read, where some of the forward was not captured."""
+        self._events = 0
+        unread = [name for name, p in self.model.named_parameters() if id(p) not in self._read]
+        if unread:
+            causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-2:])
+            self._complain(
+                f"only a part of the forward was captured: no graph reads {len(unread)} parameters "
+                f"({', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}), and the code that does ran in fp32: "
+                + causes
+            )
+
     def _nothing_ran(self) -> None:
+        self._misses += 1
+        if self._misses & (self._misses - 1) == 0:
+            # Dynamo may have given the frame up for good, for a reason that is gone: try again, ever more rarely.
+            self._run = self._capturing()
         causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-3:])
         self._complain(
             "nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations")
@@ -179,19 +203,27 @@ class Conversion:
         self.graphs.append(record)
         run = lower(gm, example_inputs, self.compile)
 
+        first = True
+
         def counted(*args: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                self._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
             self.runs += 1
             return run(*args)
 
         return counted
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
-        """Hear from Dynamo that a frame runs as it was written; torch's own frames do not count."""
+        """Hear from Dynamo that a frame runs as it was written; torch's own frames are not worth a line."""
+        self._events += 1
         if reason and not code.co_filename.startswith((TORCH, STDLIB, HERE, "<")):
             self.pieces.append(Piece(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
 
     def broke(self, reason: str, stack: Any) -> None:
         """Hear from Dynamo that a graph ended before its frame did."""
+        self._events += 1
         self.breaks.append(Piece(_line_of(stack), _cause(reason)))
 
     # -- copies ---------------------------------------------------------------------------------------
@@ -224,6 +256,8 @@ def restore(
 
 def conversion_of(model: Any) -> Conversion | None:
     """Return the conversion of ``model``, or None."""
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        model = model.module
     found = getattr(model, "__dict__", {}).get(CONVERSION)
     return found if isinstance(found, Conversion) else None
 

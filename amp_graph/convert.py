@@ -5,17 +5,20 @@ Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, t
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any, TypeVar
 
 import torch
 
 from amp_graph.backend import Compile, check_compile
 from amp_graph.conversion import Conversion, conversion_of
-from amp_graph.errors import CaptureError
+from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import Policy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -39,6 +42,9 @@ def convert(
 
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
     """
+    if isinstance(model, WRAPPERS):  # they call the model inside, whose forward is what there is to convert
+        convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict)
+        return model
     _refuse_what_is_no_model(model)
     wanted = Policy.parse(policy)
     check_compile(compile)
@@ -53,12 +59,16 @@ def convert(
     refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
+    _warn_of_unmatched_modules(model, wanted)
     Conversion(model, wanted, compile, dynamic, strict, wrapped=model.__dict__.get("forward")).attach()
     return model
 
 
 def revert(model: Model) -> Model:
     """Undo ``convert`` and return ``model``, which runs as it was written; CaptureError if it is not converted."""
+    if isinstance(model, WRAPPERS):
+        revert(model.module)
+        return model
     found = conversion_of(model)
     if found is None:
         raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
@@ -112,6 +122,18 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
         raise CaptureError(
             f"convert: level O1 keeps parameters in fp32, and {len(half)} are in half precision: {_few(half)}\n"
             "  fix:   amp_graph.convert(model.float())"
+        )
+
+
+def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
+    """Say where ``keep_fp32`` matches no module: what should have been kept will not be."""
+    if policy.keep_fp32 and not any(re.fullmatch(policy.keep_fp32, name) for name, _ in model.named_modules()):
+        paths = [name for name, part in model.named_modules() if name and not list(part.children())]
+        warnings.warn(
+            f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so nothing is "
+            f"kept by it\n  legal: a regular expression that matches a whole path, such as {_few(paths)}",
+            AmpGraphWarning,
+            stacklevel=3,
         )
 
 

@@ -34,7 +34,7 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
             node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
             wish = next((wishes[p] for p in reversed(_with_parents(node.meta["amp_module"])) if p in wishes), None)
             if wish:
-                node.meta["amp_wish"] = wish
+                node.meta["amp_wish"] = (wish, "its owner decided so with amp_graph.precision")
 
 
 def _last_path(stack: Any) -> str:

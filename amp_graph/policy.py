@@ -81,7 +81,12 @@ class Policy:
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
         fields: dict[str, Any] = {}
         for word in filter(None, words):
-            fields.update(_field(word, text))
+            found = _field(word, text)
+            for name in found.keys() & fields.keys():
+                raise PolicyError(
+                    f"policy: {text!r} says {name} twice, {fields[name]!r} and {found[name]!r}\n  fix:   one of them"
+                )
+            fields.update(found)
         return Policy(**fields)
 
     def __str__(self) -> str:

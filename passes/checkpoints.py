@@ -112,6 +112,15 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node]) -> None:
 def run_checkpoint(body: GraphModule, *args: Any) -> Any:
     """Run ``body`` and keep none of its activations: backward runs it again.
 
-    Always the non-reentrant kind: the reentrant one differs only in how autograd is entered.
+    Always the non-reentrant kind: the reentrant one differs only in how autograd is entered. What trains nothing
+    (buffers, masks) is held as a module's own buffers are: the body may write to it.
     """
-    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
+    trained = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def run(*given: torch.Tensor) -> Any:
+        all_args = list(args)
+        for i, tensor in zip(trained, given, strict=True):
+            all_args[i] = tensor
+        return body(*all_args)
+
+    return torch.utils.checkpoint.checkpoint(run, *[args[i] for i in trained], use_reentrant=False)

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, Rule, load
 from amp_graph.passes import facts
+from amp_graph.passes.decompositions import DECOMPOSITIONS
 from amp_graph.passes.identify_ops import Identity, Operation, identify, tensor_inputs
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload, allow_in_graph
 
@@ -172,7 +173,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
             for o in found.operations
             if o.floating
             and o.op not in apart
-            and facts.is_composite(o.op)
+            and (facts.is_composite(o.op) or o.op in DECOMPOSITIONS)
             and not facts.is_view(o.op)
             and "dropout" not in str(o.op)  # its parts are others while tracing, and draw other bits
             and str(o.op).rsplit(".", 1)[0] not in CONVERSIONS

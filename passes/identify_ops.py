@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.decompositions import DECOMPOSITIONS
 from amp_graph.passes.node_value import argument_values, fake_mode_of, tensors, value
+from amp_graph.passes.regions import TRANSFORM
 from amp_graph.passes.torch_private import (
     FakeTensorMode,
     OpOverload,
@@ -108,6 +110,8 @@ def is_part(node: Node) -> bool:
 def is_tensor_call(node: Node) -> bool:
     """Say whether ``node`` computes on tensors through an ordinary function or method."""
     if node.op not in ("call_function", "call_method") or facts.is_higher_order(node) or is_part(node):
+        return False
+    if TRANSFORM in node.meta:  # its values live only while the transform runs
         return False
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
@@ -218,7 +222,7 @@ def trace_node(
             return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
         return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
 
-    table = {op: op.decompose for op in decompose}
+    table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
     with tracing_fake(mode, symbolic=symbolic):
         # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
         given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]

@@ -31,7 +31,7 @@ from amp_graph.passes.node_value import (
 )
 from amp_graph.passes.paint import FULL, LOW
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
-from amp_graph.passes.regions import GRAD
+from amp_graph.passes.regions import GRAD, TRANSFORM
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 
 CAST = "amp_cast"  # meta key: why the cast is there
@@ -116,7 +116,7 @@ class _Insertion:
         inside a no_grad region (autocast's cache did: pytorch#158232).
         """
         leaf = source.op in ("placeholder", "get_attr")
-        late = leaf or self.memory.is_written(source) or dtype != self.dtype
+        late = (leaf or self.memory.is_written(source) or dtype != self.dtype) and TRANSFORM not in reader.meta
         before = self._before_no_grad(source, reader) if leaf else reader
         trains = before is not reader or reader.meta.get(GRAD, True)
         place = (trains, reader.meta.get(CHECKPOINT)) if late else None

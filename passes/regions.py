@@ -1,4 +1,4 @@
-"""The user's own regions in a captured graph: ``torch.autocast`` and ``no_grad``.
+"""The user's own regions in a captured graph: ``torch.autocast``, ``no_grad``, and transforms of ``torch.func``.
 
 Before: ``_enter_autocast(...)``, nodes, ``_exit_autocast(...)``. After: the nodes know that they are inside.
 """
@@ -11,12 +11,13 @@ from torch.fx import GraphModule
 
 REGION = "amp_region"  # meta key: what to say of a node inside the user's torch.autocast
 GRAD = "amp_grad"  # meta key: whether the node runs with gradients enabled
+TRANSFORM = "amp_transform"  # meta key: the node is inside of a torch.func transform, and means nothing outside
 
 
 def mark_regions(gm: GraphModule) -> None:
     """Mark the nodes of ``gm`` that the user's own regions govern."""
     open_regions: list[Any] = []
-    grad = True
+    grad, depth = True, 0
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast":
@@ -25,6 +26,11 @@ def mark_regions(gm: GraphModule) -> None:
             open_regions.pop()
         elif name == "_set_grad_enabled":
             grad = bool(node.args[0])
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            node.meta[TRANSFORM] = True
+            node.meta[REGION] = "inside a torch.func transform: runs exactly as captured"
+        depth -= name.endswith("_decrement_nesting")
         node.meta[GRAD] = grad
         if open_regions and not name.endswith("_autocast"):
             enabled = open_regions[-1][2] if len(open_regions[-1]) > 2 else True

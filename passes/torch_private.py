@@ -33,6 +33,9 @@ __all__ = [
     "compiled_in_place",
     "concrete_size",
     "dispatch_has_kernel",
+    "in_forward_mode",
+    "in_transform",
+    "is_batched",
     "make_fx",
     "outside_dynamo",
     "own_code_object",
@@ -181,6 +184,22 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it.
     """
     return torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Say whether ``tensor`` is a batch of tensors under ``vmap``, which in-place operations may not widen."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def in_forward_mode() -> bool:
+    """Say whether forward-mode differentiation is on, which functions with a backward of their own do not know."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Say whether a transform of ``torch.func`` is running: Dynamo captures nothing inside, and never again there."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def allow_in_graph(function: type) -> None:

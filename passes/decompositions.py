@@ -1,0 +1,71 @@
+"""What operators that torch fuses for inference are made of, where torch itself does not say.
+
+Before: ``_transformer_encoder_layer_fwd(src, ...)``, which takes one precision for all it does. After: linears,
+attention, norms and sums, each in its own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """Return what ``aten::_transformer_encoder_layer_fwd`` returns for a dense ``src`` [batch, length, embed_dim].
+
+    mask: what is not 0 is left out; mask_type 0: [length, length], 1: [batch, length], 2: already of full shape.
+    Source: aten/src/ATen/native/transformers/transformer.cpp.
+    """
+    seen = None
+    if mask is not None:
+        seen = mask.to(torch.bool).logical_not()
+        seen = seen[None, None] if mask_type == 0 else seen[:, None, None, :] if mask_type == 1 else seen
+
+    def attend(x: Tensor) -> Tensor:
+        parts = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], attn_mask=seen)
+        return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias)
+
+    def feed(x: Tensor) -> Tensor:
+        h = F.linear(x, ffn_weight_1, ffn_bias_1)
+        return F.linear(F.gelu(h) if use_gelu else F.relu(h), ffn_weight_2, ffn_bias_2)
+
+    def norm_1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def norm_2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        src = src + attend(norm_1(src))
+        return src + feed(norm_2(src))
+    src = norm_1(src + attend(src))
+    return norm_2(src + feed(src))
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.aten._transformer_encoder_layer_fwd.default: encoder_layer}

@@ -217,7 +217,8 @@ class Conversion:
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written; torch's own frames are not worth a line."""
-        self._events += 1
+        of_module = code.co_name == "forward" and code.co_filename.startswith(os.path.join(TORCH, "nn", "modules"))
+        self._events += of_module or "suppressed" in reason
         if reason and not code.co_filename.startswith((TORCH, STDLIB, HERE, "<")):
             self.pieces.append(Piece(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
 

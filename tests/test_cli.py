@@ -61,7 +61,7 @@ GOLDEN = """\
 %10: bf16[4,32] = .bfloat16(%3)  # down
 %11: bf16[4] = .bfloat16(%4)  # down
 %12: bf16[8,4] = linear(%9, %10, %11)  # down
-%13: f32[8,4] = .float(%12)  # down
+%13: f32[8,4] = .float(%12)
 return (%13,)
 """
 GOLDEN_DIFF = """\
@@ -77,7 +77,7 @@ GOLDEN_DIFF = """\
 +%c3: bf16[4,32] = .bfloat16(%3)  # down
 +%c4: bf16[4] = .bfloat16(%4)  # down
 +%7: bf16[8,4] = linear(%6, %c3, %c4)  # down
-+%c5: f32[8,4] = .float(%7)  # down
++%c5: f32[8,4] = .float(%7)
 +return (%c5,)
 """
 

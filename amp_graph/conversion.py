@@ -136,11 +136,11 @@ class Conversion:
         self._events = 0
         unread = [name for name, p in self.model.named_parameters() if id(p) not in self._read]
         if unread:
-            causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-2:])
+            few = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
             self._complain(
-                f"only a part of the forward was captured: no graph reads {len(unread)} parameters "
-                f"({', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}), and the code that does ran in fp32: "
-                + causes
+                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}), and the "
+                "code that does ran in fp32",
+                self._causes(),
             )
 
     def _nothing_ran(self) -> None:
@@ -148,17 +148,20 @@ class Conversion:
         if self._misses & (self._misses - 1) == 0:
             # Dynamo may have given the frame up for good, for a reason that is gone: try again, ever more rarely.
             self._run = self._capturing()
-        causes = "; ".join(f"{s.where}: {s.reason}" for s in (*self.breaks, *self.pieces)[-3:])
-        self._complain(
-            "nothing was captured, so this call ran in fp32: " + (causes or "forward has no tensor operations")
-        )
+        self._complain("nothing was captured, so this call ran in fp32", self._causes() or "no tensor operations")
 
-    def _complain(self, what: str) -> None:
-        text = f"amp_graph: {type(self.model).__name__}: {what}"
+    def _causes(self) -> str:
+        """Return the last few places where capture stopped, each once, a line in all."""
+        found = dict.fromkeys(f"{s.where}: {_first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.pieces))
+        return "; ".join(list(found)[-3:])
+
+    def _complain(self, what: str, causes: str = "") -> None:
+        told = f"{what}: {causes}" if causes else what
+        text = f"amp_graph: {type(self.model).__name__}: {told}"
         if self.strict:
             raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
-        if what not in self.notes:
-            self._note(what)
+        if not any(note.startswith(what) for note in self.notes):  # the causes grow from call to call
+            self._note(told)
             warnings.warn(text, AmpGraphWarning, stacklevel=4)
 
     def _note(self, what: str) -> None:

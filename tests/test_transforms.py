@@ -115,6 +115,7 @@ def test_gradients_in_batches(policy):
     assert (jacobian(ours) - expected).norm() <= 0.03 * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 def test_forward_mode(policy):
     plain, ours = pair(mlp, policy)

@@ -25,7 +25,13 @@ from torch.fx import GraphModule
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.name_nodes import name_nodes
-from amp_graph.passes.torch_private import capture_with_dynamo, in_transform, outside_dynamo, own_code_object
+from amp_graph.passes.torch_private import (
+    being_traced,
+    capture_with_dynamo,
+    in_transform,
+    outside_dynamo,
+    own_code_object,
+)
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
@@ -90,7 +96,7 @@ class Conversion:
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its captured graph; captures one where no guard set fits."""
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if being_traced():
             raise CaptureError(
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
                 "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"

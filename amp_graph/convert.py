@@ -72,7 +72,8 @@ def revert(model: Model) -> Model:
     found = conversion_of(model)
     if found is None:
         raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
-    if model.__dict__.get("forward") is not found:
+    present: Any = model.__dict__.get("forward")
+    if present is not found:
         raise CaptureError(
             "revert: model.forward was replaced after amp_graph.convert, by "
             f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted one\n"

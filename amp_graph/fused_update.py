@@ -57,18 +57,19 @@ class GroupUpdate:
         found_inf: Tensor | None,
     ) -> None:
         """Update ``params`` and ``states`` in place; nothing changes where ``found_inf`` is above 0."""
-        g, (params, grads), states = self.group, (list(params), list(grads)), [list(s) for s in states]
-        common = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
+        g, lists = self.group, [list(s) for s in states]
+        params, grads = list(params), list(grads)
+        common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
         if self.kind is SGD:
-            options = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
-            buffers = states[0] if states else []
+            options: dict[str, Any] = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
+            buffers = lists[0] if lists else []
             torch._fused_sgd_(params, grads, buffers, lr=lr, is_first_step=False, **options, **common)
             return
-        *moments, steps = states
+        *moments, steps = lists
         torch._foreach_add_(steps, 1)
         if self.kind is Adagrad:
-            kernel = torch._fused_adagrad_
-            kernel(params, grads, moments[0], steps, lr=lr, lr_decay=g["lr_decay"], eps=g["eps"], **common)
+            options = {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
+            torch._fused_adagrad_(params, grads, moments[0], steps, **options, **common)
         else:
             decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
             kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -88,7 +89,7 @@ class GroupUpdate:
         found_inf: Tensor | None,
     ) -> None:
         """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places."""
-        rule = {SGD: _sgd, Adagrad: _adagrad}.get(self.kind, _adam)  # type: ignore[call-overload]
+        rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
         decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             old = [s[i] for s in states]

@@ -84,7 +84,8 @@ class LossScale:
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
-        scale_ops.update_loss_scale_(*self.state, found_inf, *self.options())
+        scale, *counts = self.state
+        scale_ops.OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
 
     def values(self) -> tuple[float, int, int, int, int]:
         """Return the state as numbers: one copy to the host where the device is not the CPU."""

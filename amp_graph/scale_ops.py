@@ -10,11 +10,13 @@ Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler (hysteresis).
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("amp_graph", "DEF")
+OPS: Any = torch.ops.amp_graph
 OPTIONS = (
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "
     "float floor, float ceiling"
@@ -89,7 +91,7 @@ def _update_loss_scale(
     ceiling: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state = (scale.clone(), growth_tracker.clone(), hysteresis_left.clone(), skipped.clone(), stuck.clone())
-    options = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
+    options: Any = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
     update_loss_scale_(*state, found_inf, *options)
     return state
 

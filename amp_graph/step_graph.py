@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph import scale_ops as scale_ops  # registers the operators
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.node_value import value
 from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import make_fx
-
-OPS = torch.ops.amp_graph
+from amp_graph.scale_ops import OPS
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
     with torch.no_grad():
         gm = make_fx(parts.step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     run = lower(gm, given)
-    (outputs,) = gm.graph.output_node().args
+    outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained
     extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
     return StepGraph(gm, parts.state(), parts.trained, run, len(outputs) - extra)
@@ -167,7 +165,7 @@ def take_loss_mark(gm: GraphModule) -> int:
     Raises CaptureError where that is no scalar that gradients could start from.
     """
     (mark,) = [n for n in gm.graph.nodes if n.target in (OPS.loss, OPS.loss.default)]
-    (outputs,) = gm.graph.output_node().args
+    outputs: Any = gm.graph.output_node().args[0]
     place = list(outputs).index(mark)
     found = value(mark)
     if found.numel() != 1 or not found.is_floating_point():

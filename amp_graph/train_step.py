@@ -82,8 +82,7 @@ class TrainStep:
         self._last = True
         self._options = self._read_options()
         self._why_outside = why_not_fused(optimizer)
-        me = weakref.ref(self)
-        optimizer.register_load_state_dict_post_hook(lambda _: me() and me()._forget())  # type: ignore[union-attr]
+        _forget_when_loaded(optimizer, weakref.ref(self))
         self._run = self._capturing()
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -203,8 +202,8 @@ class TrainStep:
         try:
             self.optimizer.step()
         finally:
-            for p, grad in zip(parameters, kept, strict=True):
-                p.grad = grad
+            for p, old in zip(parameters, kept, strict=True):
+                p.grad = old
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -265,6 +264,17 @@ class TrainStep:
 
     def broke(self, reason: str, stack: Any) -> None:
         """Hear from Dynamo that a graph ended early: with one whole graph, it raises."""
+
+
+def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:
+    """Let ``step`` trace anew once the optimizer's state was replaced by a loaded one."""
+
+    def forget(_: Optimizer) -> None:
+        alive = step()
+        if alive is not None:
+            alive._forget()
+
+    optimizer.register_load_state_dict_post_hook(forget)
 
 
 def _call(model: torch.nn.Module, *given: Any) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "allow_in_graph",
+    "being_traced",
     "break_reasons",
     "capture_with_dynamo",
     "compiled_in_place",
@@ -184,6 +185,11 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it.
     """
     return torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+
+
+def being_traced() -> bool:
+    """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

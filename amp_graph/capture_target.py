@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.conversion import Conversion, conversion_of
-from amp_graph.convert import convert
+from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.target import load_target
+from amp_graph.train_step import TrainStep
 
 
 def captured(
@@ -41,6 +47,31 @@ def captured(
     if not found.graphs:
         raise CaptureError(_nothing(found))
     return found
+
+
+def captured_step(text: str, inputs: Sequence[str], policy: str | None, training: bool | None, optimizer: str) -> str:
+    """Return the text of TARGET's whole training step with ``optimizer``, one of torch.optim's.
+
+    The loss is the model's own where it returns one, else the mean of its first floating output.
+    """
+    with redirect_stdout(sys.stderr):
+        target = load_target(text, inputs)
+        target.model.train(True if training is None else training)
+        if conversion_of(target.model) is not None:
+            revert(target.model)
+        made = getattr(torch.optim, optimizer)(target.model.parameters(), lr=0.1)
+        step = TrainStep(target.model, _any_loss, made, policy)
+        given = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
+        with _quiet():
+            step(dict(given))
+    return step.graph_text()
+
+
+def _any_loss(out: Any) -> torch.Tensor:
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if loss is not None:
+        return loss
+    return next(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()).float().mean()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 FORMATS = ("text", "table", "code", "dot", "json", "report", "html")
+STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 TARGET = "package.module:name or path/file.py:name, a module or what builds one: module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
@@ -54,6 +55,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--after", action="store_true", help="the graph as rewritten (default)")
     add("--diff", action="store_true", help="the difference of the two")
     add("--reasons", action="store_true", help="append each node's precision and reason")
+    add("--step", nargs="?", const="AdamW", choices=STEPS, help="the whole training step (default: AdamW)")
     add("--output", metavar="FILE", help="write there instead of to stdout")
     parser.set_defaults(module="amp_graph.command_dump")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from amp_graph.capture_target import captured
+from amp_graph.capture_target import captured, captured_step
 from amp_graph.conversion import Conversion
 from amp_graph.errors import AmpGraphError
 from amp_graph.graph_dot import dot_lines
@@ -26,6 +26,11 @@ COLUMNS = ("node", "operation", "type", "precision", "reason")
 def run(args: argparse.Namespace) -> int:
     """Capture TARGET and print its graphs."""
     _check(args)
+    if args.step:
+        text = captured_step(args.target, args.input, args.policy, args.training, args.step)
+        with _opened(args.output) as out:
+            out.write(text + "\n")
+        return 0
     found = captured(args.target, args.input, args.policy, args.training)
     with _opened(args.output) as out:
         _write(args, found, report(found.model), out)
@@ -33,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    chosen = [name for name in ("before", "diff", "reasons") if getattr(args, name)]
+    chosen = [name for name in ("before", "diff", "reasons", "step") if getattr(args, name)]
     if chosen and args.format != "text":
         raise AmpGraphError(
             f"dump: --{chosen[0]} needs --format text, and --format is {args.format}\n"

@@ -48,6 +48,10 @@ class GroupUpdate:
     params: tuple[Tensor, ...]
     states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, each with one tensor a parameter
 
+    def state_names(self) -> tuple[str, ...]:
+        """Return the names of ``states`` in the optimizer's own state."""
+        return tuple(STATES[Adam if self.kind is AdamW else self.kind](self.group))
+
     def apply(
         self,
         params: Sequence[Tensor],

@@ -71,12 +71,27 @@ class StepParts:
     accumulators: list[Tensor]
     scale: LossScale | None
     options: StepOptions
+    names: Sequence[str] = ()  # of the captured graph's inputs
 
     def state(self) -> list[Tensor]:
         """Return the state tensors in the order in which ``step`` takes them."""
         scale = list(self.scale.state) if self.scale is not None else []
         moments = [t for update in self.updates for states in update.states for t in states]
         return [*scale, *self.learning_rates, *self.accumulators, *moments]
+
+    def state_names(self) -> list[str]:
+        """Return a name for each tensor of ``state``."""
+        scale = ["loss scale", "good steps", "hysteresis left", "skipped steps", "bad steps at the floor"]
+        names = {id(a): name for a, name in zip(self.args, self.names, strict=True)}
+        moments = [
+            f"{kind} of {names[id(p)]}"
+            for update in self.updates
+            for kind in update.state_names()
+            for p in update.params
+        ]
+        sums = [f"gradient of {names[id(self.args[i])]}" for i in self.trained] if self.accumulators else []
+        rates = ["learning rate"] * len(self.learning_rates)
+        return [*(scale if self.scale is not None else []), *rates, *sums, *moments]
 
     # -- the step itself, traced ----------------------------------------------------------------------
 
@@ -147,6 +162,9 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
     given = [*parts.args, *parts.state()]
     with torch.no_grad():
         gm = make_fx(parts.step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, name in zip(inputs, [*parts.names, *parts.state_names()], strict=True):
+        node.meta["amp_input"] = name
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained

@@ -180,6 +180,7 @@ class TrainStep:
                 outside=bool(self._why_outside),
                 pointwise=self.compile != "eager",
             ),
+            [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"],
         )
         step = trace_step(parts, self._lower)
         step.after = self._step_outside if self._why_outside and self._last and trained else None

@@ -45,7 +45,7 @@ format: $(STAMPS)/dev  ## format the code and repair what the linter can
 	$(VENV)/bin/ruff format .
 
 bench: $(STAMPS)/demo  ## measure a training step against torch.autocast
-	$(VENV)/bin/python benchmarks/eager_step.py
+	$(VENV)/bin/python benchmarks/step_time.py
 
 clean:  ## remove .venv, caches and results
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

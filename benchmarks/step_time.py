@@ -1,10 +1,10 @@
-"""Step time of converted models against eager ``torch.autocast``, interleaved in one process.
+"""Step time of converted models and of ``TrainStep`` against eager ``torch.autocast``, interleaved in one process.
 
 One step of each variant in turn, the same batch, fused AdamW; a round gives one ratio to autocast, and the
 median and quartiles over rounds are printed (and written as JSON with ``--json``). Below 1.00 is faster than
 autocast. Absolute times are noise on shared machines.
 
-    python benchmarks/eager_step.py [--rounds 30] [--threads 2] [--models cnn,gpt,hf,mlp] [--cpu-time]
+    python benchmarks/step_time.py [--rounds 30] [--threads 2] [--models cnn,gpt,hf,mlp] [--cpu-time] [--compiled]
 """
 
 import argparse
@@ -23,6 +23,8 @@ import amp_graph
 from amp_graph.demo.tasks import built, task
 
 VARIANTS = {"autocast": None, "amp_graph": "bf16", "amp_graph fast": "bf16,accuracy=fast"}
+STEPS = {"TrainStep": ("bf16", "eager"), "TrainStep fast": ("bf16,accuracy=fast", "eager")}
+COMPILED = {"TrainStep inductor": ("bf16", "inductor"), "autocast + torch.compile": None}
 
 
 def mlp() -> tuple[nn.Module, Callable]:
@@ -61,9 +63,49 @@ def step_of(make: Callable, policy: str | None) -> Callable[[], None]:
     return step
 
 
-def race(make: Callable, rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
+class WithLoss(nn.Module):
+    """A model and its loss as one module, which is what ``TrainStep`` and ``torch.compile`` are given."""
+
+    def __init__(self, model: nn.Module, loss_of: Callable) -> None:
+        super().__init__()
+        self.model, self.loss_of = model, loss_of
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss of the one batch."""
+        return self.loss_of(self.model)
+
+
+def whole_step_of(make: Callable, policy: str, compile: str) -> Callable[[], None]:
+    """Return a ``TrainStep``."""
+    torch.manual_seed(0)
+    model = WithLoss(*make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return amp_graph.TrainStep(model, None, optimizer, policy, compile=compile)
+
+
+def compiled_step_of(make: Callable) -> Callable[[], None]:
+    """Return a step of ``torch.compile`` under autocast."""
+    torch.manual_seed(0)
+    model = WithLoss(*make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    compiled = torch.compile(model)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def race(make: Callable, rounds: int, clock: Callable[[], float], compiled: bool) -> dict[str, dict[str, float]]:
     """Run the variants step by step in turn and return each one's ratios to autocast."""
     steps = {name: step_of(make, policy) for name, policy in VARIANTS.items()}
+    steps |= {name: whole_step_of(make, *given) for name, given in STEPS.items()}
+    if compiled:
+        steps |= {n: whole_step_of(make, *g) if g else compiled_step_of(make) for n, g in COMPILED.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         # The order turns with the round, so that no variant always follows the same other one.
@@ -91,6 +133,7 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="count process CPU time, steadier where cores are shared"
     )
+    parser.add_argument("--compiled", action="store_true", help="also through Inductor, on both sides")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -101,7 +144,7 @@ def main() -> None:
     results = {}
     for name in options.models.split(","):
         make = mlp if name == "mlp" else (lambda name=name: demo_model(name))
-        results[name] = race(make, options.rounds, clock)
+        results[name] = race(make, options.rounds, clock, options.compiled)
         for variant, told in results[name].items():
             spread = f"{told['ratio']:.3f} [{told['p25']:.3f} - {told['p75']:.3f}]"
             print(f"| {name} | {variant} | {told['ms']:.2f} | {spread} |", flush=True)

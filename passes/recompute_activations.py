@@ -20,6 +20,7 @@ from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.runtime import linear_of_activation
+from amp_graph.passes.torch_private import concrete_size
 
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 
@@ -29,9 +30,11 @@ class RecomputeActivations(Pass):
     """Replaces a linear that alone reads a GELU or SiLU by one that does not save it.
 
     Only in training, outside of checkpoints and of the user's own autocast, and where nobody writes to either
-    value. Exactness: bit-exact, backward runs the same kernel on the same bits. Cost: that kernel once more.
+    value. Exactness: bit-exact, backward runs the same kernel on the same bits. Cost: that kernel once more, which
+    is to the linear as one is to its width: below ``narrowest`` outputs it is not worth the memory.
     """
 
+    narrowest: int = 256
     name: ClassVar[str] = "recompute-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -44,6 +47,8 @@ class RecomputeActivations(Pass):
             if operands is None or found is None or memory.is_written(found[0]) or memory.is_written(operands[0]):
                 continue
             before, activation = found
+            if _outputs(node) < self.narrowest:
+                continue
             if not captured(node).requires_grad or not node.meta.get(GRAD, True):
                 continue
             if CHECKPOINT in node.meta or REGION in node.meta:  # these have a say in what is saved, or computed
@@ -93,6 +98,10 @@ def _activation(node: Node) -> tuple[Node, str] | None:
     if _names(node) == ("aten.gelu",):
         return node.args[0], "gelu_tanh" if "tanh" in (*node.args[1:], *node.kwargs.values()) else "gelu"
     return (node.args[0], "silu") if _names(node) == ("aten.silu",) else None
+
+
+def _outputs(node: Node) -> int:
+    return concrete_size(value(node).shape[-1])
 
 
 def _width(node: Node) -> object:

@@ -19,13 +19,13 @@ from tests.measure import CastCounter, saved_bytes
 LAYERS = 12
 
 
-def _bert():
+def _bert(width=WIDTH, layers=LAYERS):
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH, max_position_embeddings=32, hidden_dropout_prob=0.0,
+            vocab_size=VOCAB, hidden_size=width, num_hidden_layers=layers, num_attention_heads=HEADS,
+            intermediate_size=4 * width, max_position_embeddings=32, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0, **INIT,
         )
     )  # fmt: skip
@@ -59,6 +59,10 @@ DEEP = {
     "gpt2": Case("gpt2", _gpt2, lambda: ((), {"input_ids": torch.randint(3, VOCAB, (2, 12))}), of("logits", classify)),
     "vit": Case("vit", _vit, lambda: ((torch.randn(4, 3, 16, 16),), {}), of("logits", classify)),
 }
+
+
+# Narrower linears than 256 do not recompute their inputs: the time would not be worth it.
+WIDE = {"bert": Case("bert", lambda: _bert(256, 2), _masked_lm, own), "gpt2": DEEP["gpt2"]}
 
 
 def autocast():
@@ -112,10 +116,10 @@ def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     assert ours.weight <= theirs.weight
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", WIDE)
 def test_saved_activations_where_fast(name):
-    _, ours = step(DEEP[name], "bf16,accuracy=fast")
-    _, theirs = step(DEEP[name])
+    _, ours = step(WIDE[name], "bf16,accuracy=fast")
+    _, theirs = step(WIDE[name])
     assert ours <= 0.75 * theirs
 
 

@@ -105,7 +105,7 @@ return (%48,)""",
 %50: bf16[2,3,32] = gelu(%49)  # block
 %51: bf16[8,32] = .bfloat16(%13)  # block.out
 %52: bf16[8] = .bfloat16(%14)  # block.out
-%53: bf16[2,3,8] = linear_of_activation(%50, %51, %52, %49, 'gelu', False)  # block.out
+%53: bf16[2,3,8] = linear(%50, %51, %52)  # block.out
 %54: bf16[2,3,8] = add(%45, %53)  # block
 %55: bf16[8,8] = .bfloat16(%15)  # head
 %56: bf16[8] = .bfloat16(%16)  # head

@@ -40,10 +40,10 @@ KEPT = {
 }
 
 
-def recomputed(function, x=X, broken=None):
+def recomputed(function, x=X, narrowest=1):
     graph = capture_function(function, x, w=W, v=V, b=B)
     plain, ours = (graph.through(passes_before(RecomputeActivations, FAST))[0] for _ in range(2))
-    (done,) = run_passes(ours, [RecomputeActivations()], checked=True)
+    (done,) = run_passes(ours, [RecomputeActivations(narrowest)], checked=True)
     return plain, ours, graph.given, done.result.changes
 
 
@@ -67,6 +67,11 @@ def test_what_is_left_alone(name):
     plain, ours, given, changes = recomputed(KEPT[name])
     assert not changes
     assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+def test_a_narrow_linear_is_left_alone():
+    assert not recomputed(RECOMPUTED["gelu"], narrowest=5)[3]
+    assert recomputed(RECOMPUTED["gelu"], narrowest=4)[3]
 
 
 def test_control_another_activation_is_seen(monkeypatch):

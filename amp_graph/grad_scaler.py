@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: it was already called for this optimizer since the last update()\n"
                 "  fix:   scaler.update() at the end of each iteration"
             )
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not _starts_from_nothing(optimizer):
             result = self._step_on_device(optimizer, progress, kwargs)
         else:
             if not progress.unscaled:
@@ -257,6 +257,14 @@ class GradScaler(torch.amp.GradScaler):
         if self._progress:
             raise ScaleError("GradScaler: pickled inside of an iteration\n  fix:   pickle it after update()")
         return {**self.__dict__, "_verdict": None, "_group": self._group if self._group is False else None}
+
+
+def _starts_from_nothing(optimizer: Optimizer) -> bool:
+    """Say whether the fused SGD would make its momentum in this step: where skipped, it leaves that uninitialized."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:

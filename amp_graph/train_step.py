@@ -17,8 +17,6 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
-from amp_graph.conversion import conversion_of
-from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import LossScale
@@ -28,6 +26,7 @@ from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
 from amp_graph.step_graph import StepGraph, StepOptions, StepParts, mark_loss, take_loss_mark, trace_step
+from amp_graph.step_inputs import call_model, loss_of, make_loss_scale, refuse, split_batch
 
 
 @dataclass
@@ -70,10 +69,10 @@ class TrainStep:
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         self.policy = Policy.parse(policy)
-        _refuse(model, optimizer, self.policy, micro_batches)
+        refuse(model, optimizer, self.policy, micro_batches)
         check_compile(compile)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.loss_scale = _loss_scale(loss_scale, self.policy, model)
+        self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.captured: list[CapturedStep] = []
@@ -97,7 +96,7 @@ class TrainStep:
             rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
         if self.micro_batches == 1:
             return self._once(batch, last=True)
-        parts = _split(batch, self.micro_batches)
+        parts = split_batch(batch, self.micro_batches)
         found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
@@ -124,8 +123,8 @@ class TrainStep:
         model, loss_fn, outputs = self.model, self.loss_fn, self.outputs
 
         def amp_graph_step(*batch: Any) -> Any:
-            out = _call(model, batch[0]) if loss_fn is not None else _call(model, *batch)
-            loss = loss_fn(out, *batch[1:]) if loss_fn is not None else _loss_of(out)
+            out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
+            loss = loss_fn(out, *batch[1:]) if loss_fn is not None else loss_of(out)
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
@@ -276,65 +275,3 @@ def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> N
             alive._forget()
 
     optimizer.register_load_state_dict_post_hook(forget)
-
-
-def _call(model: torch.nn.Module, *given: Any) -> Any:
-    if len(given) == 1 and isinstance(given[0], dict):
-        return model(**given[0])
-    if len(given) == 1 and isinstance(given[0], (tuple, list)):
-        return model(*given[0])
-    return model(*given)
-
-
-def _loss_of(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return out
-    if isinstance(out, dict) and "loss" in out:
-        return out["loss"]
-    return out.loss if hasattr(out, "loss") else out[0]
-
-
-def _split(batch: Sequence[Any], count: int) -> list[list[Any]]:
-    """Split every tensor in ``batch`` along dimension 0 into ``count`` equal parts."""
-    flat, spec = torch.utils._pytree.tree_flatten(list(batch))
-    for tensor in flat:
-        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] % count):
-            raise CaptureError(
-                f"TrainStep: a batch tensor of shape {tuple(tensor.shape)} is not {count} equal micro-batches\n"
-                f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
-            )
-    columns = [t.chunk(count) if isinstance(t, Tensor) else [t] * count for t in flat]
-    return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
-
-
-def _loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:
-    if given == "default":
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        given = "dynamic" if policy.level != "O0" and policy.torch_dtype(device) is torch.float16 else None
-    if given is None or isinstance(given, LossScale):
-        return given
-    if given == "dynamic":
-        return LossScale()
-    if isinstance(given, (int, float)):
-        return LossScale(float(given), dynamic=False)
-    raise ScaleError(
-        f"TrainStep: loss_scale={given!r}\n  legal: 'dynamic', a number, a LossScale, None\n"
-        "  fix:   loss_scale='dynamic'"
-    )
-
-
-def _refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> None:
-    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
-        wrong = model if not isinstance(model, torch.nn.Module) else optimizer
-        raise CaptureError(
-            f"TrainStep: a {type(wrong).__name__} in the place of the "
-            f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
-        )
-    if conversion_of(model) is not None:
-        raise CaptureError(
-            "TrainStep: the model is converted already, and would be a graph of its own\n"
-            "  fix:   TrainStep(amp_graph.revert(model), ...), which converts it as a part of the step"
-        )
-    if micro_batches < 1:
-        raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
-    refuse_what_cannot_be_converted(model, policy)

@@ -196,6 +196,20 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(name):
     assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_first_step_leaves_no_trace(name):
+    kind, options = OPTIMIZERS[name]
+    ours, never = make(kind, **options), make(kind, **options)
+    scaler = amp_graph.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(ours[0](torch.ones(2, 6)).sum()).backward()
+    ours[0][0].weight.grad[0, 0] = NAN
+    scaler.step(ours[1])
+    scaler.update(2.0**10)
+    train(*ours, scaler)
+    train(*never, amp_graph.GradScaler("cpu", init_scale=2.0**10))
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(*ours), snapshot(*never), strict=True))
+
+
 def test_control_an_unchecked_step_does_change_something():
     model, optimizer = make(torch.optim.Adam)
     before = snapshot(model, optimizer)

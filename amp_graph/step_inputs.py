@@ -1,0 +1,85 @@
+"""What a ``TrainStep`` is given: model, optimizer, batch and loss scale, read and checked.
+
+Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called with its arguments, and its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.conversion import conversion_of
+from amp_graph.convert import refuse_what_cannot_be_converted
+from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.loss_scale import LossScale
+from amp_graph.policy import Policy
+
+
+def call_model(model: torch.nn.Module, *given: Any) -> Any:
+    """Call ``model``; one argument that is a dict or a tuple holds the model's arguments."""
+    if len(given) == 1 and isinstance(given[0], dict):
+        return model(**given[0])
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        return model(*given[0])
+    return model(*given)
+
+
+def loss_of(out: Any) -> Any:
+    """Return the loss that a model computed itself: its result, or that result's ``loss``, or its first part."""
+    if isinstance(out, Tensor):
+        return out
+    if isinstance(out, dict) and "loss" in out:
+        return out["loss"]
+    return out.loss if hasattr(out, "loss") else out[0]
+
+
+def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
+    """Split every tensor in ``batch`` along dimension 0 into ``count`` equal parts."""
+    flat, spec = torch.utils._pytree.tree_flatten(list(batch))
+    for tensor in flat:
+        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] % count):
+            raise CaptureError(
+                f"TrainStep: a batch tensor of shape {tuple(tensor.shape)} is not {count} equal micro-batches\n"
+                f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
+            )
+    columns = [t.chunk(count) if isinstance(t, Tensor) else [t] * count for t in flat]
+    return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
+
+
+def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:
+    """Return the loss scale that ``given`` names; by default dynamic in fp16 and none in bf16."""
+    if given == "default":
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        given = "dynamic" if policy.level != "O0" and policy.torch_dtype(device) is torch.float16 else None
+    if given is None or isinstance(given, LossScale):
+        return given
+    if given == "dynamic":
+        return LossScale()
+    if isinstance(given, (int, float)):
+        return LossScale(float(given), dynamic=False)
+    raise ScaleError(
+        f"TrainStep: loss_scale={given!r}\n  legal: 'dynamic', a number, a LossScale, None\n"
+        "  fix:   loss_scale='dynamic'"
+    )
+
+
+def refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> None:
+    """Raise CaptureError for what no step can be made of."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
+        wrong = model if not isinstance(model, torch.nn.Module) else optimizer
+        raise CaptureError(
+            f"TrainStep: a {type(wrong).__name__} in the place of the "
+            f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
+        )
+    if conversion_of(model) is not None:
+        raise CaptureError(
+            "TrainStep: the model is converted already, and would be a graph of its own\n"
+            "  fix:   TrainStep(amp_graph.revert(model), ...), which converts it as a part of the step"
+        )
+    if micro_batches < 1:
+        raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
+    refuse_what_cannot_be_converted(model, policy)

@@ -6,6 +6,9 @@ Nothing here loosens a bound: the tests stand as they should be, and a line leav
 CASTS = "tests/conformance/test_casts.py::"
 
 SHORTFALLS = {
+    "tests/conformance/test_accuracy.py::test_the_corpus_is_as_exact_as_autocast[bf16]": (
+        "mixtral_eager, 1.42: its loop over experts escapes capture, and rounding sends tokens to other experts"
+    ),
     CASTS + "test_casts_of_activations_as_exact_as_autocast[gpt2]": (
         "a layer needs a cast of each norm's output, of its gradient and of both residual gradients, as autocast's"
     ),

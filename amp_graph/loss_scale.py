@@ -77,8 +77,8 @@ class LossScale:
 
     def options(self) -> tuple[float, float, int, int, float, float]:
         """Return the options as ``amp_graph::update_loss_scale_`` takes them."""
-        if not self.dynamic:  # a scale between equal limits stays; it never stops the run
-            return 2.0, 0.5, 2**31 - 1, 1, self._start[0], self._start[0]
+        if not self.dynamic:  # never grows, backs off by nothing, and stays wherever it is set
+            return 2.0, 1.0, 2**31 - 1, 1, 0.0, float(torch.finfo(torch.float32).max)
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,12 @@ class TrainStep:
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
-        found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+        try:
+            found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+        except BaseException:  # what was added up so far must not become part of the next step
+            for total in self._sums.values():
+                total.zero_()
+            raise
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
 
@@ -133,7 +138,7 @@ class TrainStep:
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
-        policy = Policy.from_dict({**self.policy.to_dict(), "keep_outputs": True})
+        policy = replace(self.policy, keep_outputs=True)
         captured = CapturedStep(rewrite_in_place(gm, policy, None if device == "cpu" else device), {})
         place = take_loss_mark(gm)
         self.captured.append(captured)

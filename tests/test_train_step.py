@@ -126,6 +126,45 @@ def test_micro_batches(options):
     assert same(parameters(model), parameters(other))
 
 
+def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4)
+    other, theirs = build()
+    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16", micro_batches=4)
+    (x, y), (u, v) = batches(2)
+    step(x, y)
+    plain(x, y)
+    run, calls = step._run, []
+
+    def interrupted(*batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(u, v)
+    step(u, v)
+    plain(u, v)
+    assert same(everything(model, optimizer), everything(other, theirs))
+
+
+def test_a_static_scale_stays_where_it_is_set():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=128.0)
+    x, y = next(batches(1))
+    step(x, y)
+    step.loss_scale.set(64.0)
+    step(x, y)
+    before = everything(model, optimizer)
+    step(x * INF, y)
+    assert step.loss_scale.values()[0] == 64.0
+    assert step.skipped_steps == 1
+    assert same(everything(model, optimizer), before)
+
+
 def test_dropout_draws_as_it_does_by_hand():
     model, optimizer = build(lambda: Net(0.5))
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")

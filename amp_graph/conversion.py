@@ -16,7 +16,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from amp_graph.rewrite import Rewritten, rewrite_in_place
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
 HERE = os.path.dirname(__file__)
+# They call the model inside, whose forward is what there is to convert.
+WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
 
 
@@ -204,7 +206,7 @@ class Conversion:
         broken = reason is not None and bool(getattr(reason, "graph_break", False))
         policy = self.policy
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
-            policy = Policy.from_dict({**policy.to_dict(), "keep_outputs": True})
+            policy = replace(policy, keep_outputs=True)
         rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model))
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
@@ -266,7 +268,7 @@ def restore(
 
 def conversion_of(model: Any) -> Conversion | None:
     """Return the conversion of ``model``, or None."""
-    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+    if isinstance(model, WRAPPERS):
         model = model.module
     found = getattr(model, "__dict__", {}).get(CONVERSION)
     return found if isinstance(found, Conversion) else None

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 from amp_graph.backend import Compile, check_compile
-from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import Policy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -42,7 +41,7 @@ def convert(
 
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
     """
-    if isinstance(model, WRAPPERS):  # they call the model inside, whose forward is what there is to convert
+    if isinstance(model, WRAPPERS):
         convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict)
         return model
     _refuse_what_is_no_model(model)

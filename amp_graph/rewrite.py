@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def _copied(gm: GraphModule) -> torch.fx.Graph:
 def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators, with their boundaries as captured."""
     done: dict[str, Rewritten] = {}
-    inside = Policy.from_dict({**policy.to_dict(), "keep_outputs": True})
+    inside = replace(policy, keep_outputs=True)
     for node in gm.graph.nodes:
         if not is_higher_order(node) or getattr(node.target, "__name__", "") not in REWRITTEN_BODIES:
             continue

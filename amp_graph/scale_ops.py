@@ -76,23 +76,9 @@ def update_loss_scale_(
     stuck.add_(1).mul_(bad & (scale <= floor))
 
 
-def _update_loss_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_left: Tensor,
-    skipped: Tensor,
-    stuck: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    floor: float,
-    ceiling: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    state = (scale.clone(), growth_tracker.clone(), hysteresis_left.clone(), skipped.clone(), stuck.clone())
-    options: Any = (growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling)
-    update_loss_scale_(*state, found_inf, *options)
+def _update_loss_scale(*given: Any) -> tuple[Tensor, ...]:
+    state = tuple(tensor.clone() for tensor in given[:5])
+    update_loss_scale_(*state, *given[5:])
     return state
 
 

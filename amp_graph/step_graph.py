@@ -107,7 +107,7 @@ class StepParts:
         found_inf = None
         if sums:
             torch._foreach_add_(sums, grads)
-            grads = sums if not self.options.last else [s.clone() for s in sums]
+            grads = [s.clone() for s in sums] if self.options.outside and self.options.last else sums
         if self.options.last and grads:
             found_inf = self._finish(args, grads, scale, rates, states)
             if sums:

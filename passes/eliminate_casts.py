@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, value
@@ -70,9 +70,8 @@ def _is_conversion(node: Node) -> bool:
         return False
     if value(node).device != value(node.args[0]).device:
         return False
-    identity = node.meta.get(OPS)
-    by_operation = isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= CONVERSIONS
-    return is_conversion_target(node) or by_operation
+    names = names_of(node)
+    return is_conversion_target(node) or (bool(names) and set(names) <= CONVERSIONS)
 
 
 def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:

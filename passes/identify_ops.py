@@ -116,6 +116,12 @@ def is_tensor_call(node: Node) -> bool:
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
 
+def names_of(node: Node) -> tuple[str, ...]:
+    """Return the operations that ``node`` was identified as, without repeats; () where it was not."""
+    identity = node.meta.get(OPS)
+    return identity.names if isinstance(identity, Identity) else ()
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts.
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.regions import GRAD
 from amp_graph.passes.runtime import layer_norm_low
@@ -41,8 +41,7 @@ class ProtectNorms(Pass):
 
 
 def _loses_gradients(node: Node) -> bool:
-    identity = node.meta.get(OPS)
-    if node.op != "call_function" or not isinstance(identity, Identity) or identity.names != ("aten.layer_norm",):
+    if node.op != "call_function" or names_of(node) != ("aten.layer_norm",):
         return False
     if (
         node.target is layer_norm_low

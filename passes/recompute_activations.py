@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.plan_precision import marks
@@ -47,29 +47,24 @@ class RecomputeActivations(Pass):
             if operands is None or found is None or memory.is_written(found[0]) or memory.is_written(operands[0]):
                 continue
             before, activation = found
-            if _outputs(node) < self.narrowest:
+            if concrete_size(_width(node)) < self.narrowest:
                 continue
             if not captured(node).requires_grad or not node.meta.get(GRAD, True):
                 continue
             if CHECKPOINT in node.meta or REGION in node.meta:  # these have a say in what is saved, or computed
                 continue
-            names = _names(node)
+            names = names_of(node)
             node.op, node.target, node.kwargs = "call_function", linear_of_activation, {}
             node.args = (*operands, before, activation, names == ("aten.addmm",))
             changes.append(Change(self.name, "recomputes", node.name, f"{activation} of {before.name} is not saved"))
         return PassResult(gm, tuple(changes))
 
 
-def _names(node: Node) -> tuple[str, ...]:
-    identity = node.meta.get(OPS)
-    return identity.names if isinstance(identity, Identity) else ()
-
-
 def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     """Return input, weight and bias of a linear that one call makes, or None."""
     if node.op != "call_function" or node.target is linear_of_activation:
         return None
-    names = _names(node)
+    names = names_of(node)
     args = [*node.args, *node.kwargs.values()]
     if names == ("aten.addmm",) and len(args) == 3 and not set(node.kwargs) - {"mat1", "mat2", "input"}:
         bias, x, weight = args
@@ -87,7 +82,7 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 def _activation(node: Node) -> tuple[Node, str] | None:
     """Return what ``node`` is the activation of, by way of views, and the activation's name."""
-    while len(node.users) == 1 and _names(node) in [(name,) for name in VIEWS]:
+    while len(node.users) == 1 and names_of(node) in [(name,) for name in VIEWS]:
         if not isinstance(node.args[0], Node) or _width(node) != _width(node.args[0]):
             return None
         node = node.args[0]
@@ -95,13 +90,9 @@ def _activation(node: Node) -> tuple[Node, str] | None:
         return None
     if not isinstance(captured(node.args[0]), torch.Tensor) or not captured(node.args[0]).requires_grad:
         return None
-    if _names(node) == ("aten.gelu",):
+    if names_of(node) == ("aten.gelu",):
         return node.args[0], "gelu_tanh" if "tanh" in (*node.args[1:], *node.kwargs.values()) else "gelu"
-    return (node.args[0], "silu") if _names(node) == ("aten.silu",) else None
-
-
-def _outputs(node: Node) -> int:
-    return concrete_size(value(node).shape[-1])
+    return (node.args[0], "silu") if names_of(node) == ("aten.silu",) else None
 
 
 def _width(node: Node) -> object:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
+    from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
     from amp_graph.report import report as report
@@ -26,12 +27,24 @@ if TYPE_CHECKING:
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
 _HOME |= {
     "GradScaler": "grad_scaler",
+    "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
     "report": "report",
     "revert": "convert",
     "rewrite": "rewrite",
 }
-__all__ = ["AmpGraphError", "GradScaler", "Policy", "TrainStep", "convert", "precision", "report", "revert", "rewrite"]
+__all__ = [
+    "AmpGraphError",
+    "GradScaler",
+    "MixedPrecisionOptimizer",
+    "Policy",
+    "TrainStep",
+    "convert",
+    "precision",
+    "report",
+    "revert",
+    "rewrite",
+]
 
 
 class _Package(ModuleType):

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.torch_private import (
     being_traced,
@@ -32,7 +33,7 @@ from amp_graph.passes.torch_private import (
     outside_dynamo,
     own_code_object,
 )
-from amp_graph.policy import Policy
+from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
@@ -82,6 +83,8 @@ class Conversion:
     def attach(self) -> None:
         """Put this conversion in the place of the model's forward."""
         self._forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
+        # What is captured, and what runs where nothing was: low parameters (O2, O3) are seen as fp32 in it.
+        self._wide = widened(self.model, self._forward) if self.policy.level in HELD_LOW else self._forward
         functools.update_wrapper(self, self._forward, updated=())  # transformers' Trainer reads its signature
         self._run = self._capturing()
         self._misses, self._events = 0, 0  # calls in which nothing ran; what Dynamo did not capture since the last look
@@ -94,6 +97,15 @@ class Conversion:
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
+
+    def as_written(self) -> Callable[..., Any]:
+        """Return the forward that the model was written with, for a capture of its own, with its hooks."""
+        if self.model._forward_hooks or self.model._forward_pre_hooks or self.model._backward_hooks:
+            raise CaptureError(
+                f"the hooks of {type(self.model).__name__} run around its conversion and would be lost in a capture\n"
+                "  fix:   amp_graph.revert(model) first"
+            )
+        return self._wide
 
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +124,7 @@ class Conversion:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
             self._complain("called inside a torch.func transform, where nothing can be captured: this call ran in fp32")
-            return self._forward(*args, **kwargs)
+            return self._wide(*args, **kwargs)
         before = self.runs
         try:
             result = self._run(*args, **kwargs)
@@ -135,7 +147,7 @@ class Conversion:
 
     def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Capture failed on an operation of the user's: run it plainly, so that the user's own error arrives."""
-        result = self._forward(*args, **kwargs)
+        result = self._wide(*args, **kwargs)
         self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
         return result
 
@@ -186,7 +198,7 @@ class Conversion:
     def _capturing(self) -> Runner:
         if self.policy.level == "O0":
             return self._forward
-        forward = self._forward
+        forward = self._wide
 
         def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
@@ -245,6 +257,7 @@ class Conversion:
         copied = memo.get(id(self.model))
         if copied is None:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
+        copy_masters(self.model, memo)
         return restore(copied, self.policy, self.compile, self.dynamic, self.strict, copy.deepcopy(self.wrapped, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:

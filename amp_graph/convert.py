@@ -14,8 +14,10 @@ import torch
 from amp_graph.backend import Compile, check_compile
 from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.torch_private import compiled_in_place
-from amp_graph.policy import Policy
+from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.update_masters import let_optimizers_update_masters
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 HALVES = (torch.float16, torch.bfloat16)
@@ -32,7 +34,9 @@ def convert(
     """Convert ``model`` in place to automatic mixed precision and return it, the same object.
 
     The model is captured at its first call and again whenever its guards fail (other shapes, train or eval,
-    gradient mode); ``isinstance``, ``state_dict``, hooks, ``deepcopy`` and pickling are as before.
+    gradient mode); ``isinstance``, ``state_dict``, hooks, ``deepcopy`` and pickling are as before. At levels O2 and
+    O3 the same Parameter objects hold low precision, and ``state_dict`` stays fp32; ``step()`` of any torch optimizer
+    over them, built before or after, updates their fp32 masters (O2).
 
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
@@ -42,6 +46,7 @@ def convert(
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
     """
     if isinstance(model, WRAPPERS):
+        _refuse_level_of_wrapped(model, Policy.parse(policy))
         convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict)
         return model
     _refuse_what_is_no_model(model)
@@ -59,6 +64,9 @@ def convert(
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
     _warn_of_unmatched_modules(model, wanted)
+    if wanted.level in HELD_LOW:
+        lower_parameters(model, wanted)
+        let_optimizers_update_masters()
     Conversion(model, wanted, compile, dynamic, strict, wrapped=model.__dict__.get("forward")).attach()
     return model
 
@@ -79,6 +87,7 @@ def revert(model: Model) -> Model:
             "  fix:   undo that replacement first, then amp_graph.revert(model)"
         )
     found.detach()
+    restore_parameters(model)
     return model
 
 
@@ -95,6 +104,15 @@ def _refuse_what_is_no_model(model: Any) -> None:
     raise CaptureError(
         f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
     )
+
+
+def _refuse_level_of_wrapped(model: torch.nn.Module, policy: Policy) -> None:
+    if policy.level in HELD_LOW:
+        kind = type(model).__name__
+        raise CaptureError(
+            f"convert: {kind} has made its buckets for fp32 gradients, and level {policy.level} changes parameters\n"
+            f"  fix:   {kind}(amp_graph.convert(model, '{policy}'))"
+        )
 
 
 def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
@@ -121,7 +139,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     if half and policy.level == "O1":
         raise CaptureError(
             f"convert: level O1 keeps parameters in fp32, and {len(half)} are in half precision: {_few(half)}\n"
-            "  fix:   amp_graph.convert(model.float())"
+            "  fix:   amp_graph.convert(model.float()), or level O2, which holds them in low precision"
         )
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from amp_graph.master_weights import master_of
+
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -140,7 +142,8 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         kind = type(optimizer)
         names = STATES[Adam if kind is AdamW else kind](group)
         for p in params:
-            _make_state(optimizer.state[p], p, names)
+            master = master_of(p)
+            _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
         found.append(GroupUpdate(group, kind, params, states))
     return found

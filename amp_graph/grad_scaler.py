@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from amp_graph import scale_ops
 from amp_graph.errors import AmpGraphWarning, ScaleError
 from amp_graph.loss_scale import LossScale
+from amp_graph.update_masters import INVERSE, steps_on_masters
 
 STUCK = 20  # bad steps in a row at the floor before it is said
 
@@ -134,12 +135,22 @@ class GradScaler(torch.amp.GradScaler):
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not _starts_from_nothing(optimizer):
             result = self._step_on_device(optimizer, progress, kwargs)
         else:
-            if not progress.unscaled:
-                self.unscale_(optimizer)
-            bad = any(verdict.item() for verdict in progress.found_inf.values())
-            result = None if bad else optimizer.step(**kwargs)
+            result = self._step_on_host(optimizer, progress, kwargs)
         progress.stepped = True
         return result
+
+    def _step_on_host(self, optimizer: Optimizer, progress: _Progress, kwargs: dict[str, Any]) -> Any:
+        """Step an optimizer that must not be called where a gradient is infinite."""
+        on_masters = not progress.unscaled and steps_on_masters(optimizer)
+        if on_masters:  # their gradients are unscaled once they are fp32
+            progress.found_inf = self._check(optimizer, torch.ones_like(self._loss_scale.scale))
+        elif not progress.unscaled:
+            self.unscale_(optimizer)
+        if any(verdict.item() for verdict in progress.found_inf.values()):
+            return None
+        if on_masters:
+            setattr(optimizer, INVERSE, self._loss_scale.inverse())
+        return optimizer.step(**kwargs)
 
     def _step_on_device(self, optimizer: Any, progress: _Progress, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer whose kernels take the scale and the verdict as tensors."""

@@ -17,7 +17,8 @@ from amp_graph.errors import PolicyError
 from amp_graph.lists import OpList, effective
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LEVELS = ("O0", "O1")
+LEVELS = ("O0", "O1", "O2", "O3")
+HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -27,7 +28,8 @@ class Policy:
     """How a model is converted; every field has a word in the text form.
 
     dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16).
-    level: "O0" (as is) or "O1" (fp32 parameters, casts by plan).
+    level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision but for those
+    of norms, with fp32 masters that optimizers update) or "O3" (all parameters in low precision, no masters).
     accuracy: "autocast" (mixed operands promote, as torch.autocast does) or "fast" (low-precision streams).
     lists: names of built-in lists or paths of TOML files, later ones over earlier ones.
     allow, deny, fp32_inside, follow, neutral, opaque: operations put into that class, over any list.
@@ -167,11 +169,6 @@ def _head(word: str, text: str) -> dict[str, Any]:
             fields["dtype"] = part
         elif part in LEVELS:
             fields["level"] = part
-        elif part in ("O2", "O3"):
-            raise PolicyError(
-                f"policy: level {part} in {text!r} is not available yet\n"
-                f"  legal: {', '.join(LEVELS)}\n  fix:   policy={text.replace(part, 'O1')!r}"
-            )
         else:
             legal = {*DTYPES, "auto", *LEVELS} | {f"{f.name}=..." for f in dataclasses.fields(Policy)}
             raise PolicyError(_unknown("word", part, legal, text))

@@ -17,9 +17,11 @@ from torch.fx import GraphModule
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
+from amp_graph.passes.hoist_weight_casts import Hoisted
 from amp_graph.passes.node_value import value
-from amp_graph.passes.text import type_text
+from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
+from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
 
 
@@ -72,12 +74,17 @@ class StepParts:
     scale: LossScale | None
     options: StepOptions
     names: Sequence[str] = ()  # of the captured graph's inputs
+    hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one a weight cast
+    copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # what they read, by input and dtype
+    masters: dict[int, Tensor] = field(default_factory=dict)  # what is updated in the place of inputs in low precision
+    ranks: Ranks | None = None
 
     def state(self) -> list[Tensor]:
         """Return the state tensors in the order in which ``step`` takes them."""
         scale = list(self.scale.state) if self.scale is not None else []
         moments = [t for update in self.updates for states in update.states for t in states]
-        return [*scale, *self.learning_rates, *self.accumulators, *moments]
+        weights = [*self.copies.values(), *self.masters.values()]
+        return [*scale, *self.learning_rates, *self.accumulators, *moments, *weights]
 
     def state_names(self) -> list[str]:
         """Return a name for each tensor of ``state``."""
@@ -91,7 +98,9 @@ class StepParts:
         ]
         sums = [f"gradient of {names[id(self.args[i])]}" for i in self.trained] if self.accumulators else []
         rates = ["learning rate"] * len(self.learning_rates)
-        return [*(scale if self.scale is not None else []), *rates, *sums, *moments]
+        copies = [f"{self.names[i]} in {SHORT[dtype]}" for i, dtype in self.copies]
+        masters = [f"master of {self.names[i]}" for i in self.masters]
+        return [*(scale if self.scale is not None else []), *rates, *sums, *moments, *copies, *masters]
 
     # -- the step itself, traced ----------------------------------------------------------------------
 
@@ -103,40 +112,62 @@ class StepParts:
         rates = [next(rest) for _ in self.learning_rates]
         sums = [next(rest) for _ in self.accumulators]
         states = [[[next(rest) for _ in names] for names in update.states] for update in self.updates]
-        outputs, grads = self._gradients(args, scale[0] if scale else None)
+        copies = {key: next(rest) for key in self.copies}
+        targets = {i: args[i] for i in self.trained} | {i: next(rest) for i in self.masters}
+        outputs, grads = self._gradients(args, copies, targets, scale[0] if scale else None)
         found_inf = None
         if sums:
             torch._foreach_add_(sums, grads)
             grads = [s.clone() for s in sums] if self.options.outside and self.options.last else sums
         if self.options.last and grads:
-            found_inf = self._finish(args, grads, scale, rates, states)
+            found_inf = self._finish(targets, grads, scale, rates, states)
+            if not self.options.outside:
+                self._write_copies(args, targets, copies)
             if sums:
                 torch._foreach_zero_(sums)
         if not self.options.outside or not self.options.last:
             return tuple(outputs)
         return (*outputs, *grads, *(() if found_inf is None else (found_inf,)))
 
-    def _gradients(self, args: list[Any], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
+    def _gradients(
+        self,
+        args: list[Any],
+        copies: dict[tuple[int, torch.dtype], Tensor],
+        targets: dict[int, Tensor],
+        scale: Tensor | None,
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the outputs, and the gradients of what is trained: those of all its copies added up in fp32."""
         with torch.enable_grad():
-            outputs = self.forward(*args)
+            lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
+            outputs = self.forward(*args, *lows)
             loss = outputs[self.options.loss]
             scaled = loss if scale is None else loss * scale
             if self.options.micro_batches > 1:
                 scaled = scaled / self.options.micro_batches
-            leaves = [args[i] for i in self.trained]
-            grads = torch.autograd.grad(scaled, leaves, materialize_grads=True) if leaves else ()
-        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], list(grads)
+            sources = [(i, args[i]) for i in self.trained]
+            sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in targets]
+            found = torch.autograd.grad(scaled, [leaf for _, leaf in sources], allow_unused=True) if sources else ()
+        grads: dict[int, Tensor] = {}
+        for (i, _), grad in zip(sources, found, strict=True):
+            if grad is not None:
+                wide = grad.float() if grad.dtype.itemsize < 4 else grad
+                grads[i] = grads[i] + wide if i in grads else wide
+        made = [grads[i] if i in grads else torch.zeros_like(targets[i]) for i in self.trained]
+        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
 
     def _finish(
-        self, args: list[Any], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any
+        self, targets: dict[int, Tensor], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any
     ) -> Tensor | None:
+        """Average, unscale, clip, update and move the scale; gradients are in the order of ``trained``."""
+        if self.ranks is not None:
+            grads[:] = self.ranks.average(grads)
         found_inf = None
         if self.scale is not None:
             found_inf = torch.zeros_like(scale[0])
             inverse = scale[0].double().reciprocal().float()
             OPS.check_finite_and_unscale_(grads, inverse, found_inf)
         _clip(grads, self.options)
-        by_parameter = {id(self.args[i]): (args[i], grad) for i, grad in zip(self.trained, grads, strict=True)}
+        by_parameter = {id(self.args[i]): (targets[i], grad) for i, grad in zip(self.trained, grads, strict=True)}
         for update, lr, state in zip(self.updates, rates, states, strict=True):
             pairs = [by_parameter[id(p)] for p in update.params]
             apply = update.apply_pointwise if self.options.pointwise else update.apply
@@ -144,6 +175,28 @@ class StepParts:
         if self.scale is not None and found_inf is not None:
             OPS.update_loss_scale_(*scale, found_inf, *self.scale.options())
         return found_inf
+
+    def _write_copies(
+        self, args: list[Any], targets: dict[int, Tensor], copies: dict[tuple[int, torch.dtype], Tensor]
+    ) -> None:
+        """Round what was updated into the copies that the next forward reads."""
+        pairs = [(low, targets[i]) for (i, _), low in copies.items() if i in targets]
+        pairs += [(args[i], targets[i]) for i in self.masters]
+        if self.options.pointwise:
+            for low, full in pairs:
+                low.copy_(full)
+        elif pairs:
+            torch._foreach_copy_([low for low, _ in pairs], [full for _, full in pairs])
+
+
+def _one_each(copies: list[Tensor]) -> list[Tensor]:
+    """Return a leaf for each of ``copies``, so that the gradients of two casts of one weight add up in fp32."""
+    seen: set[int] = set()
+    leaves = []
+    for copy in copies:
+        leaves.append(copy.detach().requires_grad_(copy.requires_grad) if id(copy) in seen else copy)
+        seen.add(id(copy))
+    return leaves
 
 
 def _clip(grads: list[Tensor], options: StepOptions) -> None:
@@ -165,6 +218,8 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, [*parts.names, *parts.state_names()], strict=True):
         node.meta["amp_input"] = name
+    if parts.ranks is not None:
+        start_early(gm)
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained

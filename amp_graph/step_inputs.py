@@ -5,7 +5,7 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,26 @@ from amp_graph.loss_scale import LossScale
 from amp_graph.policy import Policy
 
 
-def call_model(model: torch.nn.Module, *given: Any) -> Any:
+def policy_of(model: Any, policy: Policy | str | None) -> Policy:
+    """Return the policy of a step: that of a converted model, which no other may contradict."""
+    found = conversion_of(model)
+    if found is None:
+        return Policy.parse(policy)
+    if policy is not None and Policy.parse(policy) != found.policy:
+        raise CaptureError(
+            f"TrainStep: the model is converted with policy='{found.policy}', and this step asks for "
+            f"'{Policy.parse(policy)}'\n  fix:   leave policy out, or amp_graph.revert(model) first"
+        )
+    return found.policy
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what a step captures: the model, or the forward that a converted one was written with."""
+    found = conversion_of(model)
+    return model if found is None else found.as_written()
+
+
+def call_model(model: Callable[..., Any], *given: Any) -> Any:
     """Call ``model``; one argument that is a dict or a tuple holds the model's arguments."""
     if len(given) == 1 and isinstance(given[0], dict):
         return model(**given[0])
@@ -75,11 +94,7 @@ def refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> No
             f"TrainStep: a {type(wrong).__name__} in the place of the "
             f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
         )
-    if conversion_of(model) is not None:
-        raise CaptureError(
-            "TrainStep: the model is converted already, and would be a graph of its own\n"
-            "  fix:   TrainStep(amp_graph.revert(model), ...), which converts it as a part of the step"
-        )
     if micro_batches < 1:
         raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
-    refuse_what_cannot_be_converted(model, policy)
+    if conversion_of(model) is None:
+        refuse_what_cannot_be_converted(model, policy)

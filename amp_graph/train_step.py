@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,30 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.conversion import conversion_of
+from amp_graph.convert import convert
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object
-from amp_graph.policy import Policy
+from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
 from amp_graph.step_graph import StepGraph, StepOptions, StepParts, mark_loss, take_loss_mark, trace_step
-from amp_graph.step_inputs import call_model, loss_of, make_loss_scale, refuse, split_batch
+from amp_graph.step_inputs import (
+    call_model,
+    forward_of,
+    loss_of,
+    make_loss_scale,
+    policy_of,
+    refuse,
+    split_batch,
+)
+from amp_graph.step_state import StepState
+from amp_graph.update_masters import step_with_gradients
 
 
 @dataclass
@@ -34,7 +48,9 @@ class CapturedStep:
     """One captured forward with its loss, and the whole steps traced from it: by whether they update."""
 
     rewritten: Rewritten
-    steps: dict[bool, StepGraph]
+    loss: int  # which of the graph's outputs it is
+    steps: dict[bool, StepGraph] = field(default_factory=dict)
+    hoisted: list[Hoisted] | None = None  # weight casts that became inputs; known at the first call
 
 
 class TrainStep:
@@ -47,6 +63,12 @@ class TrainStep:
     policy: as for ``convert``. loss_scale: "dynamic", a number, a ``LossScale``, or None for none; by default
     dynamic in fp16, none in bf16. clip_norm, clip_value: of the unscaled gradients. micro_batches: the batch is
     split along dimension 0 into that many, whose gradients are averaged. outputs: return ``(loss, outputs)``.
+    process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
+    ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
+    Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
+
+    Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
+    themselves (O2, whose fp32 masters are updated, and which converts ``model``).
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
     eval and other guards capture anew. Raises CaptureError (not one graph, a loss that is no scalar, parameters
@@ -66,18 +88,26 @@ class TrainStep:
         micro_batches: int = 1,
         outputs: bool = False,
         compile: Compile = "eager",
+        process_group: Any = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
-        self.policy = Policy.parse(policy)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model, process_group = model.module, process_group or model.process_group
+        self.policy = policy_of(model, policy)
         refuse(model, optimizer, self.policy, micro_batches)
         check_compile(compile)
+        self._ranks = ranks_of(process_group, model, reduce_dtype)
+        if self._ranks is not None:
+            make_equal(model, process_group)
+        if self.policy.level in HELD_LOW and conversion_of(model) is None:
+            convert(model, self.policy)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.captured: list[CapturedStep] = []
-        self._sums: dict[int, Tensor] = {}
-        self._rates: dict[int, Tensor] = {}
+        self._state = StepState()
         self._last = True
         self._options = self._read_options()
         self._why_outside = why_not_fused(optimizer)
@@ -91,17 +121,14 @@ class TrainStep:
         if self._read_options() != self._options:
             self._options = self._read_options()
             self._forget()
-        for group, rate in self._group_rates():
-            lr = group["lr"]
-            rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
+        self._state.read_rates(self.optimizer.param_groups)
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
         try:
             found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-        except BaseException:  # what was added up so far must not become part of the next step
-            for total in self._sums.values():
-                total.zero_()
+        except BaseException:
+            self._state.drop_sums()
             raise
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
@@ -125,7 +152,8 @@ class TrainStep:
     # -- capture --------------------------------------------------------------------------------------
 
     def _capturing(self) -> Runner:
-        model, loss_fn, outputs = self.model, self.loss_fn, self.outputs
+        loss_fn, outputs = self.loss_fn, self.outputs
+        model = forward_of(self.model)
 
         def amp_graph_step(*batch: Any) -> Any:
             out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
@@ -139,19 +167,28 @@ class TrainStep:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        captured = CapturedStep(rewrite_in_place(gm, policy, None if device == "cpu" else device), {})
-        place = take_loss_mark(gm)
+        rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device)
+        captured = CapturedStep(rewritten, take_loss_mark(gm))
         self.captured.append(captured)
 
         def run(*args: Any) -> Any:
+            if captured.hoisted is None:
+                weights = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
+                captured.hoisted = hoist_weight_casts(gm, weights)
+                gm.recompile()
             if self._last not in captured.steps:
-                captured.steps[self._last] = self._build(gm, args, place)
-            return captured.steps[self._last](*args)
+                captured.steps[self._last] = self._build(captured, args)
+            self._state.refresh()
+            found = captured.steps[self._last](*args)
+            if self._last and not self._why_outside:
+                self._state.was_updated()
+            return found
 
         return run
 
-    def _build(self, gm: GraphModule, args: Sequence[Any], place: int) -> StepGraph:
+    def _build(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
         """Trace the whole step for these inputs."""
+        gm, hoisted, state = captured.rewritten.gm, captured.hoisted or [], self._state
         # In the optimizer's order, by which norms are added up.
         owned = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         trained = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in owned]
@@ -166,13 +203,13 @@ class TrainStep:
         updates = [] if self._why_outside else group_updates(self.optimizer, parameters)
         if self.loss_scale is not None:
             self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
-        sums = [self._sum(p) for p in parameters] if self.micro_batches > 1 else []
+        sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
         parts = StepParts(
             gm.forward,
             args,
             trained,
             updates,
-            [self._rate(u.group) for u in updates],
+            [state.rate_of(u.group) for u in updates],
             sums,
             self.loss_scale,
             StepOptions(
@@ -180,11 +217,15 @@ class TrainStep:
                 self.clip_value,
                 self.micro_batches,
                 self._last,
-                place,
+                captured.loss,
                 outside=bool(self._why_outside),
                 pointwise=self.compile != "eager",
             ),
-            [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"],
+            [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)],
+            hoisted,
+            {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted},
+            {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
+            self._ranks,
         )
         step = trace_step(parts, self._lower)
         step.after = self._step_outside if self._why_outside and self._last and trained else None
@@ -201,28 +242,9 @@ class TrainStep:
         """Call an optimizer that is no part of the graph, unless a gradient was infinite."""
         if found_inf is not None and found_inf.item():
             return
-        kept = [p.grad for p in parameters]
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
-        try:
-            self.optimizer.step()
-        finally:
-            for p, old in zip(parameters, kept, strict=True):
-                p.grad = old
+        step_with_gradients(self.optimizer, parameters, grads)
 
     # -- state ----------------------------------------------------------------------------------------
-
-    def _sum(self, parameter: Tensor) -> Tensor:
-        return self._sums.setdefault(id(parameter), torch.zeros_like(parameter, requires_grad=False))
-
-    def _rate(self, group: dict[str, Any]) -> Tensor:
-        device = group["params"][0].device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32  # what the kernels read it as
-        made = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
-        return self._rates.setdefault(id(group), made)
-
-    def _group_rates(self) -> list[tuple[dict[str, Any], Tensor]]:
-        return [(g, self._rates[id(g)]) for g in self.optimizer.param_groups if id(g) in self._rates]
 
     def _read_options(self) -> list[dict[str, Any]]:
         """Return what of the optimizer is part of the graph: all options but learning rates."""
@@ -234,9 +256,13 @@ class TrainStep:
 
     def _forget(self) -> None:
         """Trace anew at the next call: state or options of the optimizer were replaced."""
-        self._rates.clear()
+        self._state.rates.clear()
         for captured in self.captured:
             captured.steps.clear()
+
+    def refresh(self) -> None:
+        """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
+        self._state.forget_copies()
 
     @property
     def skipped_steps(self) -> Tensor:

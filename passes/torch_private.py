@@ -21,6 +21,11 @@ from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's o
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
+from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
+from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of its module
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 __all__ = [
     "FakeTensor",
@@ -37,11 +42,14 @@ __all__ = [
     "in_forward_mode",
     "in_transform",
     "is_batched",
+    "load_optimizer_states_as",
     "make_fx",
+    "on_every_optimizer_step",
     "outside_dynamo",
     "own_code_object",
     "storage_key",
     "tracing_fake",
+    "with_parameters",
 ]
 
 # A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
@@ -221,3 +229,39 @@ def break_reasons() -> list[Any]:
 def compiled_in_place(module: torch.nn.Module) -> bool:
     """Say whether ``nn.Module.compile`` put a compiled call in front of ``module``."""
     return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -> Any:
+    """Return a context in which ``module`` has these tensors as parameters, ties included; Dynamo traces it.
+
+    torch.nn.utils.stateless; 2.11 to 2.13. ``torch.func.functional_call`` would run the module's hooks, too.
+    """
+    return _reparametrize_module(module, instead, tie_weights=True)
+
+
+_ON_STEP: set[Callable[..., None]] = set()
+
+
+def on_every_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers."""
+    if before not in _ON_STEP:
+        _ON_STEP.add(before)
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+
+
+def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, where that is a tensor.
+
+    torch/optim/optimizer.py casts them to the parameter's; 2.11 to 2.13.
+    """
+    plain = torch.optim.Optimizer._process_value_according_to_param_policy
+    if getattr(plain, "stand_in", None) is stand_in:
+        return
+
+    def cast_state(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = stand_in(param)
+        return plain(param if found is None else found, *args, **kwargs)
+
+    cast_state.stand_in = stand_in  # type: ignore[attr-defined]
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(cast_state)  # type: ignore[method-assign]

@@ -1,7 +1,9 @@
 """Several processes, on gloo: ranks agree on bad steps and stay equal bit for bit."""
 
+import datetime
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import amp_graph
+from amp_graph import reduce_gradients
 
 STEPS, BAD = 40, {3, 4, 17, 30}
 
@@ -19,13 +22,21 @@ def _port():
         return s.getsockname()[1]
 
 
-def _train(rank, size, port, wrapped, agree, path):
-    """Train on this rank's own data, with infinite gradients on one rank; keep what came out."""
+def _start(rank, size, port, timeout=600):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=torch.distributed.constants.default_pg_timeout)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+
+
+def _model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def _train(rank, size, port, wrapped, agree, path):
+    """Train on this rank's own data, with infinite gradients on one rank; keep what came out."""
+    _start(rank, size, port)
+    model = _model()
     if wrapped == "before":
         model = amp_graph.convert(nn.parallel.DistributedDataParallel(model), "fp16")
     else:
@@ -66,3 +77,101 @@ def test_one_ranks_infinite_gradient_skips_the_step_on_all(tmp_path, size, wrapp
 def test_control_without_agreement_ranks_drift_apart(tmp_path):
     first, second = run(tmp_path, 2, agree=False)
     assert not equal(first, second)
+
+
+# -- the whole step -----------------------------------------------------------------------------------
+
+CHECKED = 100
+
+
+def _batch(rank, step, count=4):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def _train_step(rank, size, port, policy, options, path):
+    _start(rank, size, port)
+    model = _model(seed=rank)  # the first rank's parameters count
+    if options.pop("wrapped", False):
+        model = nn.parallel.DistributedDataParallel(model)
+    bad = options.pop("bad", BAD)
+    reduce_gradients.BUCKET = options.pop("bucket", reduce_gradients.BUCKET)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    step = amp_graph.TrainStep(model, nn.functional.cross_entropy, optimizer, policy, **options)
+    for i in range(CHECKED):
+        x, y = _batch(rank, i)
+        if i in bad and rank == size - 1:
+            x[0, 0] = float("inf")
+        step(x, y)
+    kept = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+    torch.save(([t.detach() for t in kept], step.state_dict(), step.graph_text()), f"{path}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def run_step(tmp_path, size, policy="fp16", **options):
+    mp.spawn(_train_step, (size, _port(), policy, options, str(tmp_path)), nprocs=size)
+    return [torch.load(tmp_path / str(rank)) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "policy", "options"),
+    [
+        (2, "fp16", {}),
+        (2, "fp16-O2", {"reduce_dtype": torch.bfloat16, "wrapped": True}),
+        (4, "fp16", {"clip_norm": 0.5, "bucket": 0}),
+    ],
+)
+def test_a_train_step_averages_gradients_and_ranks_stay_equal(tmp_path, size, policy, options):
+    first, *others = run_step(tmp_path, size, policy, **options)
+    assert all(equal(first, other) for other in others)
+    assert first[1]["loss_scale"]["_skipped"] == len(BAD)
+    assert all(t.isfinite().all() for t in first[0])
+    lines = first[2].splitlines()
+    reduced = [i for i, line in enumerate(lines) if "_c10d_functional.all_reduce" in line]
+    waited = [i for i, line in enumerate(lines) if "_c10d_functional.wait_tensor" in line]
+    backward = [i for i, line in enumerate(lines) if "aten.mm" in line][-1]
+    assert len(reduced) == len(waited) == (4 if options.get("bucket") == 0 else 1)
+    assert min(waited) > backward
+    if len(reduced) > 1:
+        assert min(reduced) < backward, "the first bucket starts while backward runs"
+
+
+def test_control_without_averaging_ranks_drift_apart(tmp_path):
+    first, second = run_step(tmp_path, 2, process_group=False)
+    assert not equal(first, second)
+
+
+def test_two_ranks_train_as_one_process_on_both_batches(tmp_path):
+    """Without bad steps, in fp32: the average of two gradients is the gradient of both batches."""
+    first, _ = run_step(tmp_path, 2, "O0", bad=())
+    model = _model(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for i in range(CHECKED):
+        parts = [_batch(rank, i) for rank in range(2)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(
+            model(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])
+        ).backward()
+        optimizer.step()
+    for mine, theirs in zip(first[0], model.state_dict().values(), strict=False):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def _die_on_the_way(rank, size, port, path):
+    _start(rank, size, port, timeout=20)
+    model = _model()
+    step = amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+    for i in range(10):
+        if i == 5 and rank == size - 1:
+            os._exit(1)
+        step(*_batch(rank, i))
+
+
+def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
+    begun = time.monotonic()
+    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
+    for process in context.processes:
+        process.join(90)
+    assert not any(process.is_alive() for process in context.processes), "a rank hangs"
+    assert [process.exitcode for process in context.processes] == [1, 1]
+    assert time.monotonic() - begun < 90

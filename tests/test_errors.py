@@ -120,7 +120,7 @@ def test_compiled_in_place():
         ("bf16,acuracy=fast", PolicyError, "did you mean 'accuracy'"),
         ("bf16,accuracy=best", PolicyError, "unknown accuracy value 'best'"),
         ("bf16,keep_fp32=(", PolicyError, "not a regular expression"),
-        ("bf16-O2", PolicyError, "not available yet"),
+        ("bf16-O4", PolicyError, "unknown word 'O4'"),
         ("bf16,lists=nowhere", ListError, "no list 'nowhere'"),
         ("bf16,lists=nowhere.toml", ListError, "nowhere.toml"),
         ("bf16,deny=aten.gellu", ListError, "aten.gellu"),

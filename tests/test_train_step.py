@@ -404,7 +404,7 @@ def test_bad_input():
     refused("micro_batches=0", model, loss, optimizer, "bf16", micro_batches=0)
     refused("loss_scale='often'", model, loss, optimizer, "bf16", error=ScaleError, loss_scale="often")
     refused("init_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
-    refused("converted already", amp_graph.convert(model), loss, optimizer)
+    refused("asks for 'fp16-O1'", amp_graph.convert(model, "bf16"), loss, optimizer, "fp16")
     with pytest.raises(ScaleError, match="has no loss scale"):
         amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16").load_state_dict({})
 

@@ -1,0 +1,223 @@
+"""Levels O2 and O3: parameters held in low precision, and for O2 the fp32 master weights behind them.
+
+Before: ``linear.weight`` is fp32, and an optimizer updates it. After: it is bf16, ``forward`` reads it as it is, and
+the optimizer updates its fp32 master, which is rounded into it. ``state_dict`` speaks of the masters.
+Source of the method: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from amp_graph.passes.torch_private import with_parameters
+from amp_graph.policy import Policy
+
+MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
+UNKNOWN = -1  # the version in a pickle, whose parameter counts anew
+
+
+@dataclass
+class Master:
+    """What stands behind a parameter held in low precision.
+
+    full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
+    version: the parameter's version counter when it was last equal to the rounded ``full``.
+    """
+
+    full: Tensor | None
+    version: int
+    of: weakref.ref[Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle as the value, which whoever unpickles it has for an equal one."""
+        parameter = self.of() if self.of is not None else None
+        if parameter is not None:
+            master_of(parameter)
+        return {"full": self.full, "version": UNKNOWN, "of": None}
+
+
+# -- lowering and back --------------------------------------------------------------------------------
+
+
+def lower_parameters(model: Module, policy: Policy) -> None:
+    """Hold the fp32 parameters of ``model`` in low precision, in place: the same Parameter objects.
+
+    O2 leaves the parameters of normalization layers (modules without parametrized parts whose class is called a Norm,
+    as all of torch's and transformers' are) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of what
+    trains; O3 lowers all and keeps none. Buffers stay.
+    """
+    for module, parameter in list(_lowerable(model, policy)):
+        full = parameter.data
+        keeps = policy.level == "O2" and parameter.requires_grad and model.training
+        _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
+        _set_master(parameter, full if keeps else None)
+        _speak_fp32(module)
+
+
+def restore_parameters(model: Module) -> None:
+    """Hold all parameters in fp32 again: the masters' values where there are some."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and hasattr(parameter, MASTER):
+                _hold(parameter, full_value(parameter))
+                delattr(parameter, MASTER)
+        module._state_dict_hooks = _without(module._state_dict_hooks, _save_fp32)
+        module._load_state_dict_pre_hooks = _without(module._load_state_dict_pre_hooks, _load_fp32)
+
+
+def _hold(parameter: Parameter, data: Tensor) -> None:
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = data
+    parameter.grad = None if grad is None else grad.to(data.dtype)
+
+
+def copy_masters(model: Module, memo: dict[int, Any]) -> None:
+    """Give the copies of ``model``'s parameters in ``memo`` (of ``deepcopy``) masters of their own."""
+    for parameter in model.parameters():
+        master, copied = getattr(parameter, MASTER, None), memo.get(id(parameter))
+        if master is not None and copied is not None:
+            _set_master(copied, None if master.full is None else full_value(parameter).clone())
+
+
+def _lowerable(model: Module, policy: Policy) -> Iterator[tuple[Module, Parameter]]:
+    """Yield the modules with the parameters that ``policy`` holds in low precision, each once."""
+    seen: set[int] = set()
+    kept = {id(p) for module in _kept(model, policy) for p in module.parameters(recurse=False)}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype is torch.float32 and id(parameter) not in seen | kept:
+                seen.add(id(parameter))
+                yield module, parameter
+
+
+def _kept(model: Module, policy: Policy) -> Iterator[Module]:
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        named = policy.keep_fp32 and any(re.fullmatch(policy.keep_fp32, p) for p in paths)
+        if named or (policy.level == "O2" and _is_norm(module)):
+            yield module
+
+
+def _is_norm(module: Module) -> bool:
+    inner = sum(len(list(child.parameters())) for child in module.children())
+    return re.search(r"[Nn]orm(?![a-z])", type(module).__name__) is not None and not inner
+
+
+# -- the value behind a parameter ---------------------------------------------------------------------
+
+
+def master_of(parameter: Tensor) -> Tensor | None:
+    """Return the fp32 master of ``parameter``, or None where it has none; follows what was written since."""
+    master: Master | None = getattr(parameter, MASTER, None)
+    if master is None or master.full is None:
+        return None
+    if master.version == UNKNOWN:
+        _set_master(parameter, master.full)
+    elif parameter._version != master.version:  # written by hand: what was written counts
+        follow(parameter)
+    return master.full
+
+
+def follow(parameter: Tensor) -> None:
+    """Give the master of ``parameter``, where it has one, the value that the parameter has now."""
+    master: Master | None = getattr(parameter, MASTER, None)
+    if master is not None and master.full is not None:
+        with torch.no_grad():
+            master.full.copy_(parameter)
+        master.version = parameter._version
+
+
+def _set_master(parameter: Tensor, full: Tensor | None) -> None:
+    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter)))
+
+
+def make_master(parameter: Tensor) -> Tensor:
+    """Return the fp32 master of a parameter in low precision, made from its value where there is none yet."""
+    found = master_of(parameter)
+    if found is None:
+        found = parameter.detach().float()
+        _set_master(parameter, found)
+    return found
+
+
+def full_value(parameter: Tensor) -> Tensor:
+    """Return the value of ``parameter`` in fp32: its master, or its own value widened."""
+    found = master_of(parameter)
+    return parameter.detach().float() if found is None else found
+
+
+def write_back(parameters: Sequence[Tensor]) -> None:
+    """Round masters into their parameters."""
+    if parameters:
+        with torch.no_grad():
+            torch._foreach_copy_(list(parameters), [getattr(p, MASTER).full for p in parameters])
+        were_written_back(parameters)
+
+
+def were_written_back(parameters: Sequence[Tensor]) -> None:
+    """Take note that the parameters are equal to their rounded masters."""
+    for parameter in parameters:
+        if hasattr(parameter, MASTER):  # else it was reverted since
+            getattr(parameter, MASTER).version = parameter._version
+
+
+# -- forward ------------------------------------------------------------------------------------------
+
+
+def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward``, in which the model's low parameters are seen as fp32: what its author wrote it for.
+
+    In a captured graph a parameter that is widened only to be lowered again is read as it is.
+    """
+
+    def amp_graph_widened(*args: Any, **kwargs: Any) -> Any:
+        wide = {name: p.float() for name, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+        with with_parameters(model, wide):
+            return forward(*args, **kwargs)
+
+    return amp_graph_widened
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+def _speak_fp32(module: Module) -> None:
+    """Let ``module`` save its low parameters in fp32, and load them into their masters."""
+    if _save_fp32 not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_save_fp32)
+        module.register_load_state_dict_pre_hook(_load_fp32)
+
+
+def _save_fp32(module: Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, parameter in module._parameters.items():
+        found = state.get(prefix + name)
+        if parameter is not None and hasattr(parameter, MASTER) and isinstance(found, Tensor):
+            if found is not parameter:  # keep_vars=True asks for the parameter itself
+                state[prefix + name] = full_value(parameter)
+
+
+def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put what is loaded into the masters exactly; the parameters themselves are about to be loaded, rounded."""
+    for name, parameter in module._parameters.items():
+        master: Master | None = getattr(parameter, MASTER, None)
+        given = state.get(prefix + name)
+        if master is None or master.full is None or parameter is None or not isinstance(given, Tensor):
+            continue
+        if given.shape == parameter.shape:
+            with torch.no_grad():
+                master.full.copy_(given)
+            master.version = parameter._version + 1  # of the copy that torch makes next
+
+
+def _without(hooks: Any, hook: Callable[..., None]) -> Any:
+    """Return ``hooks`` without ``hook``, which torch may have wrapped."""
+    return type(hooks)((k, h) for k, h in hooks.items() if hook not in (h, getattr(h, "hook", None)))

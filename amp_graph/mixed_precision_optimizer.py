@@ -1,0 +1,253 @@
+"""``MixedPrecisionOptimizer``: apex's ``FP16_Optimizer`` over any torch optimizer.
+
+Before: ``optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)``. After: the same call of this class; with
+``optimizer.backward(loss)``, ``optimizer.clip_master_grads(norm)`` and ``optimizer.step()`` as they were.
+Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts that use ``loss_scale=0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.errors import ScaleError
+from amp_graph.grad_scaler import GradScaler
+from amp_graph.loss_scale import LossScale
+from amp_graph.master_weights import make_master, master_of, write_back
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class MixedPrecisionOptimizer(Optimizer):
+    """Loss scaling and fp32 master weights around ``optimizer``, which updates the masters.
+
+    optimizer: any torch optimizer. Parameters of it that are in fp16 or bf16 (``amp_graph.convert(model, "fp16-O2")``,
+    or a model that was cast by hand) get fp32 masters, which take their places in its groups, with their state;
+    parameters in fp32 are updated as they are.
+    static_loss_scale, dynamic_loss_scale: as in apex. loss_scale instead of both: a number, "dynamic" or 0 for a
+    dynamic one, or a ``LossScale``.
+
+    A step with an infinite gradient changes nothing and lowers the scale; with a fused ``optimizer`` nothing is copied
+    to the host. Learning-rate schedulers take this object. Raises ScaleError for calls out of order.
+    """
+
+    def __init__(  # the base class would make groups and state of its own
+        self,
+        optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        *,
+        loss_scale: LossScale | str | float | None = None,
+    ) -> None:
+        """Make masters for what ``optimizer`` has in low precision."""
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer):
+            raise ScaleError(
+                f"MixedPrecisionOptimizer: a {type(optimizer).__name__} in the place of the optimizer\n"
+                "  legal: a torch.optim.Optimizer\n  fix:   MixedPrecisionOptimizer(torch.optim.AdamW(...))"
+            )
+        self.optimizer = optimizer
+        self.scaler = GradScaler()
+        self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale)
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters in low precision and their masters
+        self._plain: list[Tensor] = []  # parameters that are fp32 themselves
+        for group in optimizer.param_groups:
+            self._put_masters_into(group)
+        self._backward, self._unscaled = False, False
+
+    def _put_masters_into(self, group: dict[str, Any]) -> None:
+        state = self.optimizer.state
+        params: list[Tensor] = group["params"]
+        for i, parameter in enumerate(params):
+            if parameter.dtype not in LOW:
+                self._plain.append(parameter)
+                continue
+            full = params[i] = make_master(parameter)
+            self._pairs.append((parameter, full))
+            if parameter in state:
+                state[full] = {k: _as_full(v) for k, v in state.pop(parameter).items()}
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Compute gradients of the scaled ``loss`` (one element); gradients of several calls add up until ``step``.
+
+        update_master_grads: taken for apex's sake; masters get their gradients when they are first needed.
+        """
+        if loss.numel() != 1:
+            raise ScaleError(
+                f"MixedPrecisionOptimizer.backward: the loss has shape {tuple(loss.shape)}\n"
+                "  legal: one element\n  fix:   optimizer.backward(loss.mean())"
+            )
+        if self._unscaled:
+            raise ScaleError(
+                "MixedPrecisionOptimizer.backward: called after the gradients were unscaled\n"
+                "  fix:   all backward calls first, then clip_master_grads, then step"
+            )
+        self.scaler.scale(loss).backward(retain_graph=retain_graph)
+        self._backward = True
+
+    def update_master_grads(self) -> None:
+        """Give masters their unscaled fp32 gradients, once between two steps; ``step`` does it where nobody did."""
+        self._need_backward("update_master_grads")
+        if self._unscaled:
+            return
+        for parameter, full in self._pairs:
+            full.grad = None if parameter.grad is None else parameter.grad.float()
+        self.scaler.unscale_(self.optimizer)
+        self._unscaled = True
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm, a 0-d fp32 tensor."""
+        self._need_backward("clip_master_grads")
+        self.update_master_grads()
+        params: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def step(self, closure: None = None) -> Any:  # type: ignore[override]
+        """Update masters and round them into the model's parameters, unless a gradient is infinite; move the scale."""
+        if closure is not None:
+            raise ScaleError(
+                "MixedPrecisionOptimizer.step: a closure would compute gradients after they were checked\n"
+                "  fix:   optimizer.backward(loss), then optimizer.step()"
+            )
+        self._need_backward("step")
+        self.update_master_grads()
+        result = self.scaler.step(self.optimizer)
+        self.scaler.update()
+        write_back([p for p, _ in self._pairs])
+        for _, full in self._pairs:
+            full.grad = None
+        self._backward = self._unscaled = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True, **_: Any) -> None:
+        """Drop (or zero) the gradients of the model's parameters."""
+        for parameter in self._parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        for _, full in self._pairs:
+            full.grad = None
+        if self._unscaled:  # what was unscaled is gone
+            self.scaler._progress = {}
+        self._backward = self._unscaled = False
+
+    def _need_backward(self, caller: str) -> None:
+        if not self._backward:
+            raise ScaleError(
+                f"MixedPrecisionOptimizer.{caller}: no gradients since the last step\n"
+                "  fix:   optimizer.backward(loss) in the place of loss.backward()"
+            )
+
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from (p for p, _ in self._pairs)
+        yield from self._plain
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the optimizer inside, with masters for what is in low precision."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer inside, by master."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale as a number: a copy to the host where it is on another device."""
+        return self.scaler.get_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.scaler._loss_scale.set(value)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for an infinite gradient: a copy to the host."""
+        return bool(self.scaler.found_inf.item() > 0)
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped, a 0-d int32 tensor on the device."""
+        return self.scaler.skipped_steps
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside, with masters for what is in low precision."""
+        self.optimizer.add_param_group(param_group)
+        self._put_masters_into(self.optimizer.param_groups[-1])
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer and loss scale, and the fp32 masters in the order of the groups."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "loss_scale": self.scaler.state_dict(),
+            "masters": [master_of(p) for p, _ in self._pairs],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; ScaleError, and no change, where it does not fit.
+
+        A state without masters (of level O1, where parameters are fp32) leaves them as the model's are.
+        """
+        masters = state_dict.get("masters", [])
+        shapes = [tuple(full.shape) for _, full in self._pairs]
+        given = [tuple(m.shape) for m in masters]
+        if "optimizer" not in state_dict or "loss_scale" not in state_dict or (given and given != shapes):
+            what = f"{len(given)} masters" if given else f"the entries {', '.join(map(repr, state_dict)) or 'none'}"
+            raise ScaleError(
+                f"MixedPrecisionOptimizer: the state has {what}, and this optimizer {len(shapes)} masters, in shapes "
+                "that do not agree\n"
+                "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
+                "  fix:   load the checkpoint of this model"
+            )
+        scale = self.scaler.state_dict()
+        self.scaler.load_state_dict(state_dict["loss_scale"])
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+        except BaseException:
+            self.scaler.load_state_dict(scale)
+            raise
+        with torch.no_grad():
+            for (_, full), master in zip(self._pairs, masters, strict=False):
+                full.copy_(master)
+        if masters:
+            write_back([p for p, _ in self._pairs])
+
+    def __repr__(self) -> str:
+        """Name the optimizer inside."""
+        return f"MixedPrecisionOptimizer({self.optimizer!r})"
+
+
+def _scale_of(given: LossScale | str | float | None, static: float, dynamic: bool) -> LossScale:
+    """Return the loss scale that the arguments name: 0 and "dynamic" mean a dynamic one."""
+    if isinstance(given, LossScale):
+        return given
+    if given in ("dynamic", 0) or (given is None and dynamic):
+        return LossScale()
+    value = static if given is None else given
+    if not isinstance(value, (int, float)):
+        raise ScaleError(
+            f"MixedPrecisionOptimizer: loss_scale={given!r}\n  legal: 'dynamic', 0, a positive number, a LossScale\n"
+            "  fix:   loss_scale='dynamic'"
+        )
+    return LossScale(float(value), dynamic=False)
+
+
+def _as_full(value: Any) -> Any:
+    """Return a piece of an optimizer's state in fp32 where it is in low precision."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value

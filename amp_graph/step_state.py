@@ -1,0 +1,105 @@
+"""The tensors that a ``TrainStep`` keeps beside model and optimizer: weight copies, learning rates, summed gradients.
+
+Before: each forward casts each weight. After: the update writes the low-precision copy that the next forward reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.master_weights import follow, master_of, were_written_back
+
+
+@dataclass
+class Copy:
+    """The low-precision copy of a parameter, and the state of the parameter of which it is one."""
+
+    parameter: Tensor
+    low: Tensor
+    seen: tuple[int, int]
+
+
+@dataclass
+class StepState:
+    """What one ``TrainStep`` keeps; tensors are made at their first use and stay where they are."""
+
+    copies: dict[tuple[int, torch.dtype], Copy] = field(default_factory=dict)
+    held: dict[int, Tensor] = field(default_factory=dict)  # parameters held in low precision, with masters
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    rates: dict[int, Tensor] = field(default_factory=dict)
+
+    def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the copy of ``parameter`` in ``dtype``, up to date."""
+        key = (id(parameter), dtype)
+        if key not in self.copies:
+            low = parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
+            self.copies[key] = Copy(parameter, low, _version(parameter))
+        return self.copies[key].low
+
+    def target_of(self, parameter: Tensor) -> Tensor:
+        """Return what the optimizer updates: the fp32 master of a parameter that has one, or the parameter."""
+        master = master_of(parameter)
+        if master is None:
+            return parameter
+        self.held[id(parameter)] = parameter
+        return master
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """Return what gradients of ``parameter`` are added up in over micro-batches, fp32 where it is low."""
+        made = torch.zeros_like(self.target_of(parameter), requires_grad=False)
+        return self.sums.setdefault(id(parameter), made)
+
+    def rate_of(self, group: dict[str, Any]) -> Tensor:
+        """Return the learning rate of ``group`` as a tensor, in the dtype in which kernels read it."""
+        device = group["params"][0].device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        made = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
+        return self.rates.setdefault(id(group), made)
+
+    def read_rates(self, groups: list[dict[str, Any]]) -> None:
+        """Copy the groups' learning rates into their tensors."""
+        for group in groups:
+            rate, lr = self.rates.get(id(group)), group["lr"]
+            if rate is not None:
+                rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
+
+    def refresh(self) -> None:
+        """Bring copies and masters up to date with parameters that someone else has written since.
+
+        Seen by version counter and address; writes through ``.data`` bump no counter: ``TrainStep.refresh``.
+        """
+        for parameter in self.held.values():
+            master_of(parameter)
+        for copy in self.copies.values():
+            if copy.seen != _version(copy.parameter):
+                with torch.no_grad():
+                    copy.low.copy_(copy.parameter)
+                copy.seen = _version(copy.parameter)
+
+    def was_updated(self) -> None:
+        """Take note that a step has written parameters, and copies and masters with them."""
+        were_written_back(list(self.held.values()))
+        for copy in self.copies.values():
+            copy.seen = _version(copy.parameter)
+
+    def forget_copies(self) -> None:
+        """Make every copy anew, whatever the counters say."""
+        with torch.no_grad():
+            for copy in self.copies.values():
+                copy.low.copy_(copy.parameter)
+        for parameter in self.held.values():
+            follow(parameter)
+        self.was_updated()
+
+    def drop_sums(self) -> None:
+        """Zero what was added up, so that it is no part of the next step."""
+        for total in self.sums.values():
+            total.zero_()
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()

@@ -1,0 +1,113 @@
+"""Any torch optimizer updates fp32 masters where its parameters are held in low precision.
+
+Before: ``optimizer.step()`` adds lr * update to bf16 weights, which mostly rounds back to what they were. After: the
+same call updates the fp32 masters and rounds them into the weights, whether the optimizer was built before or after
+``amp_graph.convert(model, "bf16-O2")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.errors import ScaleError
+from amp_graph.master_weights import master_of, write_back
+from amp_graph.passes.torch_private import load_optimizer_states_as, on_every_optimizer_step
+
+INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
+INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler hands on what gradients are to be multiplied by
+
+
+class MastersInPlace:
+    """Lets an optimizer see masters in the place of low parameters, with its state, and fp32 gradients on them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Find the parameters of ``optimizer`` that have masters."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.optimizer = optimizer
+        self.pairs = [(p, full) for p in params if (full := master_of(p)) is not None]
+
+    def enter(self, inverse_scale: Tensor | None = None) -> None:
+        """Swap; all gradients are fp32 then, multiplied by ``inverse_scale`` (0-d fp32) where given."""
+        for p, full in self.pairs:
+            full.grad = None if p.grad is None else p.grad.float()
+        self.swap()
+        if inverse_scale is not None:
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, inverse_scale)
+
+    def swap(self) -> None:
+        """Put masters into the groups, with the state of their parameters."""
+        self._swap(self.pairs)
+
+    def leave(self) -> None:
+        """Swap back, and round the masters into their parameters."""
+        self._swap([(full, p) for p, full in self.pairs])
+        for _, full in self.pairs:
+            full.grad = None
+        write_back([p for p, _ in self.pairs])
+
+    def _swap(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        instead = {id(old): new for old, new in pairs}
+        for group in self.optimizer.param_groups:
+            group["params"] = [instead.get(id(p), p) for p in group["params"]]
+        for old, new in pairs:
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+
+def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Step ``optimizer`` on these fp32 gradients; ``.grad`` is afterwards what it was."""
+    inside = MastersInPlace(optimizer)
+    masters = {id(p): full for p, full in inside.pairs}
+    targets = [masters.get(id(p), p) for p in parameters]
+    kept = [target.grad for target in targets]
+    inside.swap()
+    for target, grad in zip(targets, grads, strict=True):
+        target.grad = grad
+    try:
+        optimizer.step()
+    finally:
+        for target, old in zip(targets, kept, strict=True):
+            target.grad = old
+        inside.leave()
+
+
+def steps_on_masters(optimizer: Optimizer) -> bool:
+    """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
+    return any(master_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def let_optimizers_update_masters() -> None:
+    """Make ``step()`` of every torch optimizer, built before or after this call, update masters.
+
+    Its ``load_state_dict`` keeps fp32 states as they are, which it would else round to the parameters' dtype.
+    """
+    on_every_optimizer_step(_before_step, _after_step)
+    load_optimizer_states_as(master_of)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    left_over: MastersInPlace | None = optimizer.__dict__.pop(INSIDE, None)
+    if left_over is not None:  # of a step that raised
+        left_over.leave()
+    inside = MastersInPlace(optimizer)
+    if not inside.pairs:
+        return
+    if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+        raise ScaleError(
+            f"{type(optimizer).__name__}.step: a closure would compute gradients of the low-precision parameters while "
+            "their fp32 masters are updated\n  fix:   level O1 for optimizers that need a closure"
+        )
+    inside.enter(optimizer.__dict__.pop(INVERSE, None))
+    optimizer.__dict__[INSIDE] = inside
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    inside: MastersInPlace | None = optimizer.__dict__.pop(INSIDE, None)
+    if inside is not None:
+        inside.leave()

@@ -1,0 +1,212 @@
+"""``MixedPrecisionOptimizer``: apex's interface, the same bits as convert with a scaler, clear errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import ScaleError
+from amp_graph.loss_scale import LossScale
+from tests.test_levels import equal, saved, train
+from tests.test_train_step import Net, batches, build, parameters, same
+
+KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
+
+
+def run(model, optimizer, given, clip=None):
+    for x, y in given:
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x), y))
+        if clip:
+            optimizer.clip_master_grads(clip)
+        optimizer.step()
+    return model
+
+
+def converted(policy="fp16-O2", kind=torch.optim.AdamW, seed=0, loss_scale="dynamic", **options):
+    model, inside = build(optimizer=kind, seed=seed, **options)
+    amp_graph.convert(model, policy)
+    return model, amp_graph.MixedPrecisionOptimizer(inside, loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_the_same_bits_as_a_converted_model_with_a_scaler(kind, clip):
+    model, optimizer = converted(kind=kind)
+    run(model, optimizer, batches(30), clip)
+    other, theirs = build(optimizer=kind)
+    amp_graph.convert(other, "fp16-O1")
+    scaler = amp_graph.GradScaler("cpu")
+    for x, y in batches(30):
+        theirs.zero_grad()
+        scaler.scale(F.cross_entropy(other(x), y)).backward()
+        scaler.unscale_(theirs)
+        if clip:
+            nn.utils.clip_grad_norm_(other.parameters(), clip)
+        scaler.step(theirs)
+        scaler.update()
+    assert equal(saved(model), saved(other))
+    assert optimizer.loss_scale == scaler.get_scale()
+
+
+def test_a_model_cast_by_hand_gets_masters():
+    """What apex's users have: model.half(), and FP16_Optimizer around the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 3)).bfloat16()
+    optimizer = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {p.dtype for p in masters} == {torch.float32}
+    before = [m.clone() for m in masters]
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x.bfloat16()).float(), y))
+        optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, masters, strict=True))
+    assert same([m.bfloat16() for m in masters], parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "scale", "dynamic"),
+    [
+        ({}, 1.0, False),
+        ({"static_loss_scale": 128.0}, 128.0, False),
+        ({"dynamic_loss_scale": True}, 2.0**16, True),
+        ({"loss_scale": 0}, 2.0**16, True),
+        ({"loss_scale": 64}, 64.0, False),
+        ({"loss_scale": LossScale(256.0, hysteresis=2)}, 256.0, True),
+    ],
+)
+def test_options_as_in_apex(options, scale, dynamic):
+    optimizer = amp_graph.MixedPrecisionOptimizer(build()[1], **options)
+    assert (optimizer.loss_scale, optimizer.scaler._loss_scale.dynamic) == (scale, dynamic)
+
+
+def test_gradients_of_several_losses_add_up():
+    model, optimizer = converted(loss_scale=8.0)
+    (x, y), (u, v) = batches(2)
+    optimizer.zero_grad()
+    optimizer.backward(F.cross_entropy(model(x), y), update_master_grads=False)
+    optimizer.backward(F.cross_entropy(model(u), v))
+    optimizer.update_master_grads()
+    masters = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    wanted = [p.grad.float() / (8.0 if p.dtype is torch.float16 else 1.0) for p in model.parameters()]
+    assert same(masters, wanted)
+
+
+def test_clipping_returns_the_norm_and_bounds_it():
+    model, optimizer = converted()
+    for x, y in batches(1):
+        optimizer.backward(F.cross_entropy(model(x), y))
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = optimizer.clip_master_grads(0.01)
+    assert norm.item() > 0.01
+    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in masters])).item() == pytest.approx(0.01, 1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_infinite_gradient_changes_nothing_and_lowers_the_scale(fused, value):
+    model, optimizer = converted(fused=fused)
+    run(model, optimizer, batches(3))
+    before = copy.deepcopy((parameters(model), saved(model), optimizer.state_dict()["optimizer"]["state"]))
+    scale = optimizer.loss_scale
+    for x, y in batches(1):
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x), y))
+        model.first.weight.grad[0, 0] = value
+        optimizer.step()
+    assert optimizer.overflow
+    assert optimizer.loss_scale == scale / 2
+    assert optimizer.skipped_steps == 1
+    assert same(before[0], parameters(model))
+    assert equal(before[1], saved(model))
+    now = optimizer.state_dict()["optimizer"]["state"]
+    assert all(torch.equal(before[2][i][name], now[i][name]) for i in now for name in now[i])
+
+
+@pytest.mark.parametrize("policy", ["fp16-O1", "fp16-O2", "bf16-O2"])
+def test_25_steps_saved_and_25_more_are_50(policy):
+    given = list(batches(50))
+    whole, theirs = converted(policy)
+    run(whole, theirs, given)
+    model, optimizer = converted(policy)
+    run(model, optimizer, given[:25])
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    states = torch.load(file)
+    model, optimizer = converted(policy, seed=9)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    run(model, optimizer, given[25:])
+    assert equal(saved(whole), saved(model))
+    assert optimizer.loss_scale == theirs.loss_scale
+
+
+def test_masters_alone_restore_the_model():
+    model, optimizer = converted()
+    run(model, optimizer, batches(5))
+    other, theirs = converted(seed=9)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name in ("first.weight", "first.bias", "second.weight", "second.bias"):
+        assert torch.equal(saved(model)[name], saved(other)[name])
+
+
+def test_schedulers_take_it():
+    model, optimizer = converted()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run(model, optimizer, batches(1))
+    scheduler.step()
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.005
+
+
+def test_an_optimizer_with_state_keeps_it_in_fp32():
+    model, inside = build()
+    train(model, inside, batches(3))
+    amp_graph.convert(model, "bf16-O2")
+    wanted = copy.deepcopy(inside.state_dict()["state"])
+    optimizer = amp_graph.MixedPrecisionOptimizer(inside)
+    now = optimizer.state_dict()["optimizer"]["state"]
+    assert all(torch.equal(wanted[i][name], now[i][name]) for i in wanted for name in wanted[i])
+
+
+def test_groups_added_later_get_masters():
+    _, inside = build(optimizer=torch.optim.SGD)
+    other = amp_graph.convert(Net(), "bf16-O2")
+    optimizer = amp_graph.MixedPrecisionOptimizer(inside)
+    optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.5})
+    assert {p.dtype for p in optimizer.param_groups[1]["params"]} == {torch.float32}
+
+
+def test_bad_input():
+    model, optimizer = converted()
+    (x, y), *_ = batches(1)
+    with pytest.raises(ScaleError, match="no gradients since the last step"):
+        optimizer.step()
+    with pytest.raises(ScaleError, match=r"the loss has shape \(8, 3\)"):
+        optimizer.backward(model(x))
+    with pytest.raises(ScaleError, match="closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(ScaleError, match="a Net in the place"):
+        amp_graph.MixedPrecisionOptimizer(model)
+    with pytest.raises(ScaleError, match="a MixedPrecisionOptimizer in the place"):
+        amp_graph.MixedPrecisionOptimizer(optimizer)
+    with pytest.raises(ScaleError, match="loss_scale='often'"):
+        amp_graph.MixedPrecisionOptimizer(build()[1], loss_scale="often")
+    optimizer.backward(F.cross_entropy(model(x), y))
+    optimizer.clip_master_grads(1.0)
+    with pytest.raises(ScaleError, match="after the gradients were unscaled"):
+        optimizer.backward(F.cross_entropy(model(x), y))
+    before = saved(model)
+    for state in ({}, {**optimizer.state_dict(), "masters": [torch.ones(3)]}):
+        with pytest.raises(ScaleError, match="over the same model"):
+            optimizer.load_state_dict(state)
+    broken = optimizer.state_dict()
+    broken["loss_scale"]["scale"] = float("nan")
+    with pytest.raises(ScaleError, match="nan"):
+        optimizer.load_state_dict(broken)
+    assert equal(before, saved(model))

@@ -124,7 +124,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._backward = self._unscaled = False
         return result
 
-    def zero_grad(self, set_to_none: bool = True, **_: Any) -> None:
+    def zero_grad(self, set_to_none: bool = True, **unused: Any) -> None:
         """Drop (or zero) the gradients of the model's parameters."""
         for parameter in self._parameters():
             if set_to_none:

@@ -96,6 +96,9 @@ class GroupUpdate:
     ) -> None:
         """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places."""
         rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
+        corrections: Any = [None] * len(params)
+        if rule is _adam:
+            corrections = _bias_corrections(self.group, states[-1]).unbind(1)
         decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             old = [s[i] for s in states]
@@ -103,32 +106,43 @@ class GroupUpdate:
             if self.group["weight_decay"] and not decoupled:
                 g = g + self.group["weight_decay"] * p
             start = p * (1 - lr * self.group["weight_decay"]) if decoupled else p
-            made = rule(self.group, start, g, old, lr.to(p.dtype))
+            made = rule(self.group, start, g, old, lr.to(p.dtype), corrections[i])
             for target, new in zip([p, *old], made, strict=True):
                 target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
 
 
-def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, _: None) -> list[Tensor]:
     if not old:
         return [p - lr * g]
     buffer = group["momentum"] * old[0] + g
     return [p - lr * (g + group["momentum"] * buffer if group["nesterov"] else buffer), buffer]
 
 
-def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, _: None) -> list[Tensor]:
     total, step = old[0] + g * g, old[1] + 1
     rate = lr / (1 + (step - 1) * group["lr_decay"])
     return [p - rate * g / (total.sqrt() + group["eps"]), total, step]
 
 
-def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+def _bias_corrections(group: dict[str, Any], steps: Sequence[Tensor]) -> Tensor:
+    """Return 1 / (1 - beta1**t) and 1 / sqrt(1 - beta2**t) for each parameter, [2, n] in fp32."""
+    beta1, beta2 = (float(b) for b in group["betas"])
+    counts = torch.stack(list(steps)) + 1
+    found = torch.stack([1 / (1 - beta1**counts), (1 - beta2**counts).rsqrt()])
+    # A sum over one element: changes nothing, but is no pointwise operation, which a compiler would inline into its
+    # loops over parameters, with two powers for every few elements.
+    return found[None].cumsum(0)[0]
+
+
+def _adam(
+    group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, corrections: Tensor
+) -> list[Tensor]:
     beta1, beta2 = (float(b) for b in group["betas"])
     first, second = old[0].lerp(g, 1 - beta1), old[1] * beta2 + (1 - beta2) * g * g
-    step = old[-1] + 1
     largest = [torch.maximum(old[2], second)] if len(old) > 3 else []
-    root = (largest[0] if largest else second).sqrt() / (1 - beta2**step).sqrt()
-    moved = p - lr / (1 - beta1**step) * first / (root + group["eps"])
-    return [moved, first, second, *largest, step]
+    root = (largest[0] if largest else second).sqrt() * corrections[1]
+    moved = p - lr * corrections[0] * first / (root + group["eps"])
+    return [moved, first, second, *largest, old[-1] + 1]
 
 
 def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[GroupUpdate]:

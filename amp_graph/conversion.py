@@ -30,6 +30,7 @@ from amp_graph.passes.torch_private import (
     being_traced,
     capture_with_dynamo,
     in_transform,
+    is_sharded,
     outside_dynamo,
     own_code_object,
 )
@@ -172,6 +173,12 @@ class Conversion:
 
     def _causes(self) -> str:
         """Return the last few places where capture stopped, each once, a line in all."""
+        sharded = [name for name, part in self.model.named_modules() if name and is_sharded(part)]
+        if sharded:
+            return (
+                f"the hooks of {len(sharded)} sharded parts ({sharded[0]}, ...) cannot be captured; convert each part "
+                "before it is sharded: fully_shard(amp_graph.convert(part))"
+            )
         found = dict.fromkeys(f"{s.where}: {_first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.pieces))
         return "; ".join(list(found)[-3:])
 

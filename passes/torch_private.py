@@ -42,6 +42,7 @@ __all__ = [
     "in_forward_mode",
     "in_transform",
     "is_batched",
+    "is_sharded",
     "load_optimizer_states_as",
     "make_fx",
     "on_every_optimizer_step",
@@ -265,3 +266,8 @@ def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | N
 
     cast_state.stand_in = stand_in  # type: ignore[attr-defined]
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(cast_state)  # type: ignore[method-assign]
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Say whether ``fully_shard`` was applied to this very module; 2.11 to 2.13, without importing FSDP."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

@@ -79,6 +79,45 @@ def test_control_without_agreement_ranks_drift_apart(tmp_path):
     assert not equal(first, second)
 
 
+# -- FSDP ---------------------------------------------------------------------------------------------
+
+
+def _train_sharded(rank, size, port, path):
+    """Each part converted, then sharded; an infinite gradient on one rank's shard."""
+    from torch.distributed.fsdp import fully_shard
+
+    _start(rank, size, port)
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    model = nn.Sequential(_model(), nn.Linear(3, 3))
+    for part in model:
+        fully_shard(amp_graph.convert(part, "fp16"), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = amp_graph.GradScaler("cpu", 2.0**6)
+    for step in range(10):
+        optimizer.zero_grad()
+        x, y = _batch(rank, step)
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        if step == 4 and rank == size - 1:
+            next(model.parameters()).grad.to_local()[0, 0] = float("inf")
+        before = [p.to_local().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+        assert same == (step == 4)
+    graphs = [len(amp_graph.report(part).graphs) for part in model]
+    torch.save((graphs, scaler.state_dict()), f"{path}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_parts_are_converted_then_sharded(tmp_path):
+    mp.spawn(_train_sharded, (2, _port(), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert first == second
+    assert first[0] == [1, 1]
+    assert first[1]["_skipped"] == 1
+
+
 # -- the whole step -----------------------------------------------------------------------------------
 
 CHECKED = 100

@@ -103,7 +103,8 @@ def _kept(model: Module, policy: Policy) -> Iterator[Module]:
         parts = path.split(".")
         paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
         named = policy.keep_fp32 and any(re.fullmatch(policy.keep_fp32, p) for p in paths)
-        if named or (policy.level == "O2" and _is_norm(module)):
+        # A cast has no sparse gradient.
+        if named or getattr(module, "sparse", False) is True or (policy.level == "O2" and _is_norm(module)):
             yield module
 
 

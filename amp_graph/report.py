@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
-from amp_graph.conversion import Conversion, conversion_of
+from amp_graph.backend import Compile
+from amp_graph.conversion import Captured, Conversion, conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.graph_report import GraphReport
+from amp_graph.memory_report import memory_of
 from amp_graph.passes.text import SHORT
 from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text
+from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
@@ -31,7 +34,7 @@ class Report:
     """What became of a converted model: its graphs, and what was not captured.
 
     ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
-    precision that the policy comes to on the model's device.
+    precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``.
     """
 
     model: str
@@ -42,6 +45,7 @@ class Report:
     graphs: tuple[GraphReport, ...]
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    memory: dict[str, int]
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
@@ -64,6 +68,7 @@ class Report:
             "graphs": [graph.to_dict() for graph in self.graphs],
             "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
             "notes": list(self.notes),
+            "memory": dict(self.memory),
         }
 
     def __str__(self) -> str:
@@ -71,31 +76,57 @@ class Report:
         return self.text()
 
 
-def report(model: torch.nn.Module) -> Report:
-    """Return what ran where and why, of a model that ``amp_graph.convert`` converted.
+def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Return what ran where and why, of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
-    Raises CaptureError if ``model`` is not converted.
+    optimizer: the model's, to have its state counted under ``memory``. Raises CaptureError if ``model`` is neither.
     """
+    if isinstance(model, TrainStep):
+        return _of_step(model)
     found = conversion_of(model)
     if found is None:
         raise CaptureError(_not_converted(model))
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    weights |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return Report(
         type(model).__name__,
         found.policy,
-        _dtype(found),
-        found.compile if isinstance(found.compile, str) else getattr(found.compile, "__name__", "a callable"),
+        _dtype(found.policy, found.model),
+        _backend(found.compile),
         _status(found),
-        tuple(read_graph(i, record, weights) for i, record in enumerate(found.graphs)),
+        tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
         tuple(found.notes),
+        memory_of(found.model, optimizer),
     )
 
 
-def _dtype(found: Conversion) -> str:
-    devices = sorted({p.device.type for p in found.model.parameters()} - {"cpu"})
-    return SHORT[found.policy.torch_dtype(devices[0] if devices else "cpu")]
+def _of_step(step: TrainStep) -> Report:
+    """Return the report of a step: its forward graphs, with the loss in them."""
+    graphs = [Captured(captured.rewritten, step.model.training, grad=True) for captured in step.captured]
+    return Report(
+        f"TrainStep of {type(step.model).__name__}",
+        step.policy,
+        _dtype(step.policy, step.model),
+        _backend(step.compile),
+        "" if graphs else NOT_CAPTURED.replace("model", "step"),
+        tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
+        (),
+        (),
+        memory_of(step.model, step.optimizer, step.weight_copies()),
+    )
+
+
+def _weights(model: torch.nn.Module) -> set[str]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in named}
+
+
+def _backend(compile: Compile) -> str:
+    return compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+
+
+def _dtype(policy: Policy, model: torch.nn.Module) -> str:
+    devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
+    return SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
 
 
 def _status(found: Conversion) -> str:

@@ -46,6 +46,8 @@ def _head(report: Report) -> list[str]:
         f"  accuracy   {policy.accuracy}: {ACCURACY[policy.accuracy]}",
         f"  precision  {report.dtype}, compile={report.compile}",
     ]
+    held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
+    lines.append(f"  memory     {held or 'none'}; {size_text(sum(report.memory.values()))} in all")
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
     lines.append(f"  captured   {count}" if report.graphs else f"  {report.status}")

@@ -150,10 +150,19 @@ class StepParts:
         grads: dict[int, Tensor] = {}
         for (i, _), grad in zip(sources, found, strict=True):
             if grad is not None:
+                self._refuse_sparse(i, grad)
                 wide = grad.float() if grad.dtype.itemsize < 4 else grad
                 grads[i] = grads[i] + wide if i in grads else wide
         made = [grads[i] if i in grads else torch.zeros_like(targets[i]) for i in self.trained]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
+
+    def _refuse_sparse(self, i: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise CaptureError(
+                f"TrainStep: the gradient of {self.names[i]} is sparse, which no fused update takes\n"
+                "  legal: dense gradients\n"
+                "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
+            )
 
     def _finish(
         self, targets: dict[int, Tensor], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any

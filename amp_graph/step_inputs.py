@@ -98,3 +98,13 @@ def refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> No
         raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
     if conversion_of(model) is None:
         refuse_what_cannot_be_converted(model, policy)
+
+
+def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
+    """Raise CaptureError where the parameters that a step trains are on more than one device."""
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise CaptureError(
+            f"TrainStep: the model's parameters are on several devices: {', '.join(devices)}\n"
+            "  legal: one device\n  fix:   model.to(device), or amp_graph.convert(model) with amp_graph.GradScaler"
+        )

@@ -23,6 +23,7 @@ from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object
@@ -37,6 +38,7 @@ from amp_graph.step_inputs import (
     make_loss_scale,
     policy_of,
     refuse,
+    refuse_several_devices,
     split_batch,
 )
 from amp_graph.step_state import StepState
@@ -175,7 +177,7 @@ class TrainStep:
             if captured.hoisted is None:
                 weights = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
                 captured.hoisted = hoist_weight_casts(gm, weights)
-                gm.recompile()
+                outline_checkpoints(gm, traced=True)
             if self._last not in captured.steps:
                 captured.steps[self._last] = self._build(captured, args)
             self._state.refresh()
@@ -200,6 +202,7 @@ class TrainStep:
                 "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
             )
         parameters = [args[i] for i in trained]
+        refuse_several_devices(parameters)
         updates = [] if self._why_outside else group_updates(self.optimizer, parameters)
         if self.loss_scale is not None:
             self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
@@ -263,6 +266,10 @@ class TrainStep:
     def refresh(self) -> None:
         """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
         self._state.forget_copies()
+
+    def weight_copies(self) -> list[Tensor]:
+        """Return the low-precision copies of weights that forward reads."""
+        return [copy.low for copy in self._state.copies.values()]
 
     @property
     def skipped_steps(self) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from amp_graph.passes import facts
+from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import value
 
 CHECKPOINT = "amp_checkpoint"  # meta key: which checkpoint a node belongs to
@@ -62,15 +64,26 @@ def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None
     gm.graph.erase_node(node)
 
 
-def outline_checkpoints(gm: GraphModule) -> None:
-    """Make each checkpoint's nodes a body again, called through ``torch.utils.checkpoint``."""
+def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
+    """Make each checkpoint's nodes a body again, called through ``torch.utils.checkpoint``.
+
+    traced: the graph is about to be traced with its backward, which then computes the body again in itself. Bodies
+    that draw random numbers stay inline: no tracer can draw the same ones twice.
+    """
     regions: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
         if CHECKPOINT in node.meta:
             regions.setdefault(node.meta[CHECKPOINT], []).append(node)
     for number, nodes in regions.items():
-        _outline(gm, number, nodes)
+        if not (traced and _may_draw(nodes)):
+            _outline(gm, number, nodes, keeps_random_state=not traced)
     gm.recompile()
+
+
+def _may_draw(nodes: list[Node]) -> bool:
+    """Say whether ``nodes`` may draw random numbers; those that passes put in, which nobody identified, do not."""
+    known = [n.meta[OPS] for n in nodes if isinstance(n.meta.get(OPS), Identity)]
+    return not known or any(facts.is_random(o.op) for identity in known for o in identity.operations)
 
 
 def tag_checkpoints(gm: GraphModule) -> None:
@@ -81,7 +94,7 @@ def tag_checkpoints(gm: GraphModule) -> None:
             node.meta["ac_graph_id"] = node.meta[CHECKPOINT] + 1
 
 
-def _outline(gm: GraphModule, number: int, nodes: list[Node]) -> None:
+def _outline(gm: GraphModule, number: int, nodes: list[Node], keeps_random_state: bool) -> None:
     inside = set(nodes)
     reads = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if s not in inside)
     results = [n for n in nodes if any(user not in inside for user in n.users)]
@@ -98,7 +111,7 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node]) -> None:
     with gm.graph.inserting_after(nodes[-1]):
         body = gm.graph.get_attr(name)
     with gm.graph.inserting_after(body):
-        call = gm.graph.call_function(run_checkpoint, (body, *reads))
+        call = gm.graph.call_function(run_checkpoint, (body, *reads), {"keeps_random_state": keeps_random_state})
     last = call
     for index, node in enumerate(results):
         with gm.graph.inserting_after(last):
@@ -109,7 +122,7 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node]) -> None:
         gm.graph.erase_node(node)
 
 
-def run_checkpoint(body: GraphModule, *args: Any) -> Any:
+def run_checkpoint(body: GraphModule, *args: Any, keeps_random_state: bool = True) -> Any:
     """Run ``body`` and keep none of its activations: backward runs it again.
 
     Always the non-reentrant kind: the reentrant one differs only in how autograd is entered. What trains nothing
@@ -123,4 +136,5 @@ def run_checkpoint(body: GraphModule, *args: Any) -> Any:
             all_args[i] = tensor
         return body(*all_args)
 
-    return torch.utils.checkpoint.checkpoint(run, *[args[i] for i in trained], use_reentrant=False)
+    given = [args[i] for i in trained]
+    return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False, preserve_rng_state=keeps_random_state)

@@ -388,6 +388,48 @@ def test_a_weight_read_low_and_full_gets_both_gradients_in_fp32():
     assert same(parameters(model), parameters(other))
 
 
+# -- memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "TrainStep"])
+def test_o2_takes_what_the_arithmetic_says_and_the_report_shows_it(whole):
+    """Without norms: 2 bytes a parameter, 2 its gradient, 4 its master, 8 the moments of AdamW."""
+
+    def build_mlp():
+        return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+
+    model, optimizer = build(build_mlp)
+    count = sum(p.numel() for p in model.parameters())
+    if whole:
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O2")
+        for x, y in batches(1):
+            step(x, y)
+        report = amp_graph.report(step)
+    else:
+        train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(1))
+        report = amp_graph.report(model, optimizer)
+    counters = 4 * len(list(model.parameters()))
+    wanted = {"parameters": 2, "gradients": 2, "masters": 4, "optimizer state": 8}
+    assert report.memory == {
+        kind: size * count + counters * (kind == "optimizer state") for kind, size in wanted.items()
+    }
+    assert "masters 2.5 KiB" in report.text()
+    at_o1 = amp_graph.report(amp_graph.convert(build(build_mlp)[0], "bf16"))
+    assert at_o1.memory == {"parameters": 4 * count, "gradients": 4 * count}
+
+
+def test_the_report_of_a_train_step_counts_its_weight_copies_and_shows_its_graph():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    assert "not captured yet: call the step once" in amp_graph.report(step).text()
+    for x, y in batches(1):
+        step(x, y)
+    report = amp_graph.report(step)
+    assert report.memory["weight copies"] == 2 * sum(p.numel() for n, p in model.named_parameters() if "norm" not in n)
+    assert "linear x2 in first, second" in report.text()
+    assert "cross_entropy" in report.text()
+
+
 # -- errors -------------------------------------------------------------------------------------------
 
 

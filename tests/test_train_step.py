@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.loss_scale import LossScale
+from amp_graph.step_inputs import refuse_several_devices
 
 INF, NAN = float("inf"), float("nan")
 
@@ -407,6 +409,66 @@ def test_bad_input():
     refused("asks for 'fp16-O1'", amp_graph.convert(model, "bf16"), loss, optimizer, "fp16")
     with pytest.raises(ScaleError, match="has no loss scale"):
         amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16").load_state_dict({})
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        hidden = checkpoint(lambda h: F.gelu(self.norm(self.first(h))), x, use_reentrant=False)
+        return self.second(self.drop(hidden))
+
+
+class DrawsInside(Net):
+    def forward(self, x):
+        hidden = checkpoint(lambda h: self.drop(F.gelu(self.norm(self.first(h)))), x, use_reentrant=False)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
+def test_checkpoints_are_computed_again_in_backward(policy):
+    model, optimizer = build(Checkpointed)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    other, theirs = build()
+    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, policy)
+    for x, y in batches(20):
+        step(x, y)
+        plain(x, y)
+    assert same(parameters(model), parameters(other))
+    assert [s.graph_text().count("aten.native_layer_norm.default") for s in (step, plain)] == [2, 1]
+
+
+def test_checkpoints_that_draw_stay_as_they_are():
+    model, optimizer = build(lambda: DrawsInside(dropout=0.5))
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    other, theirs = build(lambda: Net(dropout=0.5))
+    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16")
+    for x, y in batches(5):
+        torch.manual_seed(3)
+        mine = step(x, y)
+        torch.manual_seed(3)
+        assert torch.equal(mine, plain(x, y))
+    assert step.graph_text().count("aten.native_layer_norm.default") == 1
+
+
+def test_sparse_gradients_are_refused_by_name():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    model, optimizer = build(Sparse, torch.optim.SGD)
+    before = parameters(model)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    with pytest.raises(CaptureError, match=r"gradient of embed.weight is sparse"):
+        step(torch.arange(8), torch.zeros(8, dtype=torch.long))
+    assert same(before, parameters(model))
+
+
+def test_parameters_on_several_devices_are_refused():
+    with pytest.raises(CaptureError, match="several devices: cpu, meta"):
+        refuse_several_devices([torch.ones(1), torch.ones(1, device="meta")])
 
 
 def test_a_graph_break_names_the_line():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import value
@@ -47,7 +48,7 @@ def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[Hoiste
 def _as_input(gm: GraphModule, cast: Node, last: Node) -> Node:
     with gm.graph.inserting_after(last):
         made = gm.graph.placeholder(f"{cast.args[0]}_{cast.name}")
-    made.meta = {k: v for k, v in cast.meta.items() if k != CAST}
+    made.meta = {k: v for k, v in cast.meta.items() if k not in (CAST, CHECKPOINT)}
     cast.replace_all_uses_with(made)
     gm.graph.erase_node(cast)
     return made

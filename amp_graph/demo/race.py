@@ -20,6 +20,7 @@ from amp_graph.demo.variants import VARIANTS, Trainee
 
 WARM_UP = 3  # rounds that capture, allocate and fill caches; trained, but not timed
 LEAST = 6  # rounds to run whatever the clock says
+APART = 100_000  # between the batches of one seed and those of the next
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,25 @@ class Result:
         return asdict(self)
 
 
-def race(task: Task, phase: Phase, advance: Callable[[], None]) -> tuple[list[Trainee], list[Result]]:
-    """Train every variant of a phase on the same batches, and say how each did."""
-    start = built(task)
+def race(task: Task, phase: Phase, advance: Callable[[], None], seed: int = 0) -> tuple[list[Trainee], list[Result]]:
+    """Train every variant of a phase on the same batches, and say how each did.
+
+    seed: of the starting weights, the batches and the dropout, which are the same for every variant.
+    """
+    start = built(task, seed)
     trainees = [Trainee.of(task, phase, variant, start) for variant in VARIANTS[phase.dtype]]
-    _train(trainees, phase, advance)
+    train(trainees, phase, advance, seed)
     for one in trainees:
         one.remember_graphs()
     reference = next(one for one in trainees if one.variant.autocast)
     return trainees, [_result(one, reference) for one in trainees]
 
 
-def _train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None]) -> None:
+def train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None], seed: int = 0) -> None:
+    """Train all for the steps of a phase, one step of each in turn."""
     end = time.monotonic() + phase.seconds
-    for step in range(phase.steps):
+    first = seed * APART
+    for step in range(first, first + phase.steps):
         batch = trainees[0].task.data.batch(step, phase.batch)
         shift = step % len(trainees)  # nobody is always first, or always after the same neighbour's caches
         for one in trainees[shift:] + trainees[:shift]:
@@ -67,7 +73,7 @@ def _train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None]) -
             one.seconds.append(time.perf_counter() - began)
             one.losses.append(float(loss))
         advance()
-        if step + 1 >= LEAST and time.monotonic() > end:
+        if step + 1 - first >= LEAST and time.monotonic() > end:
             break
 
 

@@ -6,7 +6,7 @@ over the seeds. A mean is "within" where it is no farther from fp32's mean than 
 
     python benchmarks/accuracy_over_seeds.py [--seeds 3] [--models cnn,gpt,hf] [--dtype fp16] [--steps 150]
 
-Written as JSON, seed by seed, with ``--json``. About 10 minutes on one core: fp16 on a CPU is several times slower
+Written as JSON, seed by seed, with ``--json``. About 15 minutes on one core: fp16 on a CPU is several times slower
 than fp32, which is why the demo itself shows it only briefly.
 """
 

@@ -1,8 +1,9 @@
 """Whether low precision trains to fp32's accuracy: the demo's models over several seeds, mean and spread.
 
 Every seed has its own starting weights, batches and dropout; fp32, ``torch.autocast`` and amp_graph share them. In
-fp16 both scale the loss dynamically, each with its own ``GradScaler``. The spread is the sample standard deviation
-over the seeds. A mean is "within" where it is no farther from fp32's mean than fp32's spread.
+fp16 both scale the loss dynamically, each with its own ``GradScaler``; a short ``--growth-interval`` lets the scale
+grow until gradients overflow, and steps are skipped, many times in a training. The spread is the sample standard
+deviation over the seeds. A mean is "within" where it is no farther from fp32's mean than fp32's spread.
 
     python benchmarks/accuracy_over_seeds.py [--seeds 3] [--models cnn,gpt,hf] [--dtype fp16] [--steps 150]
 
@@ -22,7 +23,8 @@ from pathlib import Path
 import torch
 
 from amp_graph.demo.race import race
-from amp_graph.demo.tasks import NAMES, Phase, task
+from amp_graph.demo.tasks import NAMES, task
+from amp_graph.demo.variants import VARIANTS, Variant
 
 HEAD = """\
 | model | variant | held-out accuracy | within | held-out loss | within | steps skipped |
@@ -39,14 +41,16 @@ class Figures:
     skipped: list[int]
 
 
-def trained(name: str, dtype: str, seeds: Sequence[int], steps: int | None, quick: bool = False) -> list[Figures]:
+def trained(
+    name: str, variants: Sequence[Variant], seeds: Sequence[int], steps: int | None, quick: bool = False
+) -> list[Figures]:
     """Train every variant of one model once for each seed, with the batches of the demo's longer race."""
     chosen = task(name, quick=quick)
     longer = chosen.phases[0]
-    phase = Phase(dtype, steps or longer.steps, longer.batch, math.inf)
+    phase = dataclasses.replace(longer, steps=steps or longer.steps, seconds=math.inf)
     found: dict[str, Figures] = {}
     for seed in seeds:
-        trainees, results = race(chosen, phase, lambda: None, seed)
+        trainees, results = race(chosen, phase, lambda: None, seed, variants)
         for one, result in zip(trainees, results, strict=True):
             into = found.setdefault(result.variant, Figures(result.variant, [], [], []))
             into.accuracy.append(result.held_out_accuracy)
@@ -84,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Figures]]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
+    parser.add_argument(
+        "--growth-interval", type=int, default=2000, help="good steps before the loss scale grows (default: 2000)"
+    )
     parser.add_argument("--steps", type=int, help="of every training (default: those of the demo's bf16 races)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="the demo's tiny models: only to see that it works")
@@ -94,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Figures]]:
     torch.set_num_threads(options.threads)
     machine = f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}"
     print(f"{machine}; {options.seeds} seeds, mean ± sample standard deviation\n\n{HEAD}", flush=True)
+    variants = [dataclasses.replace(v, growth_interval=options.growth_interval) for v in VARIANTS[options.dtype]]
     results = {}
     for name in options.models.split(","):
-        results[name] = trained(name, options.dtype, range(options.seeds), options.steps, options.quick)
+        results[name] = trained(name, variants, range(options.seeds), options.steps, options.quick)
         print("\n".join(rows(name, results[name])), flush=True)
     if options.json:
         plain = {name: [dataclasses.asdict(one) for one in found] for name, found in results.items()}

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from amp_graph.demo.variants import VARIANTS
+
+# Nothing to capture, and no scaler: fp16 as one should not train with it.
+UNSCALED = [dataclasses.replace(v, scaled=False) for v in VARIANTS["fp16"] if not v.policy]
 PATH = Path(__file__).parent.parent / "benchmarks" / "accuracy_over_seeds.py"
 
 
@@ -16,14 +20,6 @@ def benchmark():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def fp32_and_autocast(benchmark, monkeypatch):
-    """Nothing to capture, and no scaler: fp16 as one should not train with it."""
-    variants = benchmark.race.__globals__["VARIANTS"]
-    chosen = [dataclasses.replace(v, scaled=False) for v in variants["fp16"] if not v.policy]
-    monkeypatch.setitem(variants, "fp16", tuple(chosen))
 
 
 def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, capsys):
@@ -39,9 +35,16 @@ def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, caps
     assert capsys.readouterr().out.count("| cnn |") == 3
 
 
-@pytest.mark.usefixtures("fp32_and_autocast")
+def test_a_scale_that_grows_too_often_skips_steps(benchmark):
+    grows = [dataclasses.replace(v, growth_interval=1) for v in VARIANTS["fp16"]]
+    fp32, autocast, ours = benchmark.trained("cnn", grows, [0], 16, quick=True)
+    assert fp32.skipped == [0]
+    assert autocast.skipped == ours.skipped
+    assert 2 < ours.skipped[0] < 10
+
+
 def test_a_seed_trains_the_same_again(benchmark):
-    once, again, other = (benchmark.trained("gpt", "fp16", [seed], 2, quick=True)[0].loss for seed in (5, 5, 6))
+    once, again, other = (benchmark.trained("gpt", UNSCALED, [seed], 2, quick=True)[0].loss for seed in (5, 5, 6))
     assert once == again != other
 
 
@@ -52,12 +55,11 @@ def test_verdict(benchmark, mine, said):
     assert benchmark.verdict(mine, [1, 2, 3]) == said
 
 
-@pytest.mark.usefixtures("fp32_and_autocast")
 def test_a_variant_that_does_not_train_is_seen(benchmark, monkeypatch):
     made = benchmark.task
     faint = lambda name, quick: dataclasses.replace(made(name, quick=quick), weight=2.0**-40)  # noqa: E731
     monkeypatch.setattr(benchmark, "task", faint)
-    found = benchmark.trained("gpt", "fp16", [0, 1], 10, quick=True)
+    found = benchmark.trained("gpt", UNSCALED, [0, 1], 10, quick=True)
     reference, broken = benchmark.rows("gpt", found)
     assert "no: +" in broken
     assert "no" not in reference

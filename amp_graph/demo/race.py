@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from amp_graph.demo.explain import counts
 from amp_graph.demo.measure import casts_and_saved
 from amp_graph.demo.tasks import Phase, Task, built
-from amp_graph.demo.variants import VARIANTS, Trainee
+from amp_graph.demo.variants import VARIANTS, Trainee, Variant
 
 WARM_UP = 3  # rounds that capture, allocate and fill caches; trained, but not timed
 LEAST = 6  # rounds to run whatever the clock says
@@ -45,13 +45,20 @@ class Result:
         return asdict(self)
 
 
-def race(task: Task, phase: Phase, advance: Callable[[], None], seed: int = 0) -> tuple[list[Trainee], list[Result]]:
+def race(
+    task: Task,
+    phase: Phase,
+    advance: Callable[[], None],
+    seed: int = 0,
+    variants: Sequence[Variant] | None = None,
+) -> tuple[list[Trainee], list[Result]]:
     """Train every variant of a phase on the same batches, and say how each did.
 
     seed: of the starting weights, the batches and the dropout, which are the same for every variant.
+    variants: others than those of the phase's dtype; one of them under autocast, which the times are compared with.
     """
     start = built(task, seed)
-    trainees = [Trainee.of(task, phase, variant, start) for variant in VARIANTS[phase.dtype]]
+    trainees = [Trainee.of(task, phase, variant, start) for variant in variants or VARIANTS[phase.dtype]]
     train(trainees, phase, advance, seed)
     for one in trainees:
         one.remember_graphs()

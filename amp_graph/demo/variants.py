@@ -27,6 +27,7 @@ class Variant:
     autocast: torch.dtype | None = None
     policy: str = ""
     scaled: bool = False
+    growth_interval: int = 2000
 
 
 FP32 = Variant("fp32")
@@ -70,7 +71,8 @@ class Trainee:
         eps = 1e-8 * self.task.weight  # the update is then the same for every weight of the loss
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.rate, eps=eps, fused=True)
         scaler = amp_graph.GradScaler if self.variant.policy else torch.amp.GradScaler
-        self.scaler = scaler("cpu", enabled=self.variant.scaled)
+        every = self.variant.growth_interval
+        self.scaler = scaler("cpu", enabled=self.variant.scaled, growth_interval=every)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch, as a user's loop does."""

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.demo import main, underflow
+from amp_graph.demo import main, race, underflow
 from amp_graph.demo.data import SYMBOLS, Digits, SourceText
 from amp_graph.demo.measure import casts_and_saved
 from amp_graph.demo.models import narrow_stack
+from amp_graph.demo.tasks import task
+from amp_graph.demo.variants import VARIANTS
 
 ROWS = {
     "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast"],
@@ -134,6 +136,19 @@ def test_data_is_the_same_every_time():
     inputs, targets = text.batch(0, 2)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert int(text.ids.max()) < len(SYMBOLS)
+
+
+def test_counting_casts_does_not_move_what_is_held_out(monkeypatch):
+    chosen = task("cnn", quick=True, steps=2)  # its batch norms learn from every forward in training
+
+    def held_out():
+        return [
+            one.held_out_loss for one in race.race(chosen, chosen.phases[0], lambda: None, 0, VARIANTS["bf16"][:2])[1]
+        ]
+
+    counted = held_out()
+    monkeypatch.setattr(race, "casts_and_saved", lambda model, forward: (0, 0.0))
+    assert held_out() == counted
 
 
 def test_casts_are_counted_in_forward_and_backward():

@@ -86,8 +86,8 @@ def train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None], se
 
 def _result(one: Trainee, reference: Trainee) -> Result:
     last = max(1, len(one.losses) // 10)
+    held_loss, held_accuracy = one.held_out()  # first: another forward would move batch norm's statistics
     casts, saved = casts_and_saved(one.model, lambda: one.forward(one.task.data.batch(0, one.phase.batch))[0])
-    held_loss, held_accuracy = one.held_out()
     return Result(
         variant=one.variant.name,
         steps=len(one.losses),

@@ -24,7 +24,7 @@ STAMPS := $(VENV)/.stamps
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMPS)/demo  ## train three small models on real data, side by side with torch.autocast (under 5 minutes)
+demo: $(STAMPS)/demo  ## train small models on real data, side by side with torch.autocast (under 5 minutes)
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the test-suite without the long sweeps

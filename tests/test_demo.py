@@ -8,9 +8,13 @@ from statistics import fmean
 import pytest
 import torch
 
-from amp_graph.demo import main
+import amp_graph
+from amp_graph.demo import main, race, underflow
 from amp_graph.demo.data import SYMBOLS, Digits, SourceText
 from amp_graph.demo.measure import casts_and_saved
+from amp_graph.demo.models import narrow_stack
+from amp_graph.demo.tasks import task
+from amp_graph.demo.variants import VARIANTS
 
 ROWS = {
     "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast"],
@@ -62,6 +66,56 @@ def test_demo_with_transformers(tmp_path):
     check(run(tmp_path, "hf")["hf"], tmp_path, "hf")
 
 
+def test_without_loss_scale_nothing_is_learnt_and_with_it_as_much_as_in_fp32(tmp_path, capsys):
+    assert main(["--quick", "--models", "underflow", "--output", str(tmp_path)]) == 0
+    fp32, *unscaled, scaled = json.loads((tmp_path / "results.json").read_text())["underflow"]
+    assert fp32["zeros"] == 0
+    for one in unscaled:  # autocast is no better off than amp_graph
+        assert one["zeros"] == one["values"] == fp32["values"]
+        assert abs(one["held_out_loss"] - math.log(10)) < 0.02
+        assert abs(one["loss"] - math.log(10)) < 0.05
+    assert scaled["zeros"] < scaled["values"] / 1000
+    assert fp32["held_out_loss"] < 1 < math.log(10)
+    assert abs(scaled["held_out_loss"] - fp32["held_out_loss"]) < 0.02 * fp32["held_out_loss"]
+    assert max(map(int, fp32["exponents"])) < underflow.SMALLEST + 1 < max(map(int, scaled["exponents"]))
+    assert "11,722 of 11,722 (100.00%)" in capsys.readouterr().out
+    assert (tmp_path / "underflow.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "losses.png").exists()
+
+
+def test_what_underflows_is_the_faint_loss(monkeypatch):
+    monkeypatch.setattr(underflow, "WEIGHT", 1.0)  # the control: unscaled fp16 learns where nothing underflows
+    fp32, *low = underflow.underflow(underflow.phase(steps=40), lambda: None)
+    for one in low:
+        assert one.zeros < one.values / 100
+        assert abs(one.held_out_loss - fp32.held_out_loss) < 0.02 * fp32.held_out_loss
+
+
+def test_no_gradient_of_the_faint_loss_reaches_fp16():
+    logits = torch.tensor([[0.0, 100.0]] * underflow.BATCH, requires_grad=True)  # wrong, and sure of it
+    loss = torch.nn.functional.cross_entropy(logits, torch.zeros(underflow.BATCH, dtype=torch.long))
+    (underflow.WEIGHT * loss).backward()
+    assert logits.grad.abs().max() == 2.0 ** (underflow.SMALLEST - 1)
+    assert not logits.grad.half().any()
+
+
+def test_train_step_scales_the_faint_loss_too():
+    digits = Digits.load()
+
+    def losses(loss_scale):
+        torch.manual_seed(1)
+        model = narrow_stack()
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-8 * underflow.WEIGHT, fused=True)
+        faint = lambda out, y: underflow.WEIGHT * torch.nn.functional.cross_entropy(out, y)  # noqa: E731
+        step = amp_graph.TrainStep(model, faint, optimizer, "fp16", loss_scale=loss_scale)
+        return [float(step(*digits.batch(i, underflow.BATCH))) / underflow.WEIGHT for i in range(40)]
+
+    by_hand = underflow.underflow(underflow.phase(steps=40), lambda: None)[-1].losses
+    assert losses("dynamic") == pytest.approx(by_hand, rel=1e-3)
+    assert fmean(by_hand[-10:]) < 1.5
+    assert abs(fmean(losses(None)[-10:]) - math.log(10)) < 0.05
+
+
 def test_demo_names_what_is_missing(tmp_path, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
@@ -71,7 +125,7 @@ def test_demo_names_what_is_missing(tmp_path, capsys, monkeypatch):
 
 def test_demo_refuses_unknown_models(tmp_path, capsys):
     assert main(["--models", "cnn,bert", "--output", str(tmp_path)]) == 1
-    assert "unknown model bert\n  legal: cnn, gpt, hf" in capsys.readouterr().err
+    assert "unknown model bert\n  legal: cnn, gpt, hf, underflow" in capsys.readouterr().err
 
 
 def test_data_is_the_same_every_time():
@@ -82,6 +136,19 @@ def test_data_is_the_same_every_time():
     inputs, targets = text.batch(0, 2)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert int(text.ids.max()) < len(SYMBOLS)
+
+
+def test_counting_casts_does_not_move_what_is_held_out(monkeypatch):
+    chosen = task("cnn", quick=True, steps=2)  # its batch norms learn from every forward in training
+
+    def held_out():
+        return [
+            one.held_out_loss for one in race.race(chosen, chosen.phases[0], lambda: None, 0, VARIANTS["bf16"][:2])[1]
+        ]
+
+    counted = held_out()
+    monkeypatch.setattr(race, "casts_and_saved", lambda model, forward: (0, 0.0))
+    assert held_out() == counted
 
 
 def test_casts_are_counted_in_forward_and_backward():

@@ -1,4 +1,4 @@
-"""The demo: three models trained on real data, with and without amp_graph, side by side.
+"""The demo: three models trained on real data, with and without amp_graph, and a fourth without and with loss scale.
 
 ``amp-graph demo`` and ``python -m amp_graph.demo`` call ``main``.
 """

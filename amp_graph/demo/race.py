@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from amp_graph.demo.explain import counts
 from amp_graph.demo.measure import casts_and_saved
 from amp_graph.demo.tasks import Phase, Task, built
-from amp_graph.demo.variants import VARIANTS, Trainee
+from amp_graph.demo.variants import VARIANTS, Trainee, Variant
 
 WARM_UP = 3  # rounds that capture, allocate and fill caches; trained, but not timed
 LEAST = 6  # rounds to run whatever the clock says
+APART = 100_000  # between the batches of one seed and those of the next
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,32 @@ class Result:
         return asdict(self)
 
 
-def race(task: Task, phase: Phase, advance: Callable[[], None]) -> tuple[list[Trainee], list[Result]]:
-    """Train every variant of a phase on the same batches, and say how each did."""
-    start = built(task)
-    trainees = [Trainee.of(task, phase, variant, start) for variant in VARIANTS[phase.dtype]]
-    _train(trainees, phase, advance)
+def race(
+    task: Task,
+    phase: Phase,
+    advance: Callable[[], None],
+    seed: int = 0,
+    variants: Sequence[Variant] | None = None,
+) -> tuple[list[Trainee], list[Result]]:
+    """Train every variant of a phase on the same batches, and say how each did.
+
+    seed: of the starting weights, the batches and the dropout, which are the same for every variant.
+    variants: others than those of the phase's dtype; one of them under autocast, which the times are compared with.
+    """
+    start = built(task, seed)
+    trainees = [Trainee.of(task, phase, variant, start) for variant in variants or VARIANTS[phase.dtype]]
+    train(trainees, phase, advance, seed)
     for one in trainees:
         one.remember_graphs()
     reference = next(one for one in trainees if one.variant.autocast)
     return trainees, [_result(one, reference) for one in trainees]
 
 
-def _train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None]) -> None:
+def train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None], seed: int = 0) -> None:
+    """Train all for the steps of a phase, one step of each in turn."""
     end = time.monotonic() + phase.seconds
-    for step in range(phase.steps):
+    first = seed * APART
+    for step in range(first, first + phase.steps):
         batch = trainees[0].task.data.batch(step, phase.batch)
         shift = step % len(trainees)  # nobody is always first, or always after the same neighbour's caches
         for one in trainees[shift:] + trainees[:shift]:
@@ -67,14 +80,14 @@ def _train(trainees: list[Trainee], phase: Phase, advance: Callable[[], None]) -
             one.seconds.append(time.perf_counter() - began)
             one.losses.append(float(loss))
         advance()
-        if step + 1 >= LEAST and time.monotonic() > end:
+        if step + 1 - first >= LEAST and time.monotonic() > end:
             break
 
 
 def _result(one: Trainee, reference: Trainee) -> Result:
     last = max(1, len(one.losses) // 10)
+    held_loss, held_accuracy = one.held_out()  # first: another forward would move batch norm's statistics
     casts, saved = casts_and_saved(one.model, lambda: one.forward(one.task.data.batch(0, one.phase.batch))[0])
-    held_loss, held_accuracy = one.held_out()
     return Result(
         variant=one.variant.name,
         steps=len(one.losses),

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import amp_graph
-from amp_graph.demo import explain, show
+from amp_graph.demo import explain, show, underflow
 from amp_graph.demo.data import MissingData
 from amp_graph.demo.race import Result, race
 from amp_graph.demo.tasks import NAMES, Task, has_transformers, task
@@ -30,6 +30,7 @@ from amp_graph.demo.variants import Trainee
 from amp_graph.errors import AmpGraphError
 
 Results = dict[str, list[Result]]
+CHOICES = (*NAMES, underflow.NAME)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "amp-graph demo", description="Train small models in fp32, under torch.autocast and with amp_graph."
     )
-    parser.add_argument("--models", help=f"which, separated by commas (default: {','.join(NAMES)})")
+    parser.add_argument("--models", help=f"which, separated by commas (default: {','.join(CHOICES)})")
     parser.add_argument("--steps", type=_positive, help="steps of each bf16 race (fp16: a fifth of it)")
     parser.add_argument("--quick", action="store_true", help="tiny models, a few steps: only to see that it works")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for the results")
@@ -76,19 +77,43 @@ def _demo(options: argparse.Namespace) -> None:
     began = time.monotonic()
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {_processor()}"
     console.print(f"amp_graph demo: {machine}")
-    tasks = {name: task(name, quick=options.quick, steps=options.steps) for name in names}
-    results: dict[str, Results] = {}
-    for name, chosen in tasks.items():
-        results[name], trainees = _run(chosen, console)
-        console.print(show.results_table(chosen, results[name]))
-        converted = [one for one in trainees if one.graphs]
-        console.print(show.excerpt_table(chosen, explain.excerpt(converted[0].graphs)))
-        for one in converted:
-            _save(one, options.output)
-    _notes(console, options.output, time.monotonic() - began)
-    show.draw(results, {name: chosen.title for name, chosen in tasks.items()}, options.output / "losses.png")
-    _write_json(results, machine, options.output / "results.json")
+    tasks = {name: task(name, quick=options.quick, steps=options.steps) for name in names if name in NAMES}
+    results = {name: _raced(chosen, options.output, console) for name, chosen in tasks.items()}
+    if tasks:
+        show.draw(results, {name: chosen.title for name, chosen in tasks.items()}, options.output / "losses.png")
+        _notes(console)
+    outcomes = _underflow(options, console) if underflow.NAME in names else []
+    console.print(
+        f"Curves, graphs and reports are in {options.output}/; the demo took {time.monotonic() - began:.0f} s."
+    )
+    _write_json(results, outcomes, machine, options.output / "results.json")
     console.save_text(str(options.output / "results.txt"))
+
+
+def _raced(chosen: Task, folder: Path, console: Console) -> Results:
+    """Train one model in all variants, print what became of them and save what was run."""
+    results, trainees = _run(chosen, console)
+    console.print(show.results_table(chosen, results))
+    converted = [one for one in trainees if one.graphs]
+    console.print(show.excerpt_table(chosen, explain.excerpt(converted[0].graphs)))
+    for one in converted:
+        _save(one, folder)
+    return results
+
+
+def _underflow(options: argparse.Namespace, console: Console) -> list[underflow.Outcome]:
+    """Train the model whose gradients fp16 cannot hold, and show it."""
+    phase = underflow.phase(quick=options.quick, steps=options.steps)
+    with _progress() as progress:
+        bar = progress.add_task(underflow.NAME, total=phase.steps)
+        outcomes = underflow.underflow(phase, lambda: progress.advance(bar))
+    console.print(show.underflow_table(outcomes))
+    console.print(
+        "fp16 ends at 2^-24: here all gradients are below, and without a loss scale nothing is learnt.\n"
+        "The scale multiplies the loss before backward; the gradients are divided by it in fp32."
+    )
+    show.draw_underflow(outcomes, options.output / "underflow.png")
+    return outcomes
 
 
 def _check_extras() -> None:
@@ -102,27 +127,31 @@ def _chosen(wanted: str | None, console: Console) -> list[str]:
     if wanted is None:
         if not has_transformers():
             console.print("hf is left out: transformers is not installed (pip install 'amp-graph[demo]')")
-        return [name for name in NAMES if name != "hf" or has_transformers()]
+        return [name for name in CHOICES if name != "hf" or has_transformers()]
     names = [name.strip() for name in wanted.split(",") if name.strip()]
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name not in CHOICES]
     if unknown or not names:
         raise AmpGraphError(
-            f"demo: unknown model {', '.join(unknown) or repr(wanted)}\n  legal: {', '.join(NAMES)}\n"
+            f"demo: unknown model {', '.join(unknown) or repr(wanted)}\n  legal: {', '.join(CHOICES)}\n"
             "  fix:   amp-graph demo --models cnn,gpt"
         )
     return list(dict.fromkeys(names))
 
 
 def _run(chosen: Task, console: Console) -> tuple[Results, list[Trainee]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: Results = {}
     trainees: list[Trainee] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress() as progress:
         for phase in chosen.phases:
             bar = progress.add_task(f"{chosen.name} {phase.dtype}", total=phase.steps)
             ran, results[phase.dtype] = race(chosen, phase, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
             trainees += ran
     return results, trainees
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _save(one: Trainee, folder: Path) -> None:
@@ -136,21 +165,21 @@ def _save(one: Trainee, folder: Path) -> None:
         made.html(folder / f"{stem}_report.html")
 
 
-def _notes(console: Console, folder: Path, seconds: float) -> None:
+def _notes(console: Console) -> None:
     console.print(
         "Every variant starts from the same weights and sees the same batches, one step of each in turn.\n"
         "time: a whole step (forward, backward, update) over torch.autocast's in the same dtype and round;\n"
         "below 1 is faster. casts: executed in one forward and backward. saved: kept for backward, beside\n"
-        "parameters. fp16 is slow on CPU, so its race has smaller batches and fewer steps.\n"
-        f"Loss curves, graphs and reports are in {folder}/; the demo took {seconds:.0f} s."
+        "parameters. fp16 is slow on CPU, so its race has smaller batches and fewer steps."
     )
 
 
-def _write_json(results: dict[str, Results], machine: str, path: Path) -> None:
-    plain = {
+def _write_json(results: dict[str, Results], outcomes: list[underflow.Outcome], machine: str, path: Path) -> None:
+    plain: dict[str, Any] = {
         name: {kind: [r.to_dict() for r in rows] for kind, rows in found.items()} for name, found in results.items()
     }
-    path.write_text(json.dumps({"machine": machine, "models": plain}, indent=1), encoding="utf-8")
+    found = {"machine": machine, "models": plain, underflow.NAME: [one.to_dict() for one in outcomes]}
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def _processor() -> str:

@@ -1,6 +1,7 @@
-"""Tables for the terminal, and the picture of the loss curves.
+"""Tables for the terminal, and the pictures of the loss curves.
 
-One table a model: a row for each variant, every time as a ratio to torch.autocast in the same dtype.
+One table a model: a row for each variant, every time as a ratio to torch.autocast in the same dtype. One more for what
+loss scaling does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from amp_graph.demo.data import MissingData
 from amp_graph.demo.explain import Row
 from amp_graph.demo.race import Result
 from amp_graph.demo.tasks import Task
+from amp_graph.demo.underflow import SMALLEST, Outcome
 
 LEAST_WIDTH = 100
 LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
@@ -75,15 +77,48 @@ def excerpt_table(task: Task, rows: Sequence[Row]) -> Table:
     return table
 
 
+def underflow_table(outcomes: Sequence[Outcome]) -> Table:
+    """Return the table of the experiment on loss scaling."""
+    title = "underflow: narrow stack on digits, loss weighted by 2^-20"
+    table = Table(title=title, title_justify="left", title_style="bold", **LOOK)
+    table.add_column("variant", no_wrap=True)
+    for head in (
+        "gradient values that are\nzero in the first step",
+        "steps",
+        "train\nloss",
+        "held-out\nloss (accuracy)",
+    ):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in outcomes:
+        zeros = f"{one.zeros:,} of {one.values:,} ({one.zeros / one.values:.2%})"
+        held_out = f"{one.held_out_loss:.3f} ({one.held_out_accuracy:.1%})"
+        table.add_row(one.variant, zeros, str(one.steps), f"{one.loss:.3f}", held_out)
+    return table
+
+
+def draw_underflow(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Save the loss curves of the experiment on loss scaling, beside how large the first step's gradients were."""
+    pyplot = _pyplot()
+    figure, (curves, sizes) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for i, one in enumerate(outcomes):
+        # The last two, which are amp_graph's, lie thin on top of what they should be like.
+        look: Any = {"color": f"C{i}", "alpha": 0.4, "linewidth": 5} if i < 2 else {"color": f"C{i}", "linewidth": 1.5}
+        label = f"{one.variant}: {one.zeros:,} of {one.values:,} gradient values are zero in the first step"
+        curves.plot(_smooth(one.losses), label=label, **look)
+        sizes.bar(list(one.exponents), list(one.exponents.values()), width=1, align="edge", alpha=0.5, color=f"C{i}")
+    curves.set_title("loss weighted by 2^-20: training loss, without the weight", fontsize=9)
+    curves.set(xlabel="step", ylabel="training loss (smoothed)")
+    sizes.axvline(SMALLEST, color="black", linewidth=1, label=f"fp16's smallest number, 2^{SMALLEST}")
+    sizes.set_title("the first step's gradients, as backward left them", fontsize=9)
+    sizes.set(xlabel="power of two", ylabel="values that are not zero")
+    figure.legend(loc="outside lower center", fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def draw(all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapping[str, str], path: Path) -> None:
     """Save the loss curves of all variants, a column for each model and a row for each low precision."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingData("demo: matplotlib is not installed\n  fix:   pip install 'amp-graph[demo]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     kinds = list(dict.fromkeys(kind for results in all_results.values() for kind in results))
     size = (5 * len(all_results), 3.6 * len(kinds))
     figure, axes = pyplot.subplots(len(kinds), len(all_results), squeeze=False, figsize=size, layout="constrained")
@@ -97,6 +132,17 @@ def draw(all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapp
             plot.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingData("demo: matplotlib is not installed\n  fix:   pip install 'amp-graph[demo]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _smooth(losses: Sequence[float], keep: float = 0.8) -> list[float]:

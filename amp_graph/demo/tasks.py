@@ -30,7 +30,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Task:
-    """A model with its data, its loss and its two races, one for each low precision."""
+    """A model with its data, its loss and its two races, one for each low precision.
+
+    weight: what the loss is multiplied by before backward; reported losses are without it.
+    """
 
     name: str
     title: str
@@ -39,6 +42,7 @@ class Task:
     logits: Callable[[nn.Module, Tensor], Tensor]
     rate: float
     phases: tuple[Phase, ...]
+    weight: float = 1.0
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and which of its predictions are right."""
@@ -64,7 +68,8 @@ def has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def _call(model: nn.Module, inputs: Tensor) -> Tensor:
+def call(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the logits of a model that returns nothing else."""
     return model(inputs)
 
 
@@ -75,7 +80,7 @@ def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
 def _cnn(quick: bool) -> Task:
     widths = (8, 16) if quick else (16, 32, 64)
     phases = (Phase("bf16", 150, 32, 40), Phase("fp16", 30, 4, 20))
-    return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), _call, 1e-3, phases)
+    return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), call, 1e-3, phases)
 
 
 def _gpt(quick: bool) -> Task:
@@ -83,7 +88,7 @@ def _gpt(quick: bool) -> Task:
     phases = (Phase("bf16", 150, 8, 50), Phase("fp16", 30, 2, 25))
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.CharGPT(len(SYMBOLS), **sizes)  # noqa: E731
-    return Task("gpt", "character GPT on Python's source text", build, data, _call, 1e-3, phases)
+    return Task("gpt", "character GPT on Python's source text", build, data, call, 1e-3, phases)
 
 
 def _hf(quick: bool) -> Task:
@@ -96,7 +101,7 @@ def _hf(quick: bool) -> Task:
     return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 1e-3, phases)
 
 
-def built(chosen: Task) -> nn.Module:
-    """Return the task's model with its starting weights, the same for every variant."""
-    torch.manual_seed(1)
+def built(chosen: Task, seed: int = 0) -> nn.Module:
+    """Return the task's model with the starting weights of a seed, the same for every variant."""
+    torch.manual_seed(1 + seed)
     return chosen.build()

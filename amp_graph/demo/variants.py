@@ -27,6 +27,7 @@ class Variant:
     autocast: torch.dtype | None = None
     policy: str = ""
     scaled: bool = False
+    growth_interval: int = 2000
 
 
 FP32 = Variant("fp32")
@@ -56,6 +57,7 @@ class Trainee:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     graphs: tuple[Captured, ...] = ()
+    steps_skipped: int = 0
 
     @staticmethod
     def of(task: Task, phase: Phase, variant: Variant, start: nn.Module) -> Trainee:
@@ -66,16 +68,26 @@ class Trainee:
         return Trainee(task, phase, variant, model)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.rate, fused=True)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=self.variant.scaled)
+        eps = 1e-8 * self.task.weight  # the update is then the same for every weight of the loss
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.rate, eps=eps, fused=True)
+        scaler = amp_graph.GradScaler if self.variant.policy else torch.amp.GradScaler
+        every = self.variant.growth_interval
+        self.scaler = scaler("cpu", enabled=self.variant.scaled, growth_interval=every)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch, as a user's loop does."""
+        loss = self.backward(batch)
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        self.steps_skipped += self.scaler.get_scale() < before
+        return loss
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Leave the gradients of one batch in ``.grad``, scaled where the variant scales; return the loss."""
         self.optimizer.zero_grad()
         loss = self.forward(batch)[0]
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.scale(self.task.weight * loss).backward()
         return loss.detach()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

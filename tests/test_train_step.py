@@ -310,14 +310,15 @@ def test_nothing_is_copied_to_the_host():
 # -- saving -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["fp16", "fp16-O2"])
 @pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
-def test_resumed_in_the_middle_it_is_the_same_run(name):
+def test_resumed_in_the_middle_it_is_the_same_run(name, policy):
     kind, given = OPTIMIZERS[name]
 
     def fresh():
         model, optimizer = build(optimizer=kind, **given)
         scale = LossScale(growth_interval=4, hysteresis=2)
-        return model, optimizer, amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=scale)
+        return model, optimizer, amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, loss_scale=scale)
 
     whole, optimizer, step = fresh()
     for x, y in batches(50):
@@ -335,6 +336,7 @@ def test_resumed_in_the_middle_it_is_the_same_run(name):
     for x, y in given_batches[25:]:
         rest(x, y)
     assert same(everything(model, second), everything(whole, optimizer))
+    assert same(model.state_dict().values(), whole.state_dict().values())
     assert rest.state_dict() == step.state_dict()
 
 

@@ -372,12 +372,19 @@ def test_a_frozen_model_computes_its_loss(kind):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("compile", "name"), [*[("aot_eager", name) for name in OPTIMIZERS], ("inductor", "adamw"), ("inductor", "sgd")]
+    ("compile", "name", "level"),
+    [
+        *[("aot_eager", name, "O1") for name in OPTIMIZERS],
+        ("inductor", "adamw", "O1"),
+        ("inductor", "sgd", "O1"),
+        ("inductor", "adamw", "O2"),
+    ],
 )
-def test_through_a_compiler(compile, name):
+def test_through_a_compiler(compile, name, level):
     kind, given = OPTIMIZERS[name]
     model, optimizer = build(optimizer=kind, **given)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", compile=compile, loss_scale="dynamic")
+    policy = f"bf16-{level}"
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, compile=compile, loss_scale="dynamic")
     other, theirs = build(optimizer=kind, **given)
     plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16", loss_scale="dynamic")
     for x, y in batches(4):

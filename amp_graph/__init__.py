@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
+    from amp_graph.convert import drop_weight_copies as drop_weight_copies
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
@@ -27,11 +28,13 @@ _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "p
 _HOME |= {
     "GradScaler": "grad_scaler",
     "TrainStep": "train_step",
+    "drop_weight_copies": "convert",
     "report": "report",
     "revert": "convert",
     "rewrite": "rewrite",
 }
-__all__ = ["AmpGraphError", "GradScaler", "Policy", "TrainStep", "convert", "precision", "report", "revert", "rewrite"]
+__all__ = ["AmpGraphError", "GradScaler", "Policy", "TrainStep", "convert", "precision"]
+__all__ += ["drop_weight_copies", "report", "revert", "rewrite"]
 
 
 class _Package(ModuleType):

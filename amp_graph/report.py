@@ -31,7 +31,8 @@ class Report:
     """What became of a converted model: its graphs, and what was not captured.
 
     ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
-    precision that the policy comes to on the model's device.
+    precision that the policy comes to on the model's device. ``weight_copies`` are the low-precision copies of
+    parameters that are kept from call to call, now.
     """
 
     model: str
@@ -42,6 +43,8 @@ class Report:
     graphs: tuple[GraphReport, ...]
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    weight_copies: int = 0
+    weight_copy_bytes: int = 0
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
@@ -64,6 +67,7 @@ class Report:
             "graphs": [graph.to_dict() for graph in self.graphs],
             "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
             "notes": list(self.notes),
+            "weight_copies": {"count": self.weight_copies, "bytes": self.weight_copy_bytes},
         }
 
     def __str__(self) -> str:
@@ -90,6 +94,8 @@ def report(model: torch.nn.Module) -> Report:
         tuple(read_graph(i, record, weights) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
         tuple(found.notes),
+        len(found.copies.tensors) if found.copies else 0,
+        found.copies.bytes if found.copies else 0,
     )
 
 

@@ -49,6 +49,10 @@ def _head(report: Report) -> list[str]:
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
     lines.append(f"  captured   {count}" if report.graphs else f"  {report.status}")
+    if report.weight_copies:
+        size = size_text(report.weight_copy_bytes)
+        count = _many(report.weight_copies, "copy", "copies")
+        lines.append(f"  weights    {count} in low precision, {size}, cast when a weight has changed")
     lines += [f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped]
     return lines + [f"  note: {note}" for note in report.notes]
 
@@ -96,7 +100,9 @@ def _tally(counts: Counter[str]) -> str:
 
 def _casts(graph: GraphReport) -> list[str]:
     weights = sum(c.of == WEIGHT for c in graph.casts)
-    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights"
+    kept = sum(c.kept for c in graph.casts)
+    once = f", {'all' if kept == weights else kept} kept" if kept else ""
+    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
     lines = [f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed"]
     return lines + [f"    removed {note.node}: {note.reason}" for note in graph.removed[:3]]
 
@@ -200,8 +206,8 @@ def short_place(place: str) -> str:
     return place.removeprefix(here)
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _many(count: int, what: str, plural: str = "") -> str:
+    return f"{count} {what if count == 1 else plural or what + 's'}"
 
 
 def _cut(line: str, width: int | None) -> str:

@@ -1,0 +1,71 @@
+"""Let the casts of parameters read copies that outlive the call.
+
+Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(weight); y = linear(x, w)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import captured, tensors, value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import TRANSFORM
+from amp_graph.passes.torch_private import storage_key
+from amp_graph.passes.weight_copies import WeightCopies
+
+
+@dataclass(frozen=True)
+class KeepWeightCopies(Pass):
+    """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
+
+    Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
+    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "keep-weight-copies"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast of a parameter."""
+        memory = observe(gm, marks(gm))
+        returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
+        changes, skips = [], []
+        for node in gm.graph.nodes:
+            if not _casts_parameter(node) or value(node).dtype != self.copies.dtype:
+                continue
+            reason = _refusal(node, memory, returned)
+            if reason:
+                skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
+                continue
+            node.op, node.target, node.kwargs = "call_function", self.copies.read, {}
+            changes.append(Change(self.name, "kept", node.name, "cast once an update"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _casts_parameter(node: Node) -> bool:
+    if CAST not in node.meta or node.op != "call_method" or not isinstance(node.args[0], Node):
+        return False
+    source = node.args[0]
+    return source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
+
+
+def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
+    """Return why a cast must stay a cast, or ""."""
+    source = node.args[0]
+    assert isinstance(source, Node), "asked of casts alone"
+    if memory.is_written(source):
+        return "the forward writes to it"
+    if storage_key(value(node)) in returned:
+        return "the forward returns it"
+    if TRANSFORM in node.meta:
+        return "inside a torch.func transform"
+    if value(source).device.type != "cpu":
+        return f"it is on {value(source).device.type}"
+    return ""

@@ -123,7 +123,7 @@ def words_of(tensor: torch.Tensor) -> memoryview:
     """
     count = tensor.numel()
     words = (ctypes.c_uint32 * count).from_address(tensor.data_ptr())
-    return memoryview(words).cast("B").cast("I")[:: 1 if count <= 8 * WORDS else count // WORDS | 1]
+    return memoryview(words).cast("B").cast("I")[:: 1 if count <= 8 * WORDS else (count // WORDS - 1) | 1]
 
 
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:

@@ -10,8 +10,10 @@ from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
@@ -19,6 +21,9 @@ from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import TRANSFORM
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies
+
+# They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
+READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class KeepWeightCopies(Pass):
             if reason:
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
                 continue
-            node.op, node.target, node.kwargs = "call_function", self.copies.read, {}
+            node.op, node.target = "call_function", self.copies.read
+            node.kwargs = {"once": True} if _is_read_once(node) else {}
             changes.append(Change(self.name, "kept", node.name, "cast once an update"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -69,3 +75,13 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
     if value(source).device.type != "cpu":
         return f"it is on {value(source).device.type}"
     return ""
+
+
+def _is_read_once(cast: Node) -> bool:
+    """Say whether one operation alone reads ``cast``, and hands one gradient back for it."""
+    found: list[Node] = []
+    for reader in cast.users:
+        map_arg((reader.args, reader.kwargs), found.append)
+        if not names_of(reader) or not READ_ONCE.issuperset(names_of(reader)):
+            return False
+    return found.count(cast) == 1

@@ -97,8 +97,9 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     The engine casts a gradient to the dtype of the value that the receiving node was made for, as the backward of a
     cast does, for create_graph and batched gradients too. Here that is a node which passes ``source`` on, and then
     the values are exchanged. ``_unsafe_view`` is such a node whose result is no view and has its own version counter.
-    The node saves nothing and so serves any number of backwards; views of the result are what to hand out, so that
-    the gradients of each one's readers are added up before they are cast. ``source`` lives as long as the result.
+    The node saves nothing and so serves any number of backwards, whose gradients it adds in that dtype. Where one call
+    has several readers, a view of the result adds theirs up before they are cast, as a plain cast's backward does.
+    ``source`` lives as long as the result.
     """
     given = _unsafe_view(source, source.shape)
     given.data = low

@@ -116,7 +116,7 @@ class WeightCopies:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
         updates, grad_enabled = _UPDATES, torch.is_grad_enabled
 
-        def weight_copy(weight: Tensor) -> Tensor:
+        def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
             kept = self._kept.get(id(weight))
             if (
                 kept is None
@@ -140,7 +140,7 @@ class WeightCopies:
                 given = kept.given
                 if given is None:
                     given = kept.given = borrow(weight, kept.low)
-                return given.view_as(given)
+                return given if once else given.view_as(given)
             return kept.low
 
         return weight_copy
@@ -173,7 +173,7 @@ class WeightCopies:
         if not large and not kept.reused and kept.passed != (version, mark) and torch.is_grad_enabled():
             kept.passed = (version, mark)  # one call an update: keeping a small copy would cost more than it saves
             return weight.to(self.dtype)
-        if large and holders(kept, "low") == (_ALONE if kept.given is None else _BORROWED):
+        if large and _is_nobody_elses(kept):
             with torch.no_grad():
                 kept.low.copy_(weight)
             low, own = None, kept.low
@@ -220,6 +220,13 @@ class WeightCopies:
 class _Holder:
     def __init__(self) -> None:
         self.low = torch.empty(1)
+
+
+def _is_nobody_elses(kept: _Kept) -> bool:
+    """Say whether no graph, alias or thread has the copy, or the way back that was made for it."""
+    if kept.given is None:
+        return holders(kept, "low") == _ALONE
+    return holders(kept, "low") == holders(kept, "given") == _BORROWED
 
 
 _HOLDER = _Holder()

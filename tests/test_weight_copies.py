@@ -336,10 +336,14 @@ def test_the_check_mode_finds_it(monkeypatch):
     ours(X)
 
 
-def test_an_update_between_forward_and_backward_leaves_that_backward_its_weights():
-    """A copy that a backward still needs is not written over: large ones are otherwise cast into the old memory."""
+def deep():
+    return nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+
+
+def updated_before_backward(kind):
+    """Outputs and gradients of a call whose weights were written to before its backward, and of the one after."""
     results = []
-    for model in pair(lambda: Net(512)):
+    for model in pair(kind):
         for _ in range(2):
             model(X)
         x = X.clone().requires_grad_()
@@ -349,10 +353,21 @@ def test_an_update_between_forward_and_backward_leaves_that_backward_its_weights
                 if "norm" not in name:  # which backward reads itself
                     p.mul_(2)
         second = model(X)  # casts anew, while the first graph is alive
-        first_grad = torch.autograd.grad(out.sum(), [x, model.twice])
+        first_grad = torch.autograd.grad(out.sum(), [x, *model.parameters()])
         results.append([out, second, *first_grad, *torch.autograd.grad(second.sum(), list(model.parameters()))])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", [lambda: Net(512), deep], ids=["read twice", "read once"])
+def test_an_update_between_forward_and_backward_leaves_that_backward_its_weights(kind):
+    """A copy that a backward still needs is not written over: large ones are otherwise cast into the old memory."""
+    assert updated_before_backward(kind)
+
+
+@pytest.mark.parametrize("kind", [lambda: Net(512), deep], ids=["read twice", "read once"])
+def test_control_a_copy_that_is_written_over_changes_that_backward(kind, monkeypatch):
+    monkeypatch.setattr(weight_copies, "_is_nobody_elses", lambda kept: True)
+    assert not updated_before_backward(kind)
 
 
 def test_a_large_copy_is_cast_into_its_own_memory():

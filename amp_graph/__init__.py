@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
+    from amp_graph.convert import drop_weight_copies as drop_weight_copies
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
@@ -29,6 +30,7 @@ _HOME |= {
     "GradScaler": "grad_scaler",
     "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
+    "drop_weight_copies": "convert",
     "report": "report",
     "revert": "convert",
     "rewrite": "rewrite",
@@ -40,6 +42,7 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
+    "drop_weight_copies",
     "precision",
     "report",
     "revert",

@@ -26,6 +26,8 @@ from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.keep_weight_copies import KeepWeightCopies
+from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.torch_private import (
     being_traced,
     capture_with_dynamo,
@@ -34,6 +36,7 @@ from amp_graph.passes.torch_private import (
     outside_dynamo,
     own_code_object,
 )
+from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
@@ -78,6 +81,7 @@ class Conversion:
     breaks: list[Piece] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     runs: int = 0
+    copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
     # What the instance had as ``forward`` of its own (another library's wrapper), else None.
     wrapped: Callable[..., Any] | None = None
 
@@ -87,6 +91,7 @@ class Conversion:
         # What is captured, and what runs where nothing was: low parameters (O2, O3) are seen as fp32 in it.
         self._wide = widened(self.model, self._forward) if self.policy.level in HELD_LOW else self._forward
         functools.update_wrapper(self, self._forward, updated=())  # transformers' Trainer reads its signature
+        self.copies = None
         self._run = self._capturing()
         self._misses, self._events = 0, 0  # calls in which nothing ran; what Dynamo did not capture since the last look
         self._read: set[int] = set()  # parameters that a captured graph reads
@@ -98,6 +103,8 @@ class Conversion:
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
+        if self.copies is not None:
+            self.copies.drop()
 
     def as_written(self) -> Callable[..., Any]:
         """Return the forward that the model was written with, for a capture of its own, with its hooks."""
@@ -226,7 +233,9 @@ class Conversion:
         policy = self.policy
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
             policy = replace(policy, keep_outputs=True)
-        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model))
+        self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
+        last = () if self.copies is None else (KeepWeightCopies(self.copies),)
+        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last)
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
             record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)
@@ -256,6 +265,28 @@ class Conversion:
         """Hear from Dynamo that a graph ended before its frame did."""
         self._events += 1
         self.breaks.append(Piece(_line_of(stack), _cause(reason)))
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def _new_copies(self) -> WeightCopies | None:
+        """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
+        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
+            return None
+        dtype = self.policy.torch_dtype(_device_of_model(self.model) or "cpu")
+        return WeightCopies(dtype, self._written_in_secret, is_verifying())
+
+    def _written_in_secret(self, weight: torch.Tensor) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
+        self._note(
+            f"{name} was written without a trace in its version counter (through .data, say): weights are cast at each "
+            "call from now on, until amp_graph.drop_weight_copies(model)"
+        )
+        warnings.warn(
+            f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
+            "  fix:   write under torch.no_grad() to the parameter itself, or policy 'weight_copies=false'",
+            AmpGraphWarning,
+            stacklevel=4,
+        )
 
     # -- copies ---------------------------------------------------------------------------------------
 

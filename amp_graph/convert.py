@@ -91,6 +91,19 @@ def revert(model: Model) -> Model:
     return model
 
 
+def drop_weight_copies(model: torch.nn.Module) -> int:
+    """Forget the low-precision copies of the weights of a converted ``model``; the next call makes them anew.
+
+    To be called after a write that neither a version counter nor an optimizer's step shows (to a parameter's
+    ``.data``, through ``numpy``), or to have the memory. Returns how many bytes the copies had. Raises CaptureError
+    if ``model`` is not converted.
+    """
+    found = conversion_of(model)
+    if found is None:
+        raise CaptureError("drop_weight_copies: the model is not converted\n  fix:   amp_graph.convert(model)")
+    return found.copies.drop() if found.copies is not None else 0
+
+
 def _refuse_what_is_no_model(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(

@@ -36,7 +36,10 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class CastReport:
-    """One inserted cast: of which value ("weight" or "activation"), to which dtype, and for whom."""
+    """One inserted cast: of which value ("weight" or "activation"), to which dtype, and for whom.
+
+    ``kept``: its result is a copy that later calls read, until something writes to the weight.
+    """
 
     name: str
     number: str
@@ -44,6 +47,7 @@ class CastReport:
     of: str
     to: str
     reason: str
+    kept: bool = False
 
 
 @dataclass(frozen=True)

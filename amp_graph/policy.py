@@ -36,6 +36,7 @@ class Policy:
     remove: operations that no list is to speak of.
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
+    weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     """
 
@@ -52,6 +53,7 @@ class Policy:
     remove: tuple[str, ...] = ()
     keep_fp32: str = ""
     keep_outputs: bool = True
+    weight_copies: bool = True
     device: str = ""
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.conversion import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note
-from amp_graph.passes import facts
+from amp_graph.passes import facts, weight_copies
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.manager import Timed
@@ -86,7 +86,12 @@ def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    return CAST in node.meta and node.op == "call_method"
+    return CAST in node.meta and (node.op == "call_method" or is_kept(node))
+
+
+def is_kept(node: Node) -> bool:
+    """Say whether ``node`` reads a weight's copy that outlives the call."""
+    return getattr(node.target, "__module__", "") == weight_copies.__name__
 
 
 def mark_of(node: Node) -> Mark | None:
@@ -161,7 +166,8 @@ def _cast_reports(part: Part, held: Collection[Node]) -> Iterator[CastReport]:
         source = node.args[0]
         of = WEIGHT if source in held else ACTIVATION
         name, number = part.path + node.name, part.path + numbers[node]
-        yield CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST])
+        kept = is_kept(node)
+        yield CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
 
 
 def _weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:

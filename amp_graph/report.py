@@ -95,7 +95,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
         tuple(found.notes),
-        memory_of(found.model, optimizer),
+        memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
     )
 
 

@@ -98,7 +98,9 @@ def _tally(counts: Counter[str]) -> str:
 
 def _casts(graph: GraphReport) -> list[str]:
     weights = sum(c.of == WEIGHT for c in graph.casts)
-    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights"
+    kept = sum(c.kept for c in graph.casts)
+    once = f", {'all' if kept == weights else kept} kept" if kept else ""
+    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
     lines = [f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed"]
     return lines + [f"    removed {note.node}: {note.reason}" for note in graph.removed[:3]]
 

@@ -76,8 +76,10 @@ def rewrite(
     return copied
 
 
-def rewrite_in_place(gm: GraphModule, policy: Policy, device: str | None = None) -> Rewritten:
-    """Rewrite ``gm`` itself and say what was done."""
+def rewrite_in_place(
+    gm: GraphModule, policy: Policy, device: str | None = None, last: Sequence[Pass] = ()
+) -> Rewritten:
+    """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done."""
     adopt_values(gm)
     inline_checkpoints(gm)
     adopt_values(gm)
@@ -94,7 +96,7 @@ def rewrite_in_place(gm: GraphModule, policy: Policy, device: str | None = None)
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    done = run_passes(gm, passes_for(policy, device)) if policy.level != "O0" else ()
+    done = run_passes(gm, [*passes_for(policy, device), *last]) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.master_weights import follow, master_of, were_written_back
+from amp_graph.passes.weight_copies import last_update
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Copy:
 
     parameter: Tensor
     low: Tensor
-    seen: tuple[int, int]
+    seen: tuple[int, int, object]
 
 
 @dataclass
@@ -70,7 +71,8 @@ class StepState:
     def refresh(self) -> None:
         """Bring copies and masters up to date with parameters that someone else has written since.
 
-        Seen by version counter and address; writes through ``.data`` bump no counter: ``TrainStep.refresh``.
+        Seen by version counter, address, and any optimizer's step; writes through ``.data`` bump no counter, and are
+        what ``TrainStep.refresh`` is for.
         """
         for parameter in self.held.values():
             master_of(parameter)
@@ -101,5 +103,6 @@ class StepState:
             total.zero_()
 
 
-def _version(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
+def _version(parameter: Tensor) -> tuple[int, int, object]:
+    """Return what changes when ``parameter`` is written; fused optimizers leave the version counter alone."""
+    return parameter._version, parameter.data_ptr(), last_update()

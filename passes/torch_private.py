@@ -7,9 +7,11 @@ Checked on 2.13.0 (all of it run by the test-suite); 2.11 and 2.12 by reading th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import itertools
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's o
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
+from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of its module
     register_optimizer_step_post_hook,
@@ -32,13 +35,16 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "StorageWeakRef",
     "allow_in_graph",
     "being_traced",
+    "borrow",
     "break_reasons",
     "capture_with_dynamo",
     "compiled_in_place",
     "concrete_size",
     "dispatch_has_kernel",
+    "holders",
     "in_forward_mode",
     "in_transform",
     "is_batched",
@@ -51,6 +57,7 @@ __all__ = [
     "storage_key",
     "tracing_fake",
     "with_parameters",
+    "words_of",
 ]
 
 # A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
@@ -88,6 +95,45 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
+
+
+def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return ``low`` as a tensor whose gradient goes to ``source`` in the dtype of ``source``; nothing is cast.
+
+    The engine casts a gradient to the dtype of the value that the receiving node was made for, as the backward of a
+    cast does, for create_graph and batched gradients too. Here that is a node which passes ``source`` on, and then
+    the values are exchanged. ``_unsafe_view`` is such a node whose result is no view and has its own version counter.
+    The node saves nothing and so serves any number of backwards, whose gradients it adds in that dtype. Where one call
+    has several readers, a view of the result adds theirs up before they are cast, as a plain cast's backward does.
+    ``source`` lives as long as the result.
+    """
+    given = _unsafe_view(source, source.shape)
+    given.data = low
+    return given
+
+
+def holders(owner: Any, name: str) -> tuple[int, int, int]:
+    """Count who holds the tensor ``owner.name``: its memory (aliases), the tensor (autograd), the object (Python)."""
+    tensor = getattr(owner, name)
+    counted = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return counted, tensor._use_count(), sys.getrefcount(tensor)
+
+
+WORDS = 32
+
+
+def words_of(tensor: torch.Tensor) -> memoryview:
+    """Return a few 32-bit words spread over the memory of a dense fp32 ``tensor`` on the CPU, all of a small one.
+
+    Reading them is only safe while the tensor's storage is alive and where it was. The step is odd, so that the
+    words are not all of one column.
+    """
+    count = tensor.numel()
+    words = (ctypes.c_uint32 * count).from_address(tensor.data_ptr())
+    return memoryview(words).cast("B").cast("I")[:: 1 if count <= 8 * WORDS else (count // WORDS - 1) | 1]
 
 
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:

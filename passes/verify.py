@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts, runtime
+from amp_graph.passes import facts, runtime, weight_copies
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
@@ -79,16 +79,21 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     """Return the operations of a node, identified here where no pass has done so."""
-    if not is_tensor_call(node) or getattr(node.target, "__module__", "") == runtime.__name__:
+    if not is_tensor_call(node) or _is_ours(node):
         return ()
     identity = node.meta.get(OPS) or identify(node, mode)
     return identity.operations if isinstance(identity, Identity) else ()
 
 
+def _is_ours(node: Node) -> bool:
+    """Say whether ``node`` calls a function of this package, which fake tensors need not know."""
+    return getattr(node.target, "__module__", "") in (runtime.__name__, weight_copies.__name__)
+
+
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    if "amp_region" in node.meta or is_part(node) or getattr(node.target, "__module__", "") == runtime.__name__:
+    if "amp_region" in node.meta or is_part(node) or _is_ours(node):
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)

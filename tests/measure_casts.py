@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp_graph.conversion import conversion_of
 from tests.measure_dtypes import CASTS, MOVES, Watch, op_name, tensors
 
 # Autograd nodes that hand a weight's gradient on without computing: a cast of `w.t()` is a cast of w.
@@ -178,10 +179,14 @@ def _conversions(name: str, args: tuple, out: Any) -> Iterator[tuple[torch.Tenso
 def saved_bytes(fn: Callable[[], Any], model: nn.Module, *, weight_copies: bool = True) -> int:
     """Bytes that `fn` saves for backward, each storage once, without the model's parameters and buffers.
 
-    Those exist anyway. `weight_copies=False` also leaves out what was cast from a parameter, to see
-    activations alone: a system that keeps such copies elsewhere would otherwise seem to save less.
+    Those exist anyway. `weight_copies=False` also leaves out what was cast from a parameter, now or in an
+    earlier call, to see activations alone: a system that keeps such copies elsewhere would otherwise seem
+    to save less.
     """
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    converted = conversion_of(model)
+    if not weight_copies and converted is not None and converted.copies is not None:
+        known |= {_storage(t) for t in converted.copies.tensors}
     sizes: dict[StorageWeakRef, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:

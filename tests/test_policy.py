@@ -24,6 +24,7 @@ OTHER = {
     "remove": ("aten.log",),
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
+    "weight_copies": False,
     "device": "cuda",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]

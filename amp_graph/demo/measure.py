@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_graph.passes.weight_copies import weights_were_written
+
 COPIES = ("aten._to_copy", "aten.copy_", "prims.convert_element_type")
 
 
@@ -50,10 +52,11 @@ def _converts(before: Any, after: Any) -> bool:
 
 
 def casts_and_saved(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, float]:
-    """Return the casts of one forward and backward, and the MB kept between the two.
+    """Return the casts of one forward and backward after an update of the weights, and the MB kept between the two.
 
     Each storage counts once; the model's own parameters and buffers do not count.
     """
+    weights_were_written()
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     sizes: dict[StorageWeakRef, int] = {}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import amp_graph
+from amp_graph.passes.weight_copies import weights_were_written
 from tests.corpus import CASES, Case, make
 from tests.corpus.losses import classify, of, own
 from tests.corpus.transformers_models import HEADS, INIT, VOCAB, WIDTH, _masked_lm
@@ -69,8 +70,11 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-def step(case, policy=None):
-    """(casts, bytes saved without weight copies) of the second step, converted or under autocast."""
+def step(case, policy=None, updated=True):
+    """(casts, bytes saved without weight copies) of the second step, converted or under autocast.
+
+    Unless weights were `updated` in between, it is a second micro-batch.
+    """
     context = autocast if policy is None else contextlib.nullcontext
     model, *_ = make(case)
     if policy:
@@ -83,6 +87,8 @@ def step(case, policy=None):
 
     for _ in range(2):  # the first captures
         model.zero_grad()
+        if updated:
+            weights_were_written()
         with CastCounter(model) as casts:
             result = loss()
             casts.phase = "backward"
@@ -114,6 +120,16 @@ def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     ours, _ = step(DEEP[name], "bf16")
     theirs, _ = step(DEEP[name])
     assert ours.weight <= theirs.weight
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_second_micro_batch_casts_no_weight(name):
+    ours, _ = step(DEEP[name], "bf16", updated=False)
+    theirs, _ = step(DEEP[name], updated=False)
+    assert not ours.of("forward", "weight"), ours.table()
+    assert len(theirs.of("forward", "weight")) > LAYERS
+    assert ours.of("backward", "weight")
+    assert ours.total < theirs.total
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -1,0 +1,87 @@
+"""Let the casts of parameters read copies that outlive the call.
+
+Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(weight); y = linear(x, w)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import captured, tensors, value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import TRANSFORM
+from amp_graph.passes.torch_private import storage_key
+from amp_graph.passes.weight_copies import WeightCopies
+
+# They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
+READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
+
+
+@dataclass(frozen=True)
+class KeepWeightCopies(Pass):
+    """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
+
+    Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
+    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "keep-weight-copies"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast of a parameter."""
+        memory = observe(gm, marks(gm))
+        returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
+        changes, skips = [], []
+        for node in gm.graph.nodes:
+            if not _casts_parameter(node) or value(node).dtype != self.copies.dtype:
+                continue
+            reason = _refusal(node, memory, returned)
+            if reason:
+                skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
+                continue
+            node.op, node.target = "call_function", self.copies.read
+            node.kwargs = {"once": True} if _is_read_once(node) else {}
+            changes.append(Change(self.name, "kept", node.name, "cast once an update"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _casts_parameter(node: Node) -> bool:
+    if CAST not in node.meta or node.op != "call_method" or not isinstance(node.args[0], Node):
+        return False
+    source = node.args[0]
+    return source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
+
+
+def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
+    """Return why a cast must stay a cast, or ""."""
+    source = node.args[0]
+    assert isinstance(source, Node), "asked of casts alone"
+    if memory.is_written(source):
+        return "the forward writes to it"
+    if storage_key(value(node)) in returned:
+        return "the forward returns it"
+    if TRANSFORM in node.meta:
+        return "inside a torch.func transform"
+    if value(source).device.type != "cpu":
+        return f"it is on {value(source).device.type}"
+    return ""
+
+
+def _is_read_once(cast: Node) -> bool:
+    """Say whether one operation alone reads ``cast``, and hands one gradient back for it."""
+    found: list[Node] = []
+    for reader in cast.users:
+        map_arg((reader.args, reader.kwargs), found.append)
+        if not names_of(reader) or not READ_ONCE.issuperset(names_of(reader)):
+            return False
+    return found.count(cast) == 1

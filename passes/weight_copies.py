@@ -1,0 +1,256 @@
+"""Low-precision copies of parameters, each made once an update and read until something writes the parameter.
+
+Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, which casts only where its copy is old.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_graph.passes.base import VerifyError
+from amp_graph.passes.torch_private import StorageWeakRef, borrow, holders, storage_key, words_of
+
+WeightCopy = Callable[..., Tensor]
+LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
+
+
+class _Updates:
+    """When parameters were last updated by what no version counter shows: an object that is new each time."""
+
+    mark: object = None
+
+
+_UPDATES = _Updates()
+
+
+def weights_were_written() -> None:
+    """Make every copy in this process old.
+
+    Fused optimizers, and those that write to ``.data``, leave version counters alone; so may what follows an
+    update (an exponential average, clipping, masks). Each step of any optimizer therefore ends here.
+    """
+    _UPDATES.mark = object()
+
+
+def last_update() -> object:
+    """Return an object that is another one after each update of any weights in this process."""
+    hear_of_updates()
+    return _UPDATES.mark
+
+
+@functools.cache
+def hear_of_updates() -> None:
+    """Have every optimizer say when it stepped. torch.compile traces the hook: it may only assign."""
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weights_were_written())
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """One copy, and what the parameter looked like when it was made: replaced as a whole, for threads read it."""
+
+    low: Tensor
+    version: int
+    mark: object
+    # Held weakly, so that no other storage gets this one's identity, and none is kept from being freed.
+    storage: StorageWeakRef
+    key: int
+    pointer: int
+    stride: tuple[int, ...]
+    words: memoryview
+    values: bytes
+    given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
+    reused: bool = False  # whether the copy was of any use
+    passed: tuple[int, object] | None = None  # version and mark of an update after which no copy was made
+
+    def again(self, low: Tensor, version: int, mark: object) -> _Kept:
+        """Return what is known once the same parameter was cast anew, to ``low``."""
+        stable = (self.storage, self.key, self.pointer, self.stride, self.words)
+        given = self.given if low is self.low else None
+        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed == (version, mark))
+
+
+class WeightCopies:
+    """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
+
+    A copy is read as long as the parameter has the same storage, address, strides and version counter, no optimizer
+    has stepped since, and some words spread over the parameter are what they were. Only parameters in the memory
+    of the CPU whose whole storage is theirs have copies: shared memory and flat buffers (FSDP) are written by others.
+
+    ``found_written`` hears of a parameter whose words changed without a trace (a write to ``.data``, ``numpy``,
+    another process): every parameter is cast at each call from then on, until ``drop``.
+    ``checked``: compare each copy with its parameter, bit by bit, whenever it is read; raises VerifyError.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, found_written: Callable[[Tensor], None] | None = None, checked: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.enabled = True
+        self._found_written = found_written or (lambda weight: None)
+        self._checked = checked
+        self._kept: dict[int, _Kept] = {}
+        self._room = FEW  # how many copies there may be before those of freed parameters are looked for
+        self.read = self._reader()
+        hear_of_updates()
+
+    def drop(self) -> int:
+        """Forget every copy and return how many bytes they had; the next call makes them anew."""
+        size = self.bytes
+        self._kept, self.enabled = {}, True
+        return size
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The copies of parameters that are still there."""
+        self._purge()
+        return [kept.low for kept in list(self._kept.values())]
+
+    @property
+    def bytes(self) -> int:
+        """What the copies take."""
+        return sum(low.untyped_storage().nbytes() for low in self.tensors)
+
+    def _reader(self) -> WeightCopy:
+        """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
+        updates, grad_enabled = _UPDATES, torch.is_grad_enabled
+
+        def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
+            kept = self._kept.get(id(weight))
+            if (
+                kept is None
+                or storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
+                or weight.data_ptr() != kept.pointer
+                or weight.stride() != kept.stride
+            ):
+                return self._first(weight)
+            if weight._version != kept.version or updates.mark is not kept.mark:
+                cast = self._again(weight, kept)
+                if cast is not None:
+                    return cast
+                kept = self._kept[id(weight)]
+            elif kept.words.tobytes() != kept.values:
+                return self._written_in_secret(weight)
+            else:
+                kept.reused = True
+            if self._checked:
+                self._check(weight, kept.low)
+            if weight.requires_grad and grad_enabled():
+                given = kept.given
+                if given is None:
+                    given = kept.given = borrow(weight, kept.low)
+                return given if once else given.view_as(given)
+            return kept.low
+
+        return weight_copy
+
+    def _first(self, weight: Tensor) -> Tensor:
+        """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
+        self._kept.pop(id(weight), None)
+        if not self.enabled or not may_be_kept(weight):
+            return weight.to(self.dtype)
+        if not FEW < len(self._kept) < self._room:
+            self._purge()
+        version, mark = weight._version, _UPDATES.mark  # before the values: a write in between makes the copy old
+        low, own = self._cast(weight)
+        if type(own) is Tensor:  # not where a mode that traces is at work
+            storage, words = StorageWeakRef(weight.untyped_storage()), words_of(weight)
+            place = (storage.cdata, weight.data_ptr(), weight.stride())
+            self._kept[id(weight)] = _Kept(own, version, mark, storage, *place, words, words.tobytes())
+        return low
+
+    def _again(self, weight: Tensor, kept: _Kept) -> Tensor | None:
+        """Cast ``weight``, which was written to, as a plain cast does.
+
+        Returns None where that went into the old copy, which is large and nobody has any more: fresh memory costs
+        page faults, for 2 MiB more than ten times what the cast does.
+        """
+        if not weight.is_leaf:
+            return self._first(weight)
+        version, mark = weight._version, _UPDATES.mark
+        large = weight.numel() >= LARGE
+        if not large and not kept.reused and kept.passed != (version, mark) and torch.is_grad_enabled():
+            kept.passed = (version, mark)  # one call an update: keeping a small copy would cost more than it saves
+            return weight.to(self.dtype)
+        if large and _is_nobody_elses(kept):
+            with torch.no_grad():
+                kept.low.copy_(weight)
+            low, own = None, kept.low
+        else:
+            low, own = self._cast(weight)
+        if type(own) is Tensor:  # not where a mode that traces is at work
+            self._kept[id(weight)] = kept.again(own, version, mark)
+        return low
+
+    def _cast(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a plain cast of ``weight``, and the same without its autograd history."""
+        if torch.is_inference_mode_enabled():  # what is made in there cannot be saved for a backward outside
+            with torch.inference_mode(False), torch.no_grad():
+                low = weight.to(self.dtype)
+        else:
+            low = weight.to(self.dtype)
+        return low, low.detach() if low.requires_grad else low
+
+    def _purge(self) -> None:
+        """Let go of the copies of parameters that were freed or replaced."""
+        for key, kept in list(self._kept.items()):
+            kept.given = None  # which would hold the parameter
+            if kept.storage.expired():
+                self._kept.pop(key, None)
+        self._room = len(self._kept) * 5 // 4
+
+    def _written_in_secret(self, weight: Tensor) -> Tensor:
+        self._kept, self.enabled = {}, False
+        self._found_written(weight)
+        return weight.to(self.dtype)
+
+    def _check(self, weight: Tensor, low: Tensor) -> None:
+        with torch.no_grad():
+            fresh = weight.detach().to(self.dtype)
+        if not torch.equal(fresh.view(torch.int16), low.view(torch.int16)):
+            raise VerifyError(
+                f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and neither its version counter "
+                "nor an optimizer's step shows it\n"
+                "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
+                "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
+            )
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.low = torch.empty(1)
+
+
+def _is_nobody_elses(kept: _Kept) -> bool:
+    """Say whether no graph, alias or thread has the copy, or the way back that was made for it."""
+    if kept.given is None:
+        return holders(kept, "low") == _ALONE
+    return holders(kept, "low") == holders(kept, "given") == _BORROWED
+
+
+_HOLDER = _Holder()
+_ALONE = holders(_HOLDER, "low")  # what is counted of a tensor that one attribute holds
+_ALIAS = _HOLDER.low.detach()
+_BORROWED = holders(_HOLDER, "low")  # and of one that has an alias
+del _ALIAS
+
+
+def may_be_kept(weight: Any) -> bool:
+    """Say whether a copy of ``weight`` can be trusted until one of the signs of a write shows."""
+    return (
+        type(weight) is torch.nn.Parameter
+        and weight.is_leaf
+        and weight.device.type == "cpu"
+        and weight.layout is torch.strided
+        and not weight.is_inference()
+        and not weight.is_shared()
+        and not getattr(weight, "_fsdp_flattened", False)
+        and 0 < weight.numel() * weight.element_size() == weight.untyped_storage().nbytes()
+    )

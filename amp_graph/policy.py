@@ -19,6 +19,10 @@ from amp_graph.lists import OpList, effective
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = ("O0", "O1")
 ACCURACIES = ("autocast", "fast")
+# Passes that a policy can do without; the others make the plan and its casts.
+SKIPPABLE = (
+    "attention", "eliminate_casts", "fuse_gelu", "protect_norms", "recompute_activations", "share_casts",
+)  # fmt: skip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -35,6 +39,7 @@ class Policy:
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
+    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
     """
 
     dtype: str = "auto"
@@ -51,6 +56,7 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     device: str = ""
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -58,6 +64,9 @@ class Policy:
         _check("level", self.level, LEVELS)
         _check("accuracy", self.accuracy, ACCURACIES)
         _check("device", self.device, ("", "cpu", "cuda"))
+        object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
+        for name in self.skip:
+            _check("skip", name, SKIPPABLE)
         try:
             re.compile(self.keep_fp32)
         except re.error as error:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts, runtime
+from amp_graph.passes import attention_backward, facts, runtime
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
@@ -19,6 +19,9 @@ from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensor
 from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import FakeTensorMode
+
+# Functions of these modules have no identity to compare: they are what passes put in the place of operations.
+OURS = frozenset({attention_backward.__name__, runtime.__name__})
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,13 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
         str(part.op)
         for node in nodes
         for part in _operations(node, mode)
-        if facts.is_random(part.op) or facts.is_mutable(part.op)
+        if facts.draws(part.op, part.arguments) or facts.is_mutable(part.op)
     ]
 
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     """Return the operations of a node, identified here where no pass has done so."""
-    if not is_tensor_call(node) or getattr(node.target, "__module__", "") == runtime.__name__:
+    if not is_tensor_call(node) or getattr(node.target, "__module__", "") in OURS:
         return ()
     identity = node.meta.get(OPS) or identify(node, mode)
     return identity.operations if isinstance(identity, Identity) else ()
@@ -88,7 +91,7 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    if "amp_region" in node.meta or is_part(node) or getattr(node.target, "__module__", "") == runtime.__name__:
+    if "amp_region" in node.meta or is_part(node) or getattr(node.target, "__module__", "") in OURS:
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)

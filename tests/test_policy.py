@@ -25,6 +25,7 @@ OTHER = {
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
     "device": "cuda",
+    "skip": ("attention", "fuse_gelu"),
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

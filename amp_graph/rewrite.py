@@ -18,6 +18,7 @@ from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
+from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -106,7 +107,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    kernels: list[Pass] = [Attention()] if ours else []
+    kernels: list[Pass] = [Attention(), ContiguousLinear()] if ours else []
     found = [
         IdentifyOps(),
         *fusions,

@@ -1,4 +1,4 @@
-"""Attention that trains keeps the kernel's forward bit for bit, and gradients no further from fp64 than the kernel's."""
+"""Attention that trains: the kernel's forward bit for bit, and gradients no further from fp64 than the kernel's."""
 
 import math
 

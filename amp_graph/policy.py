@@ -21,7 +21,8 @@ LEVELS = ("O0", "O1")
 ACCURACIES = ("autocast", "fast")
 # Passes that a policy can do without; the others make the plan and its casts.
 SKIPPABLE = (
-    "attention", "contiguous_linear", "eliminate_casts", "fuse_gelu", "protect_norms", "recompute_activations", "share_casts",
+    "attention", "channels_last", "contiguous_linear", "eliminate_casts", "fuse_gelu", "protect_norms",
+    "recompute_activations", "share_casts",
 )  # fmt: skip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.errors import CaptureError
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
+from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.contiguous_linear import ContiguousLinear
@@ -107,7 +108,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    kernels: list[Pass] = [Attention(), ContiguousLinear()] if ours else []
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast()] if ours else []
     found = [
         IdentifyOps(),
         *fusions,

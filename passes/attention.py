@@ -40,8 +40,8 @@ class Attention(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every attention that trains."""
         mode = fake_mode_of(gm)
-        for node in list(gm.graph.nodes) if mode is not None else []:
-            if _hides_attention(node):
+        for node in list(gm.graph.nodes):
+            if mode is not None and _hides_attention(node):
                 expand(gm, node, frozenset(), mode)
         changes, skips = [], []
         for node in gm.graph.nodes:

@@ -115,12 +115,12 @@ def attention_backward(
     if causal:
         bias = _causal_bias(length, key).repeat(groups, 1)
     for part in _parts(query, keys):
-        given = [t[part].flatten(0, 1) for t in (grad, query, key, value)]
+        g, q, k, v = (t[part].flatten(0, 1) for t in (grad, query, key, value))
         if mask is not None:
             whole = mask.expand(query.shape[0], groups * query.shape[1], length, keys)
             bias = whole.unflatten(1, (-1, groups))[part].flatten(2, 3).flatten(0, 1).float()
             dead = (bias == -math.inf).all(-1, keepdim=True)
-        for all_heads, found in zip(made, _block(*given, bias, dead, scale), strict=True):
+        for all_heads, found in zip(made, _block(g, q, k, v, bias, dead, scale), strict=True):
             all_heads[part] = found.view(all_heads[part].shape)
     return made[0].unflatten(2, (groups, length)).flatten(1, 2), made[1], made[2]
 

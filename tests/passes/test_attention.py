@@ -8,12 +8,18 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import attention_backward
+from amp_graph.passes import attention_backward, what_pays
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.attention_backward import attention_low
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.what_pays import explicit_backward_pays
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 4, 32, 40, 16
 
@@ -174,12 +180,16 @@ def test_a_policy_can_leave_it_out_and_reproductions_do():
         assert sum(n.target is attention_low for n in graph.rewritten.gm.graph.nodes) == count, policy
 
 
-def test_the_rule_is_about_the_machine():
-    low = explicit_backward_pays("cpu", BF16, 128, 128)
-    assert low == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def test_the_rule_is_about_the_machine(monkeypatch):
+    assert explicit_backward_pays("cpu", BF16, 128, 128)
     assert not explicit_backward_pays("cpu", BF16, 4096, 4096)
     assert not explicit_backward_pays("cuda", BF16, 128, 128)
     assert not explicit_backward_pays("cpu", torch.float16, 128, 128)
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: False)
+    assert not explicit_backward_pays("cpu", BF16, 128, 128)
+    _, _, _, result = passed(attend)
+    assert not result.changes
+    assert "the kernel is as fast" in result.skips[0].reason
 
 
 def test_the_whole_step_traces_it_as_one_node():

@@ -7,13 +7,16 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
+from amp_graph.passes import what_pays
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.image_layout import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.what_pays import channels_last_pays
-from tests.passes.graphs import BF16, Function, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import Function, capture_function, differences, passes_before, run_step
 
-pytestmark = pytest.mark.skipif(not channels_last_pays("cpu", BF16, 2), reason="does not pay on this machine")
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):
@@ -232,3 +235,10 @@ def test_a_second_run_changes_nothing():
     _, ours, _, _ = passed(residual)
     (again,) = run_passes(ours, [ChannelsLast()], checked=True)
     assert not again.result.changes
+
+
+def test_a_machine_where_it_does_not_pay(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: False)
+    _, _, _, result = passed(convs)
+    assert not result.changes
+    assert "does not pay" in result.skips[0].reason

@@ -124,8 +124,9 @@ class StepParts:
             if self.options.micro_batches > 1:
                 scaled = scaled / self.options.micro_batches
             leaves = [args[i] for i in self.trained]
-            grads = torch.autograd.grad(scaled, leaves, materialize_grads=True) if leaves else ()
-        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], list(grads)
+            grads = list(torch.autograd.grad(scaled, leaves, materialize_grads=True)) if leaves else []
+        grads = [_laid_out_as(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True)]
+        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], grads
 
     def _finish(
         self, args: list[Any], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any
@@ -144,6 +145,14 @@ class StepParts:
         if self.scale is not None and found_inf is not None:
             OPS.update_loss_scale_(*scale, found_inf, *self.scale.options())
         return found_inf
+
+
+def _laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Return ``grad`` in the layout of its parameter, as ``.grad`` has it: fused kernels go through both by memory.
+
+    Convolutions of channels_last images give their weights gradients in that layout.
+    """
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
 def _clip(grads: list[Tensor], options: StepOptions) -> None:

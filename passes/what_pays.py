@@ -17,8 +17,9 @@ MOST_SCORES = 512 * 512
 def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
     """Say whether attention's backward by matrix products beats torch's kernel on ``device``.
 
-    bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 256 tokens with bf16 dot products,
-    and about 0.3 with matrix units, whose products the kernel's backward does not reach; at 1,024 they lose.
+    bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 512 tokens with bf16 dot products. With
+    matrix units products written out in bf16 took 0.2-0.5 of it up to 256 tokens; these here, partly in fp32, were not
+    timed there. From 1,024 tokens on they lose.
     """
     return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
 
@@ -31,6 +32,6 @@ def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bo
     """Say whether ``convolutions`` of ``dtype`` in a graph run faster on channels_last tensors on ``device``.
 
     bf16 on CPU: torch's norms and poolings of contiguous images are up to 15 times slower there, convolutions up to
-    8 times (1x1, with matrix units); of ResNet-50 and a U-Net, autocast on channels_last takes 0.6 to 0.9 of the time.
+    8 times (1x1, with matrix units); of ResNet-50 and a U-Net, autocast on channels_last takes 0.7 to 0.97 of the time.
     """
     return device == "cpu" and dtype == torch.bfloat16 and convolutions >= FEWEST_CONVOLUTIONS and multiplies_bf16()

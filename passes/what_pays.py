@@ -17,7 +17,7 @@ MOST_SCORES = 512 * 512
 def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
     """Say whether attention's backward by matrix products beats torch's kernel on ``device``.
 
-    bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 512 tokens with bf16 dot products. With
+    bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 512 tokens with dot products. With
     matrix units products written out in bf16 took 0.2-0.5 of it up to 256 tokens; these here, partly in fp32, were not
     timed there. From 1,024 tokens on they lose.
     """

@@ -12,6 +12,7 @@ VENV ?= .venv
 TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
@@ -44,8 +45,8 @@ format: $(STAMPS)/dev  ## format the code and repair what the linter can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(STAMPS)/demo  ## measure a training step against torch.autocast
-	$(VENV)/bin/python benchmarks/step_time.py
+bench: $(STAMPS)/demo  ## measure training and inference of nine models against torch.autocast (BENCH_ARGS="--scale 0.5")
+	$(VENV)/bin/python benchmarks/speed.py $(BENCH_ARGS)
 
 clean:  ## remove .venv, caches and results
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -20,6 +20,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = ("O0", "O1", "O2", "O3")
 HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
+# Passes that a policy can do without; the others make the plan and its casts.
+SKIPPABLE = (
+    "attention", "channels_last", "contiguous_linear", "eliminate_casts", "fuse_gelu", "protect_norms",
+    "recompute_activations", "share_casts",
+)  # fmt: skip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -38,6 +43,7 @@ class Policy:
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
+    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
     """
 
     dtype: str = "auto"
@@ -55,6 +61,7 @@ class Policy:
     keep_outputs: bool = True
     weight_copies: bool = True
     device: str = ""
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -62,6 +69,9 @@ class Policy:
         _check("level", self.level, LEVELS)
         _check("accuracy", self.accuracy, ACCURACIES)
         _check("device", self.device, ("", "cpu", "cuda"))
+        object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
+        for name in self.skip:
+            _check("skip", name, SKIPPABLE)
         try:
             re.compile(self.keep_fp32)
         except re.error as error:

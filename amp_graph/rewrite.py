@@ -14,9 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
+from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
+from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -105,8 +108,10 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
-    fusions: list[Pass] = [FuseGelu()] if lists.unlisted == "opaque" else []
-    return [
+    ours = lists.unlisted == "opaque"
+    fusions: list[Pass] = [FuseGelu()] if ours else []
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast()] if ours else []
+    found = [
         IdentifyOps(),
         *fusions,
         ExpandComposites(lists),
@@ -116,7 +121,9 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
         ShareCasts(),
         ProtectNorms(),
         *([RecomputeActivations()] if policy.accuracy == "fast" else []),
+        *kernels,
     ]
+    return [one for one in found if one.name.replace("-", "_") not in policy.skip]
 
 
 def device_of(gm: GraphModule) -> str:

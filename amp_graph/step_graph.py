@@ -155,7 +155,9 @@ class StepParts:
                 self._refuse_sparse(i, grad)
                 wide = grad.float() if grad.dtype.itemsize < 4 else grad
                 grads[i] = grads[i] + wide if i in grads else wide
-        made = [grads[i] if i in grads else torch.zeros_like(targets[i]) for i in self.trained]
+        made = [
+            _laid_out_as(targets[i], grads[i]) if i in grads else torch.zeros_like(targets[i]) for i in self.trained
+        ]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
 
     def _refuse_sparse(self, i: int, grad: Tensor) -> None:
@@ -208,6 +210,14 @@ def _one_each(copies: list[Tensor]) -> list[Tensor]:
         leaves.append(copy.detach().requires_grad_(copy.requires_grad) if id(copy) in seen else copy)
         seen.add(id(copy))
     return leaves
+
+
+def _laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Return ``grad`` in the layout of its parameter, as ``.grad`` has it: fused kernels go through both by memory.
+
+    Convolutions of channels_last images give their weights gradients in that layout.
+    """
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
 def _clip(grads: list[Tensor], options: StepOptions) -> None:

@@ -83,7 +83,7 @@ def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
 def _may_draw(nodes: list[Node]) -> bool:
     """Say whether ``nodes`` may draw random numbers; those that passes put in, which nobody identified, do not."""
     known = [n.meta[OPS] for n in nodes if isinstance(n.meta.get(OPS), Identity)]
-    return not known or any(facts.is_random(o.op) for identity in known for o in identity.operations)
+    return not known or any(facts.draws(o.op, o.arguments) for i in known for o in i.operations)
 
 
 def tag_checkpoints(gm: GraphModule) -> None:

@@ -31,6 +31,11 @@ def is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
+def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
+    """Say whether a call of ``op`` draws random numbers: attention without dropout does not, for all its tag."""
+    return is_random(op) and arguments.get("dropout_p") != 0
+
+
 def is_composite(op: OpOverload) -> bool:
     """Say whether ``op`` is written in terms of other operators, at every level of dispatch."""
     return dispatch_has_kernel(op, "CompositeImplicitAutograd")

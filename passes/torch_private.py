@@ -44,6 +44,7 @@ __all__ = [
     "compiled_in_place",
     "concrete_size",
     "dispatch_has_kernel",
+    "flash_attention_cpu",
     "holders",
     "in_forward_mode",
     "in_transform",
@@ -51,9 +52,11 @@ __all__ = [
     "is_sharded",
     "load_optimizer_states_as",
     "make_fx",
+    "multiplies_bf16",
     "on_every_optimizer_step",
     "outside_dynamo",
     "own_code_object",
+    "softmax_backward",
     "storage_key",
     "tracing_fake",
     "with_parameters",
@@ -317,3 +320,21 @@ def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | N
 def is_sharded(module: torch.nn.Module) -> bool:
     """Say whether ``fully_shard`` was applied to this very module; 2.11 to 2.13, without importing FSDP."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def multiplies_bf16() -> bool:
+    """Say whether the CPU has instructions that multiply bf16: dot products of AVX-512, or matrix units."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # 2.11 - 2.13
+
+
+def flash_attention_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    """Return what ``F.scaled_dot_product_attention`` computes by its flash kernel for CPU; 2.11 - 2.13."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
+
+
+def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a softmax's input over the last dimension; 2.11 - 2.13."""
+    return torch._softmax_backward_data(grad, result, -1, result.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts, runtime, weight_copies
+from amp_graph.passes import attention_backward, facts, runtime, weight_copies
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
@@ -19,6 +19,9 @@ from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensor
 from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import FakeTensorMode
+
+# Functions of these modules have no identity to compare: they are what passes put in the place of operations.
+OURS = frozenset({attention_backward.__name__, runtime.__name__, weight_copies.__name__})
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
         str(part.op)
         for node in nodes
         for part in _operations(node, mode)
-        if facts.is_random(part.op) or facts.is_mutable(part.op)
+        if facts.draws(part.op, part.arguments) or facts.is_mutable(part.op)
     ]
 
 
@@ -87,7 +90,7 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
 
 def _is_ours(node: Node) -> bool:
     """Say whether ``node`` calls a function of this package, which fake tensors need not know."""
-    return getattr(node.target, "__module__", "") in (runtime.__name__, weight_copies.__name__)
+    return getattr(node.target, "__module__", "") in OURS
 
 
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:

@@ -26,6 +26,7 @@ OTHER = {
     "keep_outputs": False,
     "weight_copies": False,
     "device": "cuda",
+    "skip": ("attention", "fuse_gelu"),
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

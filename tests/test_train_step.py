@@ -492,3 +492,32 @@ def test_a_graph_break_names_the_line():
         amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
     assert "print(float(out.sum()))" in str(caught.value)
     assert "GradScaler" in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_in_another_layout_than_their_parameters(layout, optimizer):
+    """Convolutions of channels_last images, the user's or ours, give such gradients; updates go through memory."""
+
+    def trained(train):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+        x, y = torch.randn(2, 3, 8, 8).contiguous(memory_format=layout), torch.randint(4, (2, 8, 8))
+        train(model, optimizer(model.parameters(), lr=0.1), x, y)
+        return [p.detach() for p in model.parameters()]
+
+    def by_hand(model, opt, x, y):
+        amp_graph.convert(model, "bf16")
+        for _ in range(3):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+    def as_a_step(model, opt, x, y):
+        step = amp_graph.TrainStep(model, F.cross_entropy, opt, "bf16")
+        for _ in range(3):
+            step(x, y)
+
+    for a, b in zip(trained(as_a_step), trained(by_hand), strict=True):
+        assert a.stride() == b.stride()
+        assert (a - b).norm() <= 2e-3 * b.norm()

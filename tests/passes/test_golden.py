@@ -3,17 +3,22 @@
 To accept new texts: EXPECTTEST_ACCEPT=1 pytest tests/passes/test_golden.py.
 """
 
+from unittest import mock
+
 import expecttest
 import torch
 
+from amp_graph.passes import what_pays
 from amp_graph.passes.text import graph_text
 from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
 
 
-def graph_of(name, policy="bf16"):
+def graph_of(name, policy="bf16", multiplies_bf16=False):
+    """The rewritten graph, on a machine with or without instructions for bf16: what pays is not the same."""
     build, inputs = CASES[name]
-    with torch._dynamo.config.patch(allow_rnn=True):
+    machine = mock.patch.object(what_pays, "multiplies_bf16", return_value=multiplies_bf16)
+    with torch._dynamo.config.patch(allow_rnn=True), machine:
         return rewritten(capture(build(), *inputs()), policy)
 
 
@@ -152,6 +157,28 @@ return (%18,)""",
 %24: bf16[2,4,5,5] = relu(%23, inplace=True)  # relu
 %25: f32[2,4,5,5] = .float(%24)
 return (%25,)""",
+        )
+
+    def test_residual_block_where_channels_last_pays(self):
+        self.check(
+            body_text(graph_of("residual", multiplies_bf16=True)),
+            """\
+%13: bf16[2,4,5,5] = .to(%1, bf16, memory_format=torch.channels_last)  # conv1
+%14: bf16[4,4,3,3] = .bfloat16(%0)  # conv1
+%15: bf16[2,4,5,5] = conv2d(%13, %14, None, (1, 1), (1, 1), (1, 1), 1)  # conv1
+%16: i64[] = .add_(%2, 1)  # bn1
+%17: bf16[2,4,5,5] = batch_norm(%15, %3, %4, %5, %6, True, 0.1, 1e-05)  # bn1
+%18: bf16[2,4,5,5] = relu(%17, inplace=True)  # relu
+%19: bf16[4,4,3,3] = .bfloat16(%7)  # conv2
+%20: bf16[2,4,5,5] = conv2d(%18, %19, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
+%21: i64[] = .add_(%8, 1)  # bn2
+%22: bf16[2,4,5,5] = batch_norm(%20, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
+%23: f32[2,4,5,5] = .contiguous(%1, memory_format=torch.channels_last)  # conv1
+%24: bf16[2,4,5,5] = iadd(%22, %23)
+%25: bf16[2,4,5,5] = relu(%24, inplace=True)  # relu
+%26: bf16[2,4,5,5] = .contiguous(%25, memory_format=torch.contiguous_format)  # relu
+%27: f32[2,4,5,5] = .float(%26)
+return (%27,)""",
         )
 
     def test_recurrent(self):

@@ -1,0 +1,304 @@
+"""Nine models to measure speed on, each with a batch, a loss and an inference call.
+
+Before: a name, ``"vit"``. After: ``Case(model, loss, infer)``; ``loss(model)`` is what trains. ``scale`` multiplies
+batches and depths, never widths, lengths or image sizes, which decide what pays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss on one batch, and one inference call; ``images``: whether channels_last is an option."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    infer: Callable[[nn.Module], object]
+    images: bool = False
+
+
+def scaled(count: int, scale: float) -> int:
+    """Return ``count`` times ``scale``, at least 1."""
+    return max(1, round(count * scale))
+
+
+def case(name: str, scale: float = 1.0) -> Case:
+    """Build the model ``name`` and its batch, the same ones at every call."""
+    torch.manual_seed(0)
+    return MODELS[name](scale)
+
+
+# -- mlp, dlrm -------------------------------------------------------------------------------------------
+
+
+def mlp(scale: float) -> Case:
+    """Three layers of 256 at batch 32: where call overhead is all there is."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    x = torch.randn(32, 256)
+    return Case(model, lambda m: m(x).square().mean(), lambda m: m(x))
+
+
+class Dlrm(nn.Module):
+    """8 tables of 20,000 x 64, two towers of linears, and the products of all pairs of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20_000, 64, mode="sum") for _ in range(8))
+        self.bottom = _tower(13, 512, 256, 64)
+        self.top = _tower(64 + 36, 512, 256, 1)
+        self.register_buffer("pairs", torch.tril_indices(9, 9, -1))
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        """Return logits [batch] for ``dense`` [batch, 13] and ``sparse`` [batch, 8, 4]."""
+        bottom = F.relu(self.bottom(dense))
+        features = torch.stack([bottom, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], 1)
+        products = features @ features.transpose(1, 2)
+        chosen = products[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([bottom, chosen], 1)).squeeze(1)
+
+
+def _tower(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def dlrm(scale: float) -> Case:
+    """A recommendation model: embedding bags and small linears over a large batch."""
+    batch = scaled(2048, scale)
+    dense, sparse, y = torch.randn(batch, 13), torch.randint(20_000, (batch, 8, 4)), torch.rand(batch).round()
+    return Case(
+        Dlrm(),
+        lambda m: F.binary_cross_entropy_with_logits(m(dense, sparse), y),
+        lambda m: m(dense, sparse),
+    )
+
+
+# -- transformers ----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, length, width] for ``x`` of that shape."""
+        batch, length, width = x.shape
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(width, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, length, width]."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Vit(nn.Module):
+    """Patches of 16 of a 224 px image, a class token, blocks of width 384 with 6 heads."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 384, 16, 16)
+        self.token, self.position = nn.Parameter(torch.zeros(1, 1, 384)), nn.Parameter(torch.randn(1, 197, 384) / 50)
+        self.blocks = nn.Sequential(*(Block(384, 6, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(384), nn.Linear(384, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [batch, 1000] for ``x`` [batch, 3, 224, 224]."""
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def vit(scale: float) -> Case:
+    """A vision transformer, width 384, 6 layers, 8 images of 224 px."""
+    batch = scaled(8, scale)
+    x, y = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    return Case(Vit(scaled(6, scale)), lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
+
+
+class Gpt(nn.Module):
+    """nanoGPT: tied head, loss inside, width 768, 12 heads, 256 tokens, 16,384 words."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(16_384, 768), nn.Embedding(256, 768)
+        self.blocks = nn.Sequential(*(Block(768, 12, causal=True) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(768), nn.Linear(768, 16_384, bias=False)
+        self.apply(_small)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return logits and the loss; without targets the logits of the last token, as nanoGPT does."""
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.norm(self.blocks(x))
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def _small(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def gpt(scale: float) -> Case:
+    """A GPT of 4 layers x 768, 4 texts of 256 tokens."""
+    ids = torch.randint(16_384, (scaled(4, scale), 256))
+    return Case(Gpt(scaled(4, scale)), lambda m: m(ids, ids.roll(-1, 1))[1], lambda m: m(ids)[0])
+
+
+def bert(scale: float, attention: str) -> Case:
+    """Hugging Face's BERT for masked words: 4 layers x 768, 8 texts of 128 tokens, without dropout."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=10_240,
+        num_hidden_layers=scaled(4, scale),
+        attn_implementation=attention,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = torch.randint(10_240, (scaled(8, scale), 128))
+    return Case(BertForMaskedLM(config), lambda m: m(input_ids=ids, labels=ids).loss, lambda m: m(input_ids=ids).logits)
+
+
+# -- images ----------------------------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions with batch norms, and a shortcut."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            if stride > 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, 4 * width, height / stride, width / stride]."""
+        h = self.relu(self.bn1(self.conv1(x)))
+        h = self.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        h += self.shortcut(x)
+        return self.relu(h)
+
+
+def resnet50(scale: float) -> Case:
+    """ResNet-50 on images of 112 px."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    before = 64
+    for stage, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True)):
+        for index in range(scaled(blocks, scale)):
+            layers.append(Bottleneck(before, width, 2 if stage and not index else 1))
+            before = 4 * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(2048, 1000))
+    batch = scaled(16, scale)
+    x, y = torch.randn(batch, 3, 112, 112), torch.randint(1000, (batch,))
+    return Case(model, lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
+
+
+def _double(before: int, after: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for a in (before, after):
+        parts += [nn.Conv2d(a, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+    return nn.Sequential(*parts)
+
+
+class Unet(nn.Module):
+    """Three levels down and up, 32 channels at the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_double(3, 32), _double(32, 64), _double(64, 128)])
+        self.middle = _double(128, 256)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (128, 64, 32))
+        self.join = nn.ModuleList(_double(2 * c, c) for c in (128, 64, 32))
+        self.last = nn.Conv2d(32, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [batch, 2, height, width]."""
+        kept = []
+        for part in self.down:
+            x = part(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([kept.pop(), up(x)], 1))
+        return self.last(x)
+
+
+def unet(scale: float) -> Case:
+    """A U-Net, 4 images of 128 px."""
+    batch = scaled(4, scale)
+    x, y = torch.randn(batch, 3, 128, 128), torch.randint(2, (batch, 128, 128))
+    return Case(Unet(), lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
+
+
+# -- lstm ------------------------------------------------------------------------------------------------
+
+
+class Lstm(nn.Module):
+    """Two layers of 512 over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(8192, 512), nn.LSTM(512, 512, 2, batch_first=True)
+        self.head = nn.Linear(512, 8192)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits [batch, length, 8192]."""
+        return self.head(self.lstm(self.words(ids))[0])
+
+
+def lstm(scale: float) -> Case:
+    """A language model of two LSTM layers, 32 texts of 64 tokens."""
+    ids = torch.randint(8192, (scaled(32, scale), 64))
+    targets = ids.roll(-1, 1).flatten()
+    return Case(Lstm(), lambda m: F.cross_entropy(m(ids).flatten(0, 1), targets), lambda m: m(ids))
+
+
+MODELS: dict[str, Callable[[float], Case]] = {
+    "mlp": mlp,
+    "dlrm": dlrm,
+    "vit": vit,
+    "gpt": gpt,
+    "bert_sdpa": lambda scale: bert(scale, "sdpa"),
+    "bert_eager": lambda scale: bert(scale, "eager"),
+    "resnet50": resnet50,
+    "unet": unet,
+    "lstm": lstm,
+}

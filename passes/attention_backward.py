@@ -1,0 +1,168 @@
+"""What converted graphs call for attention that trains: torch's forward, and a backward of matrix products.
+
+Before: ``scaled_dot_product_attention(q, k, v)``, whose CPU kernel takes several times longer to differentiate in
+bf16 than to run. After: ``attention_low(q, k, v)``: the same forward kernel; backward makes the probabilities again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import flash_attention_cpu, in_forward_mode, is_batched, softmax_backward
+
+# Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
+CHUNK = 1 << 18
+
+
+def attention_low(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of low-precision CPU tensors without dropout, with a faster backward.
+
+    query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool
+    or float, of 2 or 4 dimensions, without gradient. What the kernel does not take goes to torch's own function.
+    Forward is bit-equal to it. Backward's scores, probabilities and their gradients are fp32, as inside of the kernel.
+    """
+    inputs = (query, key, value)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs) or not _kernel_takes(inputs, attn_mask):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
+
+
+def _kernel_takes(inputs: tuple[Tensor, ...], mask: Tensor | None) -> bool:
+    """Say whether ``F.scaled_dot_product_attention`` runs its flash kernel for CPU on these tensors."""
+    if in_forward_mode() or any(is_batched(t) for t in inputs) or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+        return False
+    query = inputs[0]
+    return all(t.dim() == 4 and t.shape[-1] == query.shape[-1] and t.stride(-1) == 1 and t.numel() > 0 for t in inputs)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.causal, ctx.scale = causal, scale
+        return flash_attention_cpu(query, key, value, mask, causal, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, mask = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            grads = torch.ops.amp_graph.attention_backward(grad, query, key, value, mask, ctx.causal, ctx.scale)
+            return *grads, None, None, None
+        # create_graph=True: by operations that have a second derivative
+        need = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            out = _by_products(query, key, value, mask, ctx.causal, ctx.scale)
+            wanted = [t for t, needed in zip((query, key, value), need, strict=True) if needed]
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return *(next(found) if needed else None for needed in need), None, None, None
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Return attention in fp32 operations that each have derivatives, rounded once."""
+    groups = query.shape[1] // key.shape[1]
+    wide = [query.float(), *(t.float().repeat_interleave(groups, 1) for t in (key, value))]
+    scores = (wide[0] * scale) @ wide[1].mT
+    if causal:
+        scores = scores + _causal_bias(query.shape[2], key)
+    if mask is not None:
+        scores = scores + mask
+        dead = (mask == -math.inf).all(-1, keepdim=True)
+        return (scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) @ wide[2]).to(query.dtype)
+    return (scores.softmax(-1) @ wide[2]).to(query.dtype)
+
+
+def _causal_bias(length: int, key: Tensor) -> Tensor:
+    return torch.full((length, key.shape[2]), -math.inf, dtype=torch.float32, device=key.device).triu_(1)
+
+
+def attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, of their dtypes and shapes, for the output's gradient ``grad``.
+
+    Heads are taken a few at a time, so that no more than ``CHUNK`` probabilities exist at once. The queries of heads
+    that share a key are one longer head, so that its gradient is summed inside of the products.
+    """
+    groups = query.shape[1] // key.shape[1]
+    length, keys = query.shape[2], key.shape[2]
+    grad, query = (t.unflatten(1, (-1, groups)).flatten(2, 3) for t in (grad, query))
+    made = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    bias, dead = torch.zeros(1, 1, 1, device=query.device), None
+    if causal:
+        bias = _causal_bias(length, key).repeat(groups, 1)
+    for part in _parts(query, keys):
+        g, q, k, v = (t[part].flatten(0, 1) for t in (grad, query, key, value))
+        if mask is not None:
+            whole = mask.expand(query.shape[0], groups * query.shape[1], length, keys)
+            bias = whole.unflatten(1, (-1, groups))[part].flatten(2, 3).flatten(0, 1).float()
+            dead = (bias == -math.inf).all(-1, keepdim=True)
+        for all_heads, found in zip(made, _block(g, q, k, v, bias, dead, scale), strict=True):
+            all_heads[part] = found.view(all_heads[part].shape)
+    return made[0].unflatten(2, (groups, length)).flatten(1, 2), made[1], made[2]
+
+
+def _parts(query: Tensor, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of batches and of heads whose probabilities are at most ``CHUNK``, or those of one head."""
+    batch, heads, rows, _ = query.shape
+    at_once = max(1, CHUNK // (rows * keys))
+    for b in range(0, batch, max(1, at_once // heads)):
+        for h in range(0, heads, min(heads, at_once)):
+            yield slice(b, b + max(1, at_once // heads)), slice(h, h + min(heads, at_once))
+
+
+def _block(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dead: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a few heads, all [heads, rows, width].
+
+    ``bias`` (fp32) is added to the scores; rows that are ``dead``, wholly masked, attend to nothing, as in the kernel.
+    """
+    low = query.dtype
+    chances = torch.baddbmm(bias, query.float(), key.float().mT, alpha=scale).softmax(-1)
+    if dead is not None:
+        chances.masked_fill_(dead, 0)
+    dvalue = torch.bmm(chances.to(low).mT, grad)
+    dchances = torch.bmm(grad.float(), value.float().mT)
+    dscores = softmax_backward(dchances, chances).to(low)
+    return torch.bmm(dscores, key).mul_(scale), torch.bmm(dscores.mT, query).mul_(scale), dvalue
+
+
+def _fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    alike = query.shape[1] == key.shape[1]  # else the queries were grouped, and their copy is contiguous
+    return torch.empty_like(query if alike else query.contiguous()), torch.empty_like(key), torch.empty_like(value)
+
+
+# One operator, so that a graph in which it is traced (TrainStep's, a compiler's) has one node and not the loop.
+_LIBRARY = torch.library.Library("amp_graph", "FRAGMENT")
+_LIBRARY.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("amp_graph::attention_backward", _fake, lib=_LIBRARY)

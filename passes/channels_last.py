@@ -1,0 +1,132 @@
+"""Let the images of a convolutional network be channels_last from its first convolution to its last.
+
+Before: ``conv2d(x, w)`` on contiguous tensors. After: ``conv2d(x.contiguous(memory_format=channels_last), w)``, and all
+that follows in that layout, up to what cares about layouts, which gets a contiguous tensor as it did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.image_layout import CONVOLUTIONS, Layouts, is_channels_last, is_image, keeps_layout
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, run_node, tensors, value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import REGION
+from amp_graph.passes.torch_private import FakeTensorMode
+from amp_graph.passes.what_pays import channels_last_pays
+
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_grad")
+
+
+@dataclass(frozen=True)
+class ChannelsLast(Pass):
+    """Replaces the contiguous input of convolutions by a channels_last one when ``what_pays`` says so.
+
+    Law: only layouts change. Operations that work on any layout pass it on; every other reader, and the graph's
+    outputs, are given a contiguous copy. Left alone: graphs whose convolutions read channels_last tensors already.
+    Exactness: rounding-equal, kernels sum in another order.
+    """
+
+    name: ClassVar[str] = "channels-last"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order: convert what convolutions read, and convert back where it matters."""
+        mode = fake_mode_of(gm)
+        convolutions = [n for n in gm.graph.nodes if _is_convolution(n)]
+        if mode is None or not convolutions:
+            return PassResult(gm)
+        first = value(convolutions[0])
+        if any(is_channels_last(value(source)) for n in convolutions for source in n.all_input_nodes[:1]):
+            return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
+        if not channels_last_pays(first.device.type, first.dtype, len(convolutions)):
+            return PassResult(gm, (), (Skip(convolutions[0].name, f"does not pay for {first.dtype} here"),))
+        memory = observe(gm, marks(gm))
+        work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
+        for node in list(gm.graph.nodes):
+            if node.op != "placeholder":
+                work.visit(node)
+        return PassResult(gm, tuple(work.changes))
+
+
+@dataclass
+class _Conversion:
+    """Which values are channels_last by now, and the copies made so far."""
+
+    gm: GraphModule
+    mode: FakeTensorMode
+    memory: Memory
+    layouts: Layouts
+    last: set[Node] = field(default_factory=set)
+    copies: dict[Any, Node] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+
+    def visit(self, node: Node) -> None:
+        sources = [s for s in dict.fromkeys(node.all_input_nodes) if isinstance(value(s), torch.Tensor)]
+        converts = self._passes_on(node) and (_is_convolution(node) or any(s in self.last for s in sources))
+        for source in sources:
+            if converts and source not in self.last and self._joins(node, source):
+                self._give(node, source, True)
+            elif not converts and source in self.last and is_image(value(source)):
+                self._give(node, source, False)
+        if converts:
+            self.last.add(node)
+            node.meta["val"] = _like(run_node(node, self.mode), value(node))
+            if "example_value" in node.meta:
+                node.meta["example_value"] = node.meta["val"]
+
+    def _passes_on(self, node: Node) -> bool:
+        """Say whether ``node`` may work on channels_last images; a cast for readers of strides is behind the copy."""
+        if CAST in node.meta and not any(self.layouts.may_convert(user) for user in node.users):
+            return False
+        return self.layouts.may_convert(node)
+
+    def _joins(self, node: Node, source: Node) -> bool:
+        """Say whether ``node`` is faster when ``source`` is channels_last too: not a weight, which kernels lay out."""
+        if _is_convolution(node) and source is not node.all_input_nodes[0]:
+            return False
+        return is_image(value(source)) and self.layouts.may_copy(source, node)
+
+    def _give(self, node: Node, source: Node, channels_last: bool) -> None:
+        """Let ``node`` read ``source`` in the other layout; a copy serves until its storage is written."""
+        key = (source, channels_last, self.memory.epoch(source, node) if source in self.memory.order else 0)
+        if key not in self.copies:
+            self.copies[key] = self._copied(node, source, channels_last)
+        node.replace_input_with(source, self.copies[key])
+
+    def _copied(self, node: Node, source: Node, channels_last: bool) -> Node:
+        options: dict[str, Any] = {"memory_format": FORMATS[channels_last]}
+        what = "to channels_last" if channels_last else "back to contiguous"
+        self.changes.append(Change("channels-last", what, source.name, f"for {node.name}"))
+        if channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1:
+            # A cast writes a copy anyway: it may as well write it in this layout.
+            source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
+            source.meta["val"] = _like(run_node(source, self.mode), value(source))
+            return source
+        with self.gm.graph.inserting_before(node):
+            made = self.gm.graph.call_method("contiguous", (source,), options)
+        made.meta = {k: source.meta[k] for k in KEPT if k in source.meta}
+        made.meta["val"] = made.meta[CAPTURED] = _like(run_node(made, self.mode), captured(source))
+        if "example_value" in source.meta:
+            made.meta["example_value"] = made.meta["val"]
+        return made
+
+
+def _is_convolution(node: Node) -> bool:
+    low = isinstance(value(node), torch.Tensor) and value(node).dtype.itemsize == 2
+    return low and keeps_layout(node, CONVOLUTIONS) and REGION not in node.meta and is_image(value(node))
+
+
+def _like(new: Any, old: Any) -> Any:
+    """Let a recomputed value require gradients where the old one did."""
+    for fresh, known in zip(tensors(new), tensors(old), strict=True):
+        if known.requires_grad and not fresh.requires_grad:
+            fresh.requires_grad_()
+    return new

@@ -1,0 +1,37 @@
+"""Where a rewrite pays, by what the machine can do: the one place that says so.
+
+Before: a pass that rewrites what it can. After: ``if explicit_backward_pays(...)``. The figures are those of
+``benchmarks/``; a machine with matrix units (AMX) and one with bf16 dot products only were measured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from amp_graph.passes.torch_private import multiplies_bf16
+
+# Products of queries and keys of one head up to which materializing them beats the CPU's flash backward.
+MOST_SCORES = 512 * 512
+
+
+def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
+    """Say whether attention's backward by matrix products beats torch's kernel on ``device``.
+
+    bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 512 tokens with dot products. With
+    matrix units products written out in bf16 took 0.2-0.5 of it up to 256 tokens; these here, partly in fp32, were not
+    timed there. From 1,024 tokens on they lose.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
+
+
+# One convolution alone does not earn back a change of layout before and behind it.
+FEWEST_CONVOLUTIONS = 2
+
+
+def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bool:
+    """Say whether ``convolutions`` of ``dtype`` in a graph run faster on channels_last tensors on ``device``.
+
+    bf16 on CPU: torch's norms and poolings of contiguous images are up to 15 times slower there, convolutions up to
+    8 times (1x1, with matrix units); of ResNet-50 and a U-Net, autocast on channels_last takes 0.7 to 0.97 of the time.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and convolutions >= FEWEST_CONVOLUTIONS and multiplies_bf16()

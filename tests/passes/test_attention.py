@@ -1,0 +1,215 @@
+"""Attention that trains: the kernel's forward bit for bit, and gradients no further from fp64 than the kernel's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes import attention_backward, what_pays
+from amp_graph.passes.attention import Attention
+from amp_graph.passes.attention_backward import attention_low
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.what_pays import explicit_backward_pays
+from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+
+
+BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 4, 32, 40, 16
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SEEN = drawn(BATCH, 1, LENGTH, KEYS, seed=7) > -0.5
+FORMS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "grouped heads": {"enable_gqa": True, "is_causal": True},
+    "bool mask": {"attn_mask": SEEN},
+    "bool mask of rows": {"attn_mask": SEEN[:, :, :1]},
+    "bool mask of two dimensions": {"attn_mask": SEEN[0, 0]},
+    "float mask": {"attn_mask": drawn(BATCH, HEADS, LENGTH, KEYS, seed=8)},
+    "low float mask": {"attn_mask": drawn(1, HEADS, LENGTH, KEYS, seed=8).bfloat16()},
+    "rows that see nothing": {"attn_mask": SEEN & (drawn(BATCH, 1, LENGTH, 1, seed=9) > 0)},
+}
+
+
+def operands(name, size=1.0):
+    heads = 2 if name == "grouped heads" else HEADS
+    shapes = [(BATCH, HEADS, LENGTH, WIDTH), (BATCH, heads, KEYS, WIDTH), (BATCH, heads, KEYS, WIDTH)]
+    return [drawn(*shape, seed=i) * (size if i < 2 else 1) for i, shape in enumerate(shapes)]
+
+
+def step(function, given, dtype, **options):
+    mask = options.get("attn_mask")
+    if dtype == torch.float64 and mask is not None and mask.is_floating_point():
+        options["attn_mask"] = mask.double()
+    given = [t.to(dtype).requires_grad_() for t in given]
+    out = function(*given, **options)
+    return [out.detach(), *torch.autograd.grad(out, given, drawn(*out.shape, seed=5).to(dtype))]
+
+
+def errors(got, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
+
+
+def compared(name, size=1.0):
+    """The kernel's results, ours, and the ratio of the errors of each against fp64."""
+    given = operands(name, size)
+    exact = step(F.scaled_dot_product_attention, given, torch.float64, **FORMS[name])
+    kernel = step(F.scaled_dot_product_attention, given, BF16, **FORMS[name])
+    ours = step(attention_low, given, BF16, **FORMS[name])
+    return kernel, ours, [a / b for a, b in zip(errors(ours, exact), errors(kernel, exact), strict=True)]
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_is_bit_exact_and_gradients_are_as_exact_as_the_kernels(name, size):
+    kernel, ours, ratios = compared(name, size)
+    assert torch.equal(ours[0], kernel[0])
+    assert [t.shape for t in ours] == [t.shape for t in kernel]
+    assert [t.dtype for t in ours] == [t.dtype for t in kernel]
+    assert max(ratios) <= 1.1, ratios
+
+
+@pytest.mark.parametrize("chunk", [1, LENGTH * KEYS * 3, LENGTH * KEYS * HEADS * 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_chunks_of_heads_and_of_batches_are_the_whole(name, chunk, monkeypatch):
+    _, whole, _ = compared(name)
+    monkeypatch.setattr(attention_backward, "CHUNK", chunk)
+    for a, b in zip(step(attention_low, operands(name), BF16, **FORMS[name]), whole, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.005 * b.double().norm()
+
+
+def test_control_scores_in_low_precision_are_further_off(monkeypatch):
+    """What the explicit form loses where its scores are rounded, as in ``(q @ k.mT).softmax(-1)`` under autocast."""
+    kernel = torch.baddbmm
+
+    def rounded(*args, **options):
+        return kernel(*args, **options).bfloat16().float()
+
+    monkeypatch.setattr(attention_backward.torch, "baddbmm", rounded)
+    assert max(compared("plain", 3.0)[2]) > 1.3
+
+
+def test_control_a_forgotten_scale_is_seen(monkeypatch):
+    block = attention_backward._block
+    monkeypatch.setattr(attention_backward, "_block", lambda *a: block(*a[:-1], 1.0))
+    assert max(compared("plain")[2]) > 2
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_second_derivatives(name):
+    def penalty(function, dtype):
+        given = [t.to(dtype).requires_grad_() for t in operands(name)]
+        mask = FORMS[name].get("attn_mask")
+        options = dict(FORMS[name])
+        if dtype == torch.float64 and mask is not None and mask.is_floating_point():
+            options["attn_mask"] = mask.double()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH) if dtype == torch.float64 else _as_is():
+            first = torch.autograd.grad(function(*given, **options).sin().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.double().square().sum() for g in first), given)
+
+    ours, exact = penalty(attention_low, BF16), penalty(F.scaled_dot_product_attention, torch.float64)
+    assert max(errors(ours, exact)) < 0.03
+
+
+def _as_is():
+    return torch.enable_grad()
+
+
+def attend(s, x, **options):
+    q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in F.linear(x, s.w).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+
+X, W = drawn(2, 16, 32, seed=1), drawn(96, 32, seed=2) / 4
+
+
+def passed(function, x=X, policy="bf16", **state):
+    graph = capture_function(function, x, w=W, **state)
+    plain, ours = (graph.through(passes_before(Attention, policy))[0] for _ in range(2))
+    (done,) = run_passes(ours, [Attention()], checked=True)
+    return plain, ours, graph.given, done.result
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(16, 16).tril().bool()}])
+def test_the_pass(options):
+    plain, ours, given, result = passed(lambda s, x: attend(s, x, **options))
+    assert [c.action for c in result.changes] == ["explicit backward"]
+    assert any(n.target is attention_low for n in ours.graph.nodes)
+    a, b = run_step(ours, given), run_step(plain, given)
+    assert torch.equal(a.outputs[0], b.outputs[0])
+    for one, other in zip(a.grads, b.grads, strict=True):
+        assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
+
+
+def without_grad(s, x):
+    with torch.no_grad():
+        return attend(s, x) + 0 * s.w.sum()
+
+
+LEFT = {
+    "dropout": lambda s, x: attend(s, x, dropout_p=0.1),
+    "without gradients": without_grad,
+    "a mask that trains": lambda s, x: attend(s, x, attn_mask=s.w[:16, :16]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone(name):
+    plain, ours, given, result = passed(LEFT[name])
+    assert not result.changes
+    assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+def test_a_policy_can_leave_it_out_and_reproductions_do():
+    for policy, count in (("bf16", 1), ("bf16,skip=attention", 0), ("bf16,lists=autocast_cpu", 0), ("fp16", 0)):
+        model = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        amp_graph.convert(model, policy)(X, X, X, need_weights=False)
+        (graph,) = conversion_of(model).graphs
+        assert sum(n.target is attention_low for n in graph.rewritten.gm.graph.nodes) == count, policy
+
+
+def test_the_rule_is_about_the_machine(monkeypatch):
+    assert explicit_backward_pays("cpu", BF16, 128, 128)
+    assert not explicit_backward_pays("cpu", BF16, 4096, 4096)
+    assert not explicit_backward_pays("cuda", BF16, 128, 128)
+    assert not explicit_backward_pays("cpu", torch.float16, 128, 128)
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: False)
+    assert not explicit_backward_pays("cpu", BF16, 128, 128)
+    _, _, _, result = passed(attend)
+    assert not result.changes
+    assert "the kernel is as fast" in result.skips[0].reason
+
+
+def test_the_whole_step_traces_it_as_one_node():
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp_graph.TrainStep(model, lambda y: y.float().square().mean(), optimizer, "bf16")
+    first, second = step(X).item(), step(X).item()
+    assert math.isfinite(first)
+    assert second < first
+    assert step.graph_text().count("attention_backward") == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_runs_it():
+    def grads(compile):
+        torch.manual_seed(0)
+        model = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        amp_graph.convert(model, "bf16", compile=compile)(X, X, X, need_weights=False)[0].square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for a, b in zip(grads("inductor"), grads("eager"), strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm() + 1e-6

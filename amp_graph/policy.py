@@ -19,6 +19,7 @@ from amp_graph.lists import OpList, effective
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = ("O0", "O1")
 ACCURACIES = ("autocast", "fast")
+PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -35,6 +36,8 @@ class Policy:
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
+    planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine).
+    skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
     """
 
     dtype: str = "auto"
@@ -51,6 +54,8 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     device: str = ""
+    planner: str = "paint"
+    skip_unprofitable: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -58,6 +63,12 @@ class Policy:
         _check("level", self.level, LEVELS)
         _check("accuracy", self.accuracy, ACCURACIES)
         _check("device", self.device, ("", "cpu", "cuda"))
+        _check("planner", self.planner, PLANNERS)
+        if self.skip_unprofitable and self.planner != "mincut":
+            raise PolicyError(
+                f"policy: skip_unprofitable=true needs costs, which planner={self.planner} does not count\n"
+                "  legal: planner=mincut\n  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
+            )
         try:
             re.compile(self.keep_fp32)
         except re.error as error:

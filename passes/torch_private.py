@@ -33,6 +33,8 @@ __all__ = [
     "capture_with_dynamo",
     "compiled_in_place",
     "concrete_size",
+    "cpu_has_amx",
+    "cpu_has_bf16",
     "dispatch_has_kernel",
     "in_forward_mode",
     "in_transform",
@@ -84,6 +86,16 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
     """Say whether ``op`` has a kernel registered for the dispatch key named ``key``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def cpu_has_amx() -> bool:
+    """Say whether this CPU has matrix units for bfloat16; False where torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # 2.11 - 2.13
+
+
+def cpu_has_bf16() -> bool:
+    """Say whether this CPU computes dot products of bfloat16; False where torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())  # 2.11 - 2.13
 
 
 _SERIAL = itertools.count()

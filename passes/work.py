@@ -76,7 +76,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     moved = work.elements * SIZES[dtype]
     if work.family in ("matmul", "convolution"):
         rates = machine.rates
-        once = max(work.flops / rates[work.family][dtype], moved / rates["elementwise"][dtype])
+        once = max(work.flops / rates[work.family][dtype], moved / rates["matvec"][dtype])
     else:
         once = moved / machine.rates[work.family][dtype]
     calls = 1 + math.ceil(work.backward)

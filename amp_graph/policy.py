@@ -64,11 +64,6 @@ class Policy:
         _check("accuracy", self.accuracy, ACCURACIES)
         _check("device", self.device, ("", "cpu", "cuda"))
         _check("planner", self.planner, PLANNERS)
-        if self.skip_unprofitable and self.planner != "mincut":
-            raise PolicyError(
-                f"policy: skip_unprofitable=true needs costs, which planner={self.planner} does not count\n"
-                "  legal: planner=mincut\n  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
-            )
         try:
             re.compile(self.keep_fp32)
         except re.error as error:
@@ -143,13 +138,27 @@ class Policy:
         return torch.bfloat16
 
     def op_list(self, device: str) -> OpList:
-        """Return the lists in force for ``device``. Raises ListError."""
+        """Return the lists in force for ``device``. Raises ListError, and PolicyError where they contradict it."""
         where = self.device or device
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
         classes = {
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
         }
-        return effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+        found = effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+        if self.skip_unprofitable:
+            self._check_skips(found)
+        return found
+
+    def _check_skips(self, lists: OpList) -> None:
+        """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
+        if self.planner == "mincut" and lists.unlisted == "opaque":
+            return
+        why = "which counts no costs" if self.planner != "mincut" else "and lists that reproduce torch.autocast"
+        raise PolicyError(
+            f"policy: skip_unprofitable=true with planner={self.planner}, {why}\n"
+            "  legal: planner=mincut, with the default lists or others over them\n"
+            "  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
+        )
 
 
 def _field(word: str, text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.errors import CaptureError
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
@@ -102,12 +102,6 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy``, in order."""
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
-    if policy.skip_unprofitable and lists.unlisted != "opaque":
-        raise PolicyError(
-            f"policy: skip_unprofitable=true with lists={'|'.join(policy.lists)}, which reproduces torch.autocast\n"
-            "  legal: skip_unprofitable=true with the default lists, or lists over them\n"
-            f"  fix:   Policy.parse({str(replace(policy, skip_unprofitable=False))!r})"
-        )
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     fusions: list[Pass] = [FuseGelu()] if lists.unlisted == "opaque" else []
     return [

@@ -92,8 +92,8 @@ def compare(name: str, dtype: str, rounds: int) -> None:
     base, x = build(), inputs()
     low = torch.bfloat16 if dtype == "bf16" else torch.float16
     models = {v: amp_graph.convert(copy.deepcopy(base), p) for v, p in variants(dtype).items()}
-    runs: dict[str, Callable[[], float]] = {"autocast": lambda m=copy.deepcopy(base): step(m, x, low)}
-    runs["fp32"] = lambda m=copy.deepcopy(base): step(m, x)
+    under, plain = copy.deepcopy(base), copy.deepcopy(base)
+    runs: dict[str, Callable[[], float]] = {"autocast": lambda: step(under, x, low), "fp32": lambda: step(plain, x)}
     runs.update({v: lambda m=m: step(m, x) for v, m in models.items()})
     times: dict[str, list[float]] = {v: [] for v in runs}
     for round_ in range(-3, rounds):

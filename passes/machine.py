@@ -37,8 +37,8 @@ class Machine:
 
     ``call``: seconds that any call costs. ``kept``: bytes a second of what is kept for backward.
     ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
-    ``rates``: by family and dtype; FLOP/s of "matmul" and "convolution", else bytes/s read and written. "matvec" is what
-    a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
+    ``rates``: by family and dtype; FLOP/s of "matmul" and "convolution", else bytes/s read and written. "matvec" is
+    what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
     """
 
     name: str
@@ -60,7 +60,7 @@ def machine_for(device: str) -> Machine:
         found = _read(own, own.stat().st_mtime_ns)
         if found.device == device:
             return found
-    return _read(MACHINES / f"{_class_of(device)}.toml", 0)
+    return class_of(device)
 
 
 def own_file() -> Path | None:
@@ -80,10 +80,10 @@ def place_of_own_file() -> Path:
     return Path(base) / "amp_graph" / "machine.toml"
 
 
-def _class_of(device: str) -> str:
-    if device != "cpu":
-        return "cuda"
-    return "cpu_amx" if cpu_has_amx() else "cpu_bf16" if cpu_has_bf16() else "cpu"
+def class_of(device: str) -> Machine:
+    """Return the built-in machine that ``device`` of this one is like."""
+    cpu = "cpu_amx" if cpu_has_amx() else "cpu_bf16" if cpu_has_bf16() else "cpu"
+    return _read(MACHINES / f"{cpu if device == 'cpu' else 'cuda'}.toml", 0)
 
 
 @lru_cache(maxsize=16)

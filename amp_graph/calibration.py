@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from amp_graph.passes.machine import DTYPES, Machine
 from amp_graph.passes.work import SIZES
@@ -43,6 +44,13 @@ def probes() -> Iterator[Probe]:
         0,
         lambda x, w: F.conv2d(x, w, padding=1),
         lambda new: (new(4, 32, 28, 28), new(32, 32, 3, 3)),
+    )
+    yield Probe(
+        "attention",
+        4 * 2 * 4 * 128 * 128 * 64,
+        0,
+        F.scaled_dot_product_attention,
+        lambda new: tuple(new(2, 4, 128, 64) for _ in range(3)),
     )
     yield Probe("elementwise", 0, 3 * ELEMENTS, torch.mul, lambda new: (new(ELEMENTS), new(ELEMENTS)))
     yield Probe("activation", 0, 2 * ELEMENTS, F.gelu, lambda new: (new(ELEMENTS),))
@@ -112,6 +120,5 @@ def _cast(dtype: str, device: str, seconds: float) -> float:
 
 def _best(call: Callable[[], Any], device: str, seconds: float) -> float:
     """Return the least time of a call: of the processor where it is a CPU, which others may share."""
-    clock = {"timer": time.process_time} if device == "cpu" else {}
-    timer = Timer("call()", globals={"call": call}, **clock)
+    timer = Timer("call()", globals={"call": call}, timer=time.process_time if device == "cpu" else synchronized)
     return float(min(timer.blocked_autorange(min_run_time=seconds).times))

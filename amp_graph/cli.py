@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for planner=mincut", epilog=EPILOG))
+    _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return parser
 
@@ -65,6 +66,11 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
     parser.set_defaults(module="amp_graph.command_explain")
+
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.set_defaults(module="amp_graph.command_cost")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

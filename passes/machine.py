@@ -24,7 +24,8 @@ else:
 
 MACHINES = FOLDER / "machines"
 VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones
-FAMILIES = ("matmul", "matvec", "convolution", "elementwise", "activation", "normalization", "cast")
+FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
+COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
 DTYPES = ("float32", "bfloat16", "float16")
 _NUMBERS = ("call", "kept")
 _HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
@@ -37,7 +38,7 @@ class Machine:
 
     ``call``: seconds that any call costs. ``kept``: bytes a second of what is kept for backward.
     ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
-    ``rates``: by family and dtype; FLOP/s of "matmul" and "convolution", else bytes/s read and written. "matvec" is
+    ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is
     what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
     """
 

@@ -17,19 +17,23 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.facts import is_view
 from amp_graph.passes.identify_ops import OPS, Identity
-from amp_graph.passes.machine import Machine
+from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import GRAD
 from amp_graph.passes.torch_private import concrete_size, storage_key
 
 PICOSECONDS = 1e12
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ACTIVATIONS = (
-    "gelu", "silu", "tanh", "sigmoid", "exp", "log", "softmax", "softplus", "elu", "mish", "hardswish", "erf", "sin",
-    "cos", "pow", "sqrt", "logsumexp", "cross_entropy",
-)  # fmt: skip
-KEEPS_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "exp", "sqrt")
-KEEPS_NOTHING = ("add", "sub", "rsub", "sum", "mean", "neg", "where", "dropout")
+PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer"})
+KEEPS_OUTPUT = frozenset(
+    {"relu", "tanh", "sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "sqrt"}
+)
+KEEPS_NOTHING = frozenset({"add", "sub", "rsub", "sum", "mean", "neg", "where", "dropout"})
+ACTIVATIONS = KEEPS_OUTPUT - {"relu"} | {
+    "gelu", "silu", "elu", "selu", "celu", "mish", "hardswish", "softplus", "log_sigmoid", "glu", "erf", "log", "log1p",
+    "sin", "cos", "pow", "rsqrt", "logsumexp", "cross_entropy_loss", "nll_loss", "expm1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def work_of(node: Node, kind: Classification, trained: Container[Node]) -> Work:
     sums = _summed(node) if node in trained else 0
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
-    if family in ("matmul", "convolution"):
+    if family in COUNTED:
         factors = sum(s in trained for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
         backward = float(factors) if node in trained else 0.0
         return Work(family, _flops(kind, given, made), elements, backward, "inputs" if backward else "", sums)
@@ -74,7 +78,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     if not work.family:
         return round(summed)
     moved = work.elements * SIZES[dtype]
-    if work.family in ("matmul", "convolution"):
+    if work.family in COUNTED:
         rates = machine.rates
         once = max(work.flops / rates[work.family][dtype], moved / rates["matvec"][dtype])
     else:
@@ -151,21 +155,20 @@ def _family(kind: Classification) -> str:
     names = _names(kind)
     if any("conv" in name for name in names):
         return "convolution"
-    if kind.cls is OpClass.ALLOW or any(name in PRODUCTS for name in names):
+    if "scaled_dot_product_attention" in names:
+        return "attention"
+    if kind.cls is OpClass.ALLOW or not PRODUCTS.isdisjoint(names):
         return "matmul"
     if any(name.endswith("_norm") for name in names):
         return "normalization"
-    return "activation" if any(part in name for name in names for part in ACTIVATIONS) else "elementwise"
-
-
-PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
+    return "elementwise" if ACTIVATIONS.isdisjoint(names) else "activation"
 
 
 def _keeps(kind: Classification) -> str:
     names = _names(kind)
-    if (kind.cls is OpClass.NEUTRAL and "relu" not in names) or (names and set(names) <= set(KEEPS_NOTHING)):
+    if (kind.cls is OpClass.NEUTRAL and "relu" not in names) or KEEPS_NOTHING.issuperset(names):
         return ""
-    return "output" if any(part in name for name in names for part in KEEPS_OUTPUT) else "inputs"
+    return "inputs" if KEEPS_OUTPUT.isdisjoint(names) else "output"
 
 
 def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
@@ -179,7 +182,7 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
         return 2 * numel(at) * math.prod(concrete_size(s) for s in kernel.shape[1:])
     if "scaled_dot_product_attention" in names and len(given) > 1:
         return 4 * numel(given[0]) * concrete_size(given[1].shape[-2])
-    if any(name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer") for name in names):
+    if not RECURRENT.isdisjoint(names):
         steps = numel(given[0]) // concrete_size(given[0].shape[-1])
         return 2 * steps * sum(numel(t) for t in given[1:] if t.dim() == 2)
     return _product_flops(given, made[0])

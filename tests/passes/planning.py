@@ -12,13 +12,14 @@ def machine(name="cpu_bf16"):
     return read_machine(path.read_text(), str(path))
 
 
-def problems_of(run):
-    """The problems that are planned while ``run()`` runs."""
+def problems_of(run, visit=lambda problem, dtype: None):
+    """The problems that are planned while ``run()`` runs; ``visit`` sees each before its graph is rewritten."""
     found = []
     choices = PlanPrecision._choices
 
     def kept(self, problem):
         found.append((problem, str(self.dtype).removeprefix("torch.")))
+        visit(*found[-1])
         return choices(self, problem)
 
     PlanPrecision._choices = kept

@@ -87,11 +87,12 @@ CORPUS = ("bert_sdpa", "gpt2", "vit", "llama_gqa", "lstm_lm", "inplace_chain", "
 def check_corpus(name, policy):
     model, args, kwargs = make(name)
     amp_graph.convert(model, policy)
-    found = problems_of(lambda: model(*args, **kwargs))
-    for problem, dtype in found:
+
+    def visit(problem, dtype):
         for on in MACHINES:
             never_above(formulate(problem, machine(on), dtype))
-    return found
+
+    return problems_of(lambda: model(*args, **kwargs), visit)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
@@ -102,7 +103,8 @@ def test_never_above_the_painting_on_models(name, policy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of Dynamo
+@pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if "integer" not in case.tags))
 def test_never_above_the_painting_on_the_corpus(name, policy):
     check_corpus(name, policy)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.backend import Compile
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError
@@ -24,7 +25,11 @@ from amp_graph.train_step import TrainStep
 
 
 def captured(
-    text: str, inputs: Sequence[str] = (), policy: str | None = None, training: bool | None = None
+    text: str,
+    inputs: Sequence[str] = (),
+    policy: str | None = None,
+    training: bool | None = None,
+    compile: Compile = "eager",
 ) -> Conversion:
     """Capture TARGET; ``training`` None leaves the model's mode as it is. Raises where nothing is captured.
 
@@ -35,8 +40,11 @@ def captured(
         model = target.model
         if training is not None:
             model.train(training)
+        if compile != "eager" and conversion_of(model) is not None:
+            policy = policy or str(conversion_of(model).policy)  # type: ignore[union-attr]
+            revert(model)
         if policy is not None or conversion_of(model) is None:
-            convert(model, policy)
+            convert(model, policy, compile=compile)
         with warnings.catch_warnings(record=True) as seen, _quiet():
             warnings.simplefilter("always", AmpGraphWarning)
             model(*target.args, **target.kwargs)

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | demo``.
+"""The command line: ``amp-graph dump | explain | lists | calibrate | cost | demo``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
     _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for planner=mincut", epilog=EPILOG))
+    _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return parser
 
@@ -66,6 +68,11 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(module="amp_graph.command_explain")
 
 
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.set_defaults(module="amp_graph.command_cost")
+
+
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help=TARGET)
     parser.add_argument("--input", metavar="SPEC", action="append", default=[], help=INPUT)
@@ -80,6 +87,13 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     _add_common(parser)
     parser.set_defaults(module="amp_graph.command_lists")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
+    parser.add_argument("--output", metavar="FILE", help="write there instead of where plans look by themselves")
+    parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+    parser.set_defaults(module="amp_graph.command_calibrate")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

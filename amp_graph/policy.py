@@ -25,6 +25,7 @@ SKIPPABLE = (
     "attention", "channels_last", "contiguous_linear", "eliminate_casts", "fuse_gelu", "protect_norms",
     "recompute_activations", "share_casts",
 )  # fmt: skip
+PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -44,6 +45,8 @@ class Policy:
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
+    planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine).
+    skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
     """
 
     dtype: str = "auto"
@@ -62,6 +65,8 @@ class Policy:
     weight_copies: bool = True
     device: str = ""
     skip: tuple[str, ...] = ()
+    planner: str = "paint"
+    skip_unprofitable: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -72,6 +77,7 @@ class Policy:
         object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
         for name in self.skip:
             _check("skip", name, SKIPPABLE)
+        _check("planner", self.planner, PLANNERS)
         try:
             re.compile(self.keep_fp32)
         except re.error as error:
@@ -146,13 +152,27 @@ class Policy:
         return torch.bfloat16
 
     def op_list(self, device: str) -> OpList:
-        """Return the lists in force for ``device``. Raises ListError."""
+        """Return the lists in force for ``device``. Raises ListError, and PolicyError where they contradict it."""
         where = self.device or device
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
         classes = {
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
         }
-        return effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+        found = effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+        if self.skip_unprofitable:
+            self._check_skips(found)
+        return found
+
+    def _check_skips(self, lists: OpList) -> None:
+        """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
+        if self.planner == "mincut" and lists.unlisted == "opaque":
+            return
+        why = "which counts no costs" if self.planner != "mincut" else "and lists that reproduce torch.autocast"
+        raise PolicyError(
+            f"policy: skip_unprofitable=true with planner={self.planner}, {why}\n"
+            "  legal: planner=mincut, with the default lists or others over them\n"
+            "  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
+        )
 
 
 def _field(word: str, text: str) -> dict[str, Any]:

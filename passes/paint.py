@@ -3,8 +3,9 @@
 Before: ``linear (allow) -> add (follow) -> layer_norm (fp32_inside) -> linear (allow)``. After: with accuracy
 "autocast" the mixed add and the norm stay full; with "fast" the whole stream between the linears is low.
 
-This one function is what an optimal (minimum cut) planner replaces. Source of the painting: TensorFlow's
-auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leaves mixed operands to the kernel.
+It says what the accuracy permits, and is the yardstick of ``mincut``, which says what of it pays. Source of the
+painting: TensorFlow's auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leaves mixed
+operands to the kernel.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ class Choice:
 
 def paint(problem: Problem) -> dict[Node, Choice]:
     """Choose a precision for every classified node of ``problem``."""
-    return _Painting(problem).run()
+    return Painting(problem).run()
 
 
-class _Painting:
-    """One run of the painting: the precision of each value so far, and what lies ahead of each node."""
+class Painting:
+    """One run of the painting: the precision of each value so far, and what lies ahead of each node.
 
-    def __init__(self, problem: Problem) -> None:
+    ``widest``: as low as the accuracy permits, whether it pays or not; what a planner by cost chooses from.
+    """
+
+    def __init__(self, problem: Problem, widest: bool = False) -> None:
         self.problem = problem
+        self.widest = widest
         self.classes = problem.classes
         self.fast = problem.accuracy == "fast"
         self.low: set[Node] = set()
@@ -74,6 +79,7 @@ class _Painting:
         self.early = self._cast_early()
 
     def run(self) -> dict[Node, Choice]:
+        """Paint the nodes in order."""
         choices: dict[Node, Choice] = {}
         for node in self.problem.gm.graph.nodes:
             if node in self.classes:
@@ -172,7 +178,7 @@ class _Painting:
         return self._free(node, kind, inputs, moved)
 
     def _free(self, node: Node, kind: Classification, inputs: list[Node], moved: list[Node]) -> Choice:
-        counted = _without_scalars(moved)
+        counted = without_scalars(moved)
         low = [n for n in counted if n in self.low]
         tainted = [n for n in counted if n in self.tainted]
         if kind.dtype is not None:
@@ -239,6 +245,8 @@ class _Painting:
     def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
         """Say whether ``node`` only moves a value that another reader widens: one cast then serves both."""
         if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
+            return False
+        if self.widest:
             return False
         ours = self.problem.lists.unlisted == "opaque"
         return ours and any(user is not node and self._takes_full(user) for user in low[0].users)
@@ -312,7 +320,7 @@ def _is_like(kind: Classification) -> bool:
     return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
 
 
-def _without_scalars(nodes: list[Node]) -> list[Node]:
+def without_scalars(nodes: list[Node]) -> list[Node]:
     """Leave out zero-dimensional operands, which do not take part in promotion beside larger ones."""
     large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
     return large or nodes

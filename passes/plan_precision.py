@@ -18,6 +18,8 @@ from amp_graph.passes import facts, memory, positions
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.identify_ops import is_tensor_call
+from amp_graph.passes.machine import machine_for
+from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
 from amp_graph.passes.regions import REGION
@@ -52,7 +54,9 @@ class Mark:
 class PlanPrecision(Pass):
     """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
 
-    Lists decide where they speak; what they leave free is chosen by ``paint``.
+    Lists decide where they speak; what they leave free is chosen by ``planner``: "paint" (lookahead painting) or
+    "mincut" (the least cost on the machine at hand, of what the painting permits). ``skip_unprofitable``: "mincut"
+    leaves an ``allow`` operation in full precision where its casts cost more than it gains.
     """
 
     lists: OpList
@@ -60,6 +64,8 @@ class PlanPrecision(Pass):
     accuracy: str = "autocast"
     keep_fp32: str = ""
     keep_outputs: bool = True
+    planner: str = "paint"
+    skip_unprofitable: bool = False
     name: ClassVar[str] = "plan-precision"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -72,10 +78,17 @@ class PlanPrecision(Pass):
         classes = self._constrained(gm, classes)
         problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
         changes: list[Change] = []
-        for node, choice in paint(problem).items():
+        for node, choice in self._choices(problem).items():
             node.meta[MARK] = _mark(node, choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
         return PassResult(gm, tuple(changes))
+
+    def _choices(self, problem: Problem) -> dict[Node, Choice]:
+        """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""
+        if self.planner == "paint" or self.lists.unlisted != "opaque":
+            return paint(problem)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return mincut(problem, machine_for(self.lists.device), dtype, self.skip_unprofitable)
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""

@@ -43,6 +43,8 @@ __all__ = [
     "capture_with_dynamo",
     "compiled_in_place",
     "concrete_size",
+    "cpu_has_amx",
+    "cpu_has_bf16",
     "dispatch_has_kernel",
     "flash_attention_cpu",
     "holders",
@@ -142,6 +144,16 @@ def words_of(tensor: torch.Tensor) -> memoryview:
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
     """Say whether ``op`` has a kernel registered for the dispatch key named ``key``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def cpu_has_amx() -> bool:
+    """Say whether this CPU has matrix units for bfloat16; False where torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # 2.11 - 2.13
+
+
+def cpu_has_bf16() -> bool:
+    """Say whether this CPU computes dot products of bfloat16; False where torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())  # 2.11 - 2.13
 
 
 _SERIAL = itertools.count()

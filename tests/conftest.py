@@ -1,5 +1,7 @@
 """Settings of every test: one thread, a fixed seed, and the warnings of other packages."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ IGNORED_WARNINGS = (
 
 
 def pytest_configure(config):
+    os.environ["AMP_GRAPH_MACHINE"] = "default"  # not what was calibrated on the machine that runs the tests
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)

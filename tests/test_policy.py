@@ -27,6 +27,8 @@ OTHER = {
     "weight_copies": False,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
+    "planner": "mincut",
+    "skip_unprofitable": True,
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 
@@ -157,3 +159,17 @@ def test_a_policy_is_frozen():
 def test_auto_is_bf16_on_cpu():
     assert Policy().torch_dtype("cpu") == torch.bfloat16
     assert Policy("fp16").torch_dtype("cpu") == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("bf16,skip_unprofitable=true", "which counts no costs"),
+        ("bf16,lists=autocast_cpu,planner=mincut,skip_unprofitable=true", "reproduce torch.autocast"),
+    ],
+)
+def test_products_are_left_alone_only_where_costs_are_counted(text, why):
+    with pytest.raises(PolicyError, match=why) as error:
+        Policy.parse(text).op_list("cpu")
+    fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
+    assert Policy.parse(fix).op_list("cpu")

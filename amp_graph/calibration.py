@@ -1,0 +1,124 @@
+"""Measure what this machine does in a second, for plans by cost.
+
+Before: the rates of a class of machines. After: ``calibrate("cpu")``, a ``Machine`` with the rates of this one.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as synchronized
+
+from amp_graph.passes.machine import DTYPES, Machine
+from amp_graph.passes.work import SIZES
+
+ROUNDS, SECONDS = 2, 0.08  # of about 25 measurements each, and the least time of one
+ELEMENTS = 1 << 19  # activations of half a million elements: larger than the caches that are a core's own
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One operation to measure: of which family, how much it does at once, and the operands for a dtype."""
+
+    family: str
+    flops: int
+    elements: int
+    call: Callable[..., Any]
+    operands: Callable[[Callable[..., torch.Tensor]], tuple[torch.Tensor, ...]]
+
+
+def probes() -> Iterator[Probe]:
+    """Yield what is measured in each dtype."""
+    yield Probe("matmul", 2 * 512 * 768 * 768, 0, F.linear, lambda new: (new(512, 768), new(768, 768)))
+    yield Probe("matvec", 0, 1024 * 1024 + 2048, F.linear, lambda new: (new(1, 1024), new(1024, 1024)))
+    yield Probe(
+        "convolution",
+        2 * 4 * 32 * 28 * 28 * 32 * 9,
+        0,
+        lambda x, w: F.conv2d(x, w, padding=1),
+        lambda new: (new(4, 32, 28, 28), new(32, 32, 3, 3)),
+    )
+    yield Probe(
+        "attention",
+        4 * 2 * 4 * 128 * 128 * 64,
+        0,
+        F.scaled_dot_product_attention,
+        lambda new: tuple(new(2, 4, 128, 64) for _ in range(3)),
+    )
+    yield Probe("elementwise", 0, 3 * ELEMENTS, torch.mul, lambda new: (new(ELEMENTS), new(ELEMENTS)))
+    yield Probe("activation", 0, 2 * ELEMENTS, F.gelu, lambda new: (new(ELEMENTS),))
+
+
+def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
+    """Return the rates of this machine: of one core of a CPU, or of the GPU. Takes about twenty seconds.
+
+    Each is the best of several rounds, as whatever runs beside only slows it. ``seconds``: the least time of one
+    measurement.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            rounds = [_measured(device, seconds) for _ in range(ROUNDS)]
+    finally:
+        torch.set_num_threads(threads)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"one core of {platform.machine()}"
+    rates: dict[str, dict[str, float]] = {}
+    for family, dtype in rounds[0]:
+        if dtype:
+            rates.setdefault(family, {})[dtype] = max(found[family, dtype] for found in rounds)
+    call, kept = (max(found[name, ""] for found in rounds) for name in ("call", "kept"))
+    said = f"calibrated: {where}, torch {torch.__version__}"
+    return Machine("calibrated", device, said, 1 / call, kept, device == "cpu", rates)
+
+
+def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
+    """Return every rate once, by family and dtype; without a dtype, calls and kept bytes a second."""
+    found = {}
+    for probe in probes():
+        for dtype in DTYPES:
+            found[probe.family, dtype] = _rate(probe, dtype, device, seconds)
+    for dtype in DTYPES:
+        found["normalization", dtype] = _normalization(dtype, device, seconds)
+    for dtype in DTYPES[1:]:
+        found["cast", dtype] = _cast(dtype, device, seconds)
+    small, large = torch.ones(8, device=device), torch.ones(8 * ELEMENTS, device=device)
+    found["call", ""] = 1 / _best(lambda: small + small, device, seconds)
+    found["kept", ""] = 2 * large.numel() * large.element_size() / _best(large.clone, device, seconds)
+    return found
+
+
+def _new(dtype: str, device: str) -> Callable[..., torch.Tensor]:
+    return lambda *shape: torch.randn(*shape, device=device).to(getattr(torch, dtype))
+
+
+def _rate(probe: Probe, dtype: str, device: str, seconds: float) -> float:
+    operands = probe.operands(_new(dtype, device))
+    return (probe.flops or probe.elements * SIZES[dtype]) / _best(lambda: probe.call(*operands), device, seconds)
+
+
+def _normalization(dtype: str, device: str, seconds: float) -> float:
+    """Return the rate of layer norms with parameters in float32, as plans run them."""
+    x, weight, bias = _new(dtype, device)(ELEMENTS // 256, 256), *torch.ones(2, 256, device=device)
+    taken = _best(lambda: F.layer_norm(x, (256,), weight, bias), device, seconds)
+    return 2 * ELEMENTS * SIZES[dtype] / taken
+
+
+def _cast(dtype: str, device: str, seconds: float) -> float:
+    """Return the rate of casts, down and up together."""
+    wide, low = _new("float32", device)(ELEMENTS), _new(dtype, device)(ELEMENTS)
+    taken = _best(lambda: (wide.to(low.dtype), low.float()), device, seconds)
+    return 2 * ELEMENTS * (4 + SIZES[dtype]) / taken
+
+
+def _best(call: Callable[[], Any], device: str, seconds: float) -> float:
+    """Return the least time of a call: of the processor where it is a CPU, which others may share."""
+    timer = Timer("call()", globals={"call": call}, timer=time.process_time if device == "cpu" else synchronized)
+    return float(min(timer.blocked_autorange(min_run_time=seconds).times))

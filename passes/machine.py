@@ -1,0 +1,133 @@
+"""What a machine does in a second, as data: the rates that a plan's cost is counted in.
+
+Before: "a matmul is faster in bf16". After: ``machine.rates["matmul"]["bfloat16"]``, 1.8e11 FLOP/s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from amp_graph.lists import ListError
+from amp_graph.lists.files import FOLDER
+from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MACHINES = FOLDER / "machines"
+VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones
+FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
+COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
+DTYPES = ("float32", "bfloat16", "float16")
+_NUMBERS = ("call", "kept")
+_HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
+_FIX = "amp-graph calibrate writes a whole file"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one class of machines, of one core of a CPU or of a whole GPU.
+
+    ``call``: seconds that any call costs. ``kept``: bytes a second of what is kept for backward.
+    ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
+    ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is
+    what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
+    """
+
+    name: str
+    device: str
+    description: str
+    call: float
+    kept: float
+    promotes_by_copy: bool
+    rates: Mapping[str, Mapping[str, float]]
+
+
+def machine_for(device: str) -> Machine:
+    """Return the machine to plan for on ``device`` ("cpu", "cuda"): a calibrated one if its file is there.
+
+    Raises ListError for a file that is not a machine's.
+    """
+    own = own_file()
+    if own is not None:
+        found = _read(own, own.stat().st_mtime_ns)
+        if found.device == device:
+            return found
+    return class_of(device)
+
+
+def own_file() -> Path | None:
+    """Return the calibrated file that plans read, if there is one."""
+    given = os.environ.get(VARIABLE, "")
+    if given == "default":
+        return None
+    if given and not Path(given).is_file():
+        raise ListError(f"{VARIABLE} names no file: {given}", legal="a machine file, or default", fix=_FIX)
+    path = Path(given) if given else place_of_own_file()
+    return path if path.is_file() else None
+
+
+def place_of_own_file() -> Path:
+    """Return where ``amp-graph calibrate`` writes by default."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "amp_graph" / "machine.toml"
+
+
+def class_of(device: str) -> Machine:
+    """Return the built-in machine that ``device`` of this one is like."""
+    cpu = "cpu_amx" if cpu_has_amx() else "cpu_bf16" if cpu_has_bf16() else "cpu"
+    return _read(MACHINES / f"{cpu if device == 'cpu' else 'cuda'}.toml", 0)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, mtime: int) -> Machine:
+    return read_machine(path.read_text(encoding="utf-8"), str(path))
+
+
+def read_machine(text: str, where: str) -> Machine:
+    """Return the machine that a TOML text describes; every rate must be there. Raises ListError."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ListError(f"not TOML: {error}", where=where, legal="TOML 1.0", fix=_FIX) from error
+    _check_keys(data, ("machine", *FAMILIES), where)
+    head = data["machine"]
+    _check_keys(head, _HEAD, f"{where}: [machine]")
+    for key in _NUMBERS:
+        _check_number(head[key], key, where)
+    for family in FAMILIES:
+        dtypes = DTYPES[1:] if family == "cast" else DTYPES
+        _check_keys(data[family], dtypes, f"{where}: [{family}]")
+        for dtype in dtypes:
+            _check_number(data[family][dtype], f"{family}.{dtype}", where)
+    return Machine(**head, rates={family: data[family] for family in FAMILIES})
+
+
+def _check_keys(found: Any, legal: tuple[str, ...], where: str) -> None:
+    if not isinstance(found, dict) or set(found) != set(legal):
+        keys = sorted(found) if isinstance(found, dict) else found
+        raise ListError(f"holds {keys}", where=where, legal=f"exactly {', '.join(legal)}", fix=_FIX)
+
+
+def _check_number(found: Any, key: str, where: str) -> None:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < float("inf"):
+        raise ListError(f"{key} = {found!r}", where=where, legal="a number above 0", fix=_FIX)
+
+
+def machine_text(machine: Machine) -> str:
+    """Return the TOML text of ``machine``; ``read_machine`` reads it back."""
+    lines = ["[machine]", f'name = "{machine.name}"', f'device = "{machine.device}"']
+    lines += [f'description = "{machine.description}"', f"call = {machine.call:.3e}", f"kept = {machine.kept:.3e}"]
+    lines.append(f"promotes_by_copy = {str(machine.promotes_by_copy).lower()}")
+    for family in FAMILIES:
+        lines += ["", f"[{family}]"]
+        lines += [f"{dtype} = {rate:.3e}" for dtype, rate in machine.rates[family].items()]
+    return "\n".join(lines) + "\n"

@@ -154,11 +154,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_on_device(self, optimizer: Any, progress: _Progress, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer whose kernels take the scale and the verdict as tensors."""
-        scale = self._loss_scale.scale
-        if not progress.unscaled:  # the kernels unscale as they go: here gradients are only looked at
-            progress.found_inf = self._check(optimizer, torch.ones_like(scale))
         known = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = known if progress.unscaled else scale if known is None else scale * known
+        if not progress.unscaled and all(g.dtype.itemsize >= 4 for g in _gradients(optimizer)):
+            # The check goes through all of them anyway; the kernels then need not write them again.
+            progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
+        elif not progress.unscaled:  # in low precision, small ones would be lost: the kernels unscale as they go
+            scale = self._loss_scale.scale
+            progress.found_inf = self._check(optimizer, torch.ones_like(scale))
+            known = scale if known is None else scale * known
+        optimizer.grad_scale = known
         optimizer.found_inf = self._combined([progress])
         try:
             return optimizer.step(**kwargs)

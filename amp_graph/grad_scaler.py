@@ -6,7 +6,6 @@ Source: torch/amp/grad_scaler.py, whose protocol (and ``isinstance``) this keeps
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,11 +15,9 @@ import torch
 from torch.optim import Optimizer
 
 from amp_graph import scale_ops
-from amp_graph.errors import AmpGraphWarning, ScaleError
-from amp_graph.loss_scale import LossScale
+from amp_graph.errors import ScaleError
+from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.update_masters import INVERSE, steps_on_masters
-
-STUCK = 20  # bad steps in a row at the floor before it is said
 
 
 def _kept(name: str) -> Any:
@@ -74,8 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         """Make a scaler; its state is put on the device of the first loss that it scales."""
-        if at_floor not in ("warn", "error"):
-            raise ScaleError(f"GradScaler: at_floor={at_floor!r}\n  legal: 'warn', 'error'")
+        check_at_floor("GradScaler", at_floor)
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._enabled = enabled
         self._loss_scale = LossScale(
@@ -237,14 +233,7 @@ class GradScaler(torch.amp.GradScaler):
     def _complain_of_floor(self, steps: int) -> None:
         optimizers = [p.optimizer() for p in self._progress.values()]
         culprit = next((c for o in optimizers if o is not None and (c := _first_bad(o))), "a gradient that is gone")
-        text = (
-            f"GradScaler: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, "
-            f"{self._loss_scale.floor:g}; no step is taken. The first bad one: {culprit}\n"
-            "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
-        )
-        if self._at_floor == "error":
-            raise ScaleError(text)
-        warnings.warn(text, AmpGraphWarning, stacklevel=4)
+        complain_of_floor("GradScaler", steps, self._loss_scale.floor, culprit, self._at_floor)
 
     # -- reading and saving ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Source of the method: Micikevicius et al., Mixed Precision Training, 2018, secti
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 
 from amp_graph import scale_ops
-from amp_graph.errors import ScaleError
+from amp_graph.errors import AmpGraphWarning, ScaleError
+
+STUCK = 20  # bad steps in a row at the floor before it is said
 
 
 @dataclass
@@ -171,3 +174,21 @@ def _check(name: str, value: Any, holds: bool, legal: str) -> None:
         raise ScaleError(
             f"loss scale: {name}={value!r}\n  legal: {legal}\n  fix:   GradScaler({name}=...), or its default"
         )
+
+
+def check_at_floor(who: str, at_floor: str) -> None:
+    """Refuse what ``at_floor`` cannot be."""
+    if at_floor not in ("warn", "error"):
+        raise ScaleError(f"{who}: at_floor={at_floor!r}\n  legal: 'warn', 'error'\n  fix:   at_floor='warn'")
+
+
+def complain_of_floor(who: str, steps: int, floor: float, culprit: str, at_floor: str) -> None:
+    """Say, or raise as ScaleError, that gradients stay infinite at the smallest scale; ``culprit`` is the first."""
+    text = (
+        f"{who}: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, {floor:g}; no step is "
+        f"taken. The first bad one: {culprit}\n"
+        "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
+    )
+    if at_floor == "error":
+        raise ScaleError(text)
+    warnings.warn(text, AmpGraphWarning, stacklevel=5)

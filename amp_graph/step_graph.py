@@ -48,6 +48,7 @@ class StepGraph:
     trained: list[int]  # which of the captured graph's inputs have gradients here
     run: Callable[..., Any] = field(repr=False)
     outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
+    first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
 
     def __call__(self, *args: Tensor) -> Any:
@@ -160,6 +161,16 @@ class StepParts:
         ]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
 
+    def first_bad(self, args: Sequence[Any]) -> str:
+        """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""
+        own = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
+        targets = {i: args[i] for i in self.trained} | self.masters
+        scale = self.scale.scale if self.scale is not None else None
+        with torch.random.fork_rng():
+            _, grads = self._gradients(own, self.copies, targets, scale)
+        bad = [i for i, grad in zip(self.trained, grads, strict=True) if not grad.isfinite().all()]
+        return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+
     def _refuse_sparse(self, i: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             raise CaptureError(
@@ -245,7 +256,9 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained
     extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
-    return StepGraph(gm, parts.state(), parts.trained, run, len(outputs) - extra)
+    state = parts.state()
+    parts.args = ()  # the first batch is not to live as long as the graph
+    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad)
 
 
 def mark_loss(loss: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
-from amp_graph.loss_scale import LossScale
+from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
@@ -68,6 +68,7 @@ class TrainStep:
     process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
     ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
     Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
+    at_floor: "warn" or "error" where gradients stay infinite at the smallest scale (on the CPU).
 
     Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
@@ -92,6 +93,7 @@ class TrainStep:
         compile: Compile = "eager",
         process_group: Any = None,
         reduce_dtype: torch.dtype | None = None,
+        at_floor: str = "warn",
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -99,6 +101,8 @@ class TrainStep:
         self.policy = policy_of(model, policy)
         refuse(model, optimizer, self.policy, micro_batches)
         check_compile(compile)
+        check_at_floor("TrainStep", at_floor)
+        self.at_floor, self._calls = at_floor, 0
         self._ranks = ranks_of(process_group, model, reduce_dtype)
         if self._ranks is not None:
             make_equal(model, process_group)
@@ -181,9 +185,11 @@ class TrainStep:
             if self._last not in captured.steps:
                 captured.steps[self._last] = self._build(captured, args)
             self._state.refresh()
-            found = captured.steps[self._last](*args)
+            step = captured.steps[self._last]
+            found = step(*args)
             if self._last and not self._why_outside:
                 self._state.was_updated()
+            self._look_at_floor(step, args)
             return found
 
         return run
@@ -233,6 +239,15 @@ class TrainStep:
         step = trace_step(parts, self._lower)
         step.after = self._step_outside if self._why_outside and self._last and trained else None
         return step
+
+    def _look_at_floor(self, step: StepGraph, args: Sequence[Any]) -> None:
+        """Say where gradients stay infinite at the smallest scale; not on devices, from which nothing is copied."""
+        self._calls += 1
+        if self.loss_scale is None or self._calls % STUCK:
+            return
+        stuck = self.loss_scale.state[4]
+        if stuck.device.type == "cpu" and stuck.item() >= STUCK:
+            complain_of_floor("TrainStep", int(stuck), self.loss_scale.floor, step.first_bad(args), self.at_floor)
 
     def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
         if self.compile == "eager":

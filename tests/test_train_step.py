@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.loss_scale import LossScale
 from amp_graph.step_inputs import refuse_several_devices
 
@@ -456,6 +456,27 @@ def test_checkpoints_that_draw_stay_as_they_are():
         torch.manual_seed(3)
         assert torch.equal(mine, plain(x, y))
     assert step.graph_text().count("aten.native_layer_norm.default") == 1
+
+
+class Diverges(Net):
+    def forward(self, x):
+        out = self.first(x)
+        return self.second(self.norm(out)) + (out.float().sum() / 0.0).float() * 0.0
+
+
+@pytest.mark.filterwarnings("error::amp_graph.errors.AmpGraphWarning")
+@pytest.mark.parametrize("at_floor", ["warn", "error"])
+def test_gradients_that_stay_infinite_at_the_floor_are_named(at_floor):
+    model, optimizer = build(Diverges)
+    scale = LossScale(2.0**-13, floor=2.0**-14)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=scale, at_floor=at_floor)
+    *given, last = batches(20)
+    before = parameters(model)
+    for x, y in given:
+        step(x, y)
+    with pytest.raises((ScaleError, AmpGraphWarning), match=r"TrainStep: .*first bad one: first.weight, of shape"):
+        step(*last)
+    assert same(before, parameters(model))
 
 
 def test_sparse_gradients_are_refused_by_name():

@@ -1,7 +1,7 @@
 """What converted graphs call for the cross entropy of a language model: low-precision logits, taken row by row.
 
-Before: ``cross_entropy(logits.float(), target)``, which makes three fp32 tensors of the size of the logits, and keeps
-one for backward. After: ``cross_entropy_low(logits, target)``, which keeps the bf16 logits and makes a few rows at a time.
+Before: ``cross_entropy(logits.float(), target)``, which makes two fp32 tensors of the size of the logits, keeps one for
+backward, and makes two more there. After: ``cross_entropy_low(logits, target)``, which keeps the bf16 logits.
 """
 
 from __future__ import annotations

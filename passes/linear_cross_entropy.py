@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import cross_entropy_in_parts_pays
 
+OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")
 REDUCTIONS = ("none", "mean", "sum")
 # What only selects rows, or lays them out anew; the first three keep them all, in order.
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
@@ -168,12 +170,11 @@ def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, 
     for reader in [n for n in found.cast.users if not tensors(value(n)) and n.op != "output"]:
         reader.replace_input_with(found.cast, found.low)
     low = found.low if found.keeps_rows else _narrowed(found, mode)
-    args = (low, given["target"], given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
+    node.args = (low, *(given[name] for name in OPTIONS))
+    node.target, node.kwargs = cross_entropy_and_logits if others else cross_entropy_low, {}
+    node.meta.pop(OPS, None)
     if others:
-        _replace_both(gm, node, args, found)
-    else:
-        node.target, node.args, node.kwargs = cross_entropy_low, args, {}
-        node.meta.pop(OPS, None)
+        _hand_out(gm, node, found)
     for old in (*reversed(found.path), found.cast):
         if not old.users:
             gm.graph.erase_node(old)
@@ -187,16 +188,14 @@ def _narrowed(found: Logits, mode: FakeTensorMode) -> Node:
     return found.path[-1]
 
 
-def _replace_both(gm: GraphModule, node: Node, args: tuple[Any, ...], found: Logits) -> None:
-    """Put one call in the place of the loss ``node`` that also gives the wide logits to whoever reads them."""
-    with gm.graph.inserting_before(node):
-        both = gm.graph.call_function(cross_entropy_and_logits, args)
-        loss, wide = (gm.graph.call_function(operator.getitem, (both, i)) for i in range(2))
-    _describe(both, (value(node), value(found.cast)), node)
+def _hand_out(gm: GraphModule, node: Node, found: Logits) -> None:
+    """Give the readers of the loss the first result of ``node``, and those of the wide logits the second."""
+    with gm.graph.inserting_before(node.next):
+        loss, wide = (gm.graph.call_function(operator.getitem, (node, i)) for i in range(2))
     _describe(loss, value(node), node)
     _describe(wide, value(found.cast), found.cast)
-    node.replace_all_uses_with(loss)
-    gm.graph.erase_node(node)
+    node.replace_all_uses_with(loss, delete_user_cb=lambda reader: reader not in (loss, wide))
+    _describe(node, (value(loss), value(wide)), node, ())
     found.cast.replace_all_uses_with(wide)
     before = wide
     for one in found.path:  # other readers of these stand behind the loss, and so must they
@@ -204,8 +203,8 @@ def _replace_both(gm: GraphModule, node: Node, args: tuple[Any, ...], found: Log
         before = one
 
 
-def _describe(made: Node, val: Any, like: Node) -> None:
-    made.meta = {k: v for k, v in like.meta.items() if k not in LEFT_BEHIND}
+def _describe(made: Node, val: Any, like: Node, left_behind: Collection[str] = LEFT_BEHIND) -> None:
+    made.meta = {k: v for k, v in like.meta.items() if k not in left_behind}
     made.meta["val"] = made.meta[CAPTURED] = val
     if "example_value" in like.meta:
         made.meta["example_value"] = val

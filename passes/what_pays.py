@@ -45,7 +45,8 @@ def cross_entropy_in_parts_pays(device: str, dtype: torch.dtype, rows: int, clas
     """Say whether a loss from low-precision logits, a few rows at a time, beats ``cross_entropy(logits.float())``.
 
     bf16 on CPU with dot products, forward and backward of the linear and the loss: 1.13 to 1.42 times as fast from 5
-    million logits on, 1.02 at 4 million, 1.00 to 1.03 at 2 million, and 0.95 at 1 million, where all of it is in cache.
+    million logits on, 1.09 to 1.19 where they are returned too; 1.01 to 1.03 at 4 million, 1.00 to 1.03 at 2 million;
+    at 1 million, all in cache, mostly 0.96 to 1.01.
     Logits that are multiplied again in backward, or by chunks of tokens, were slower than these at every size
     (``benchmarks/cross_entropy.py``). Matrix units were not timed.
     """

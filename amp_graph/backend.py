@@ -41,7 +41,7 @@ def amp_graph(
             "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
         )
     check_compile(given["compile"])
-    rewrite_in_place(gm, Policy.parse(given["policy"]))
+    rewrite_in_place(gm, Policy.parse(given["policy"]), eager=given["compile"] == "eager")
     return lower(gm, example_inputs, given["compile"])
 
 

@@ -235,7 +235,7 @@ class Conversion:
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
         last = () if self.copies is None else (KeepWeightCopies(self.copies),)
-        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last)
+        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last, eager=self.compile == "eager")
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
             record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)

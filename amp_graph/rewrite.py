@@ -26,6 +26,7 @@ from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
@@ -80,9 +81,12 @@ def rewrite(
 
 
 def rewrite_in_place(
-    gm: GraphModule, policy: Policy, device: str | None = None, last: Sequence[Pass] = ()
+    gm: GraphModule, policy: Policy, device: str | None = None, last: Sequence[Pass] = (), *, eager: bool = False
 ) -> Rewritten:
-    """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done."""
+    """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done.
+
+    ``eager``: whether the graph will run as it is, and not through a compiler.
+    """
     adopt_values(gm)
     inline_checkpoints(gm)
     adopt_values(gm)
@@ -99,7 +103,8 @@ def rewrite_in_place(
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    done = run_passes(gm, [*passes_for(policy, device), *last]) if policy.level != "O0" else ()
+    passes = [*passes_for(policy, device), *(passes_in_eager(policy, device) if eager else []), *last]
+    done = run_passes(gm, passes) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
 
@@ -131,7 +136,16 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
         *([RecomputeActivations()] if policy.accuracy == "fast" else []),
         *kernels,
     ]
-    return [one for one in found if one.name.replace("-", "_") not in policy.skip]
+    return _wanted(found, policy)
+
+
+def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
+    """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
+    return _wanted([LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+
+
+def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:
+    return [one for one in passes if one.name.replace("-", "_") not in policy.skip]
 
 
 def device_of(gm: GraphModule) -> str:

@@ -173,7 +173,7 @@ class TrainStep:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device)
+        rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=self.compile == "eager")
         captured = CapturedStep(rewritten, take_loss_mark(gm))
         self.captured.append(captured)
 

@@ -76,6 +76,16 @@ def update_loss_scale_(
     stuck.add_(1).mul_(bad & (scale <= floor))
 
 
+def _rnn_layer(*given: Any) -> Any:
+    """Run ``aten::mkldnn_rnn_layer`` with the workspace that its backward reads.
+
+    The kernel makes it only where gradients are recorded, and a traced step computes its own.
+    """
+    with torch.enable_grad():
+        found = torch.ops.aten.mkldnn_rnn_layer.default(*(g.detach() if isinstance(g, Tensor) else g for g in given))
+    return found
+
+
 def _update_loss_scale(*given: Any) -> tuple[Tensor, ...]:
     state = tuple(tensor.clone() for tensor in given[:5])
     update_loss_scale_(*state, *given[5:])
@@ -96,6 +106,10 @@ def _define() -> None:
     }.items():
         name = LIBRARY.define(schema)
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    plain = torch.ops.aten.mkldnn_rnn_layer.default
+    name = LIBRARY.define(str(plain._schema).removeprefix("aten::"))
+    LIBRARY.impl(name, _rnn_layer, "CompositeExplicitAutograd")
+    torch.library.register_fake("amp_graph::mkldnn_rnn_layer", lambda *given: plain(*given), lib=LIBRARY)
     # A mark that a captured graph carries: clone, because an output may not be the input itself.
     LIBRARY.impl(LIBRARY.define("loss(Tensor loss) -> Tensor"), torch.clone, "CompositeImplicitAutograd")
     # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.

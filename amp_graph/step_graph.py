@@ -252,6 +252,9 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
         node.meta["amp_input"] = name
     if parts.ranks is not None:
         start_early(gm)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+        node.target = OPS.mkldnn_rnn_layer.default
+    gm.recompile()
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained

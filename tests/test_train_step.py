@@ -458,6 +458,26 @@ def test_checkpoints_that_draw_stay_as_they_are():
     assert step.graph_text().count("aten.native_layer_norm.default") == 1
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 16, 2, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def test_a_recurrent_network():
+    """Its kernel keeps what backward reads only where autograd records, which a traced step does not."""
+    model, optimizer = build(Recurrent)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    other, theirs = build(Recurrent, fused=True)
+    given = list(batches(10, (8, 5, 6)))
+    losses = [step(x, y).item() for x, y in given]
+    assert losses == by_hand(other, theirs, "bf16", given)
+    assert same(parameters(model), parameters(other))
+
+
 class Diverges(Net):
     def forward(self, x):
         out = self.first(x)

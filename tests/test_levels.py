@@ -183,6 +183,25 @@ def test_state_dict_is_fp32_and_goes_to_an_unconverted_model_and_back(kind):
     assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in model.modules())
 
 
+def test_a_tied_parameter_is_saved_and_loaded_exactly_under_each_of_its_names():
+    """Embedding and head of a language model; loading the second name must not round what the first one brought."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embedding.weight
+            self.head.again = self.head.weight
+
+    model = amp_graph.convert(Tied(), "bf16-O2")
+    wanted = saved(Tied())
+    assert len(wanted) == 3
+    model.load_state_dict(wanted)
+    assert equal(wanted, saved(model))
+    assert equal(wanted, saved(amp_graph.revert(model)))
+    assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in model.modules())
+
+
 def test_what_is_written_into_parameters_counts():
     model, optimizer = build()
     amp_graph.convert(model, "bf16-O2")

@@ -77,6 +77,26 @@ def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grad
         inside.leave()
 
 
+def widen_gradients(optimizer: Optimizer) -> None:
+    """Hold the gradients of low parameters that have masters in fp32, where what unscaling makes small is not lost."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p.grad.dtype is not torch.float32 and master_of(p) is not None:
+            _hold_gradient(p, p.grad.float())
+
+
+def narrow_gradients(optimizer: Optimizer) -> None:
+    """Hold gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p.grad.dtype is not p.dtype:
+            _hold_gradient(p, p.grad.to(p.dtype))
+
+
+def _hold_gradient(parameter: Tensor, grad: Tensor) -> None:
+    parameter.grad = None  # its dtype may change only while there is none
+    parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
 def steps_on_masters(optimizer: Optimizer) -> bool:
     """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
     return any(master_of(p) is not None for group in optimizer.param_groups for p in group["params"])

@@ -122,8 +122,9 @@ def test_control_without_masters_updates_are_lost():
     assert min(moved) > 0.9
 
 
+@pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_small_fp16_gradients_reach_the_masters(fused):
+def test_small_fp16_gradients_reach_the_masters(fused, clipped):
     """Without a fused kernel too, gradients are unscaled in fp32, and not flushed to zero in fp16."""
     results = []
     for level in ("O1", "O2"):
@@ -133,8 +134,14 @@ def test_small_fp16_gradients_reach_the_masters(fused):
         for x, y in batches(10):
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(x), y) * 2.0**-10).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 2.0**-12)
             scaler.step(optimizer)
             scaler.update()
+            assert all(p.grad.dtype is p.dtype for p in model.parameters())
+            model.eval()(torch.cat([x, x]))  # captured while gradients are there
+            model.train()
         results.append(saved(model))
     assert equal(*results)
 

@@ -30,18 +30,20 @@ class Master:
 
     full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
     version: the parameter's version counter when it was last equal to the rounded ``full``.
+    late: whether there is to be a value once the parameter is updated (O2).
     """
 
     full: Tensor | None
     version: int
     of: weakref.ref[Tensor] | None = None
+    late: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle as the value, which whoever unpickles it has for an equal one."""
         parameter = self.of() if self.of is not None else None
         if parameter is not None:
             master_of(parameter)
-        return {"full": self.full, "version": UNKNOWN, "of": None}
+        return {"full": self.full, "version": UNKNOWN, "of": None, "late": self.late}
 
 
 # -- lowering and back --------------------------------------------------------------------------------
@@ -59,7 +61,7 @@ def lower_parameters(model: Module, policy: Policy) -> None:
         full = parameter.data
         keeps = policy.level == "O2" and parameter.requires_grad and model.training
         _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
-        _set_master(parameter, full if keeps else None)
+        _set_master(parameter, full if keeps else None, late=policy.level == "O2")
     _speak_fp32(model, lowered)
 
 
@@ -85,7 +87,7 @@ def copy_masters(model: Module, memo: dict[int, Any]) -> None:
     for parameter in model.parameters():
         master, copied = getattr(parameter, MASTER, None), memo.get(id(parameter))
         if master is not None and copied is not None:
-            _set_master(copied, None if master.full is None else full_value(parameter).clone())
+            _set_master(copied, None if master.full is None else full_value(parameter).clone(), master.late)
 
 
 def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
@@ -135,8 +137,15 @@ def follow(parameter: Tensor) -> None:
         master.version = parameter._version
 
 
-def _set_master(parameter: Tensor, full: Tensor | None) -> None:
-    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter)))
+def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
+    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter), late))
+
+
+def updated_master(parameter: Tensor) -> Tensor | None:
+    """Return the master that an update of ``parameter`` goes to, made now where level O2 kept none so far."""
+    master: Master | None = getattr(parameter, MASTER, None)
+    late = master is not None and master.full is None and master.late
+    return make_master(parameter) if late and parameter.requires_grad else master_of(parameter)
 
 
 def make_master(parameter: Tensor) -> Tensor:
@@ -155,7 +164,8 @@ def full_value(parameter: Tensor) -> Tensor:
 
 
 def write_back(parameters: Sequence[Tensor]) -> None:
-    """Round masters into their parameters."""
+    """Round masters into their parameters; those of a reverted model are their masters."""
+    parameters = [p for p in parameters if hasattr(p, MASTER)]
     if parameters:
         with torch.no_grad():
             torch._foreach_copy_(list(parameters), [getattr(p, MASTER).full for p in parameters])

@@ -15,6 +15,7 @@ import os
 import re
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ from amp_graph.passes.torch_private import (
     is_sharded,
     outside_dynamo,
     own_code_object,
+    weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
@@ -219,10 +221,10 @@ class Conversion:
 
         return capture_with_dynamo(
             own_code_object(amp_graph_forward),  # type: ignore[arg-type]
-            self._backend,
+            weakly(self._backend),
             dynamic=self.dynamic,
             fullgraph=False,
-            heard=self,
+            heard=weakref.proxy(self),
         )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
@@ -242,14 +244,16 @@ class Conversion:
         self.graphs.append(record)
         run = lower(gm, example_inputs, self.compile)
 
-        first = True
+        first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
             nonlocal first
-            if first:
-                first = False
-                self._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
-            self.runs += 1
+            counts = owner()
+            if counts is not None:  # a piece of the user's code may be called by another model
+                if first:
+                    first = False
+                    counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+                counts.runs += 1
             return run(*args)
 
         return counted
@@ -273,7 +277,7 @@ class Conversion:
         if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
             return None
         dtype = self.policy.torch_dtype(_device_of_model(self.model) or "cpu")
-        return WeightCopies(dtype, self._written_in_secret, is_verifying())
+        return WeightCopies(dtype, weakly(self._written_in_secret), is_verifying())
 
     def _written_in_secret(self, weight: torch.Tensor) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")

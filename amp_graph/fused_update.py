@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from amp_graph.master_weights import master_of
+from amp_graph.master_weights import updated_master
 
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
@@ -156,7 +156,7 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         kind = type(optimizer)
         names = STATES[Adam if kind is AdamW else kind](group)
         for p in params:
-            master = master_of(p)
+            master = updated_master(p)
             _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
         found.append(GroupUpdate(group, kind, params, states))

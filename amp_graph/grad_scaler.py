@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from amp_graph import scale_ops
 from amp_graph.errors import ScaleError
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
-from amp_graph.update_masters import INVERSE, steps_on_masters
+from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
 
 
 def _kept(name: str) -> Any:
@@ -98,7 +98,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale, in place, once between two updates.
 
-        Gradients may be fp32, bf16 or fp16; of the last, what is too small without the scale is lost.
+        Gradients may be fp32, bf16 or fp16; of the last, what is too small without the scale is lost. Those of
+        parameters with fp32 masters (level O2) are fp32 from here to ``step``.
         """
         if not self._enabled:
             return
@@ -110,6 +111,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if progress.stepped:
             raise ScaleError("GradScaler.unscale_: called after step()\n  fix:   call it between backward and step")
+        widen_gradients(optimizer)
         progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
         progress.unscaled = True
 
@@ -132,6 +134,8 @@ class GradScaler(torch.amp.GradScaler):
             result = self._step_on_device(optimizer, progress, kwargs)
         else:
             result = self._step_on_host(optimizer, progress, kwargs)
+        if progress.unscaled:
+            narrow_gradients(optimizer)
         progress.stepped = True
         return result
 

@@ -30,18 +30,20 @@ class Master:
 
     full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
     version: the parameter's version counter when it was last equal to the rounded ``full``.
+    late: whether there is to be a value once the parameter is updated (O2).
     """
 
     full: Tensor | None
     version: int
     of: weakref.ref[Tensor] | None = None
+    late: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle as the value, which whoever unpickles it has for an equal one."""
         parameter = self.of() if self.of is not None else None
         if parameter is not None:
             master_of(parameter)
-        return {"full": self.full, "version": UNKNOWN, "of": None}
+        return {"full": self.full, "version": UNKNOWN, "of": None, "late": self.late}
 
 
 # -- lowering and back --------------------------------------------------------------------------------
@@ -54,12 +56,13 @@ def lower_parameters(model: Module, policy: Policy) -> None:
     as all of torch's and transformers' are) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of what
     trains; O3 lowers all and keeps none. Buffers stay.
     """
-    for module, parameter in list(_lowerable(model, policy)):
+    lowered = list(_lowerable(model, policy))
+    for parameter in lowered:
         full = parameter.data
         keeps = policy.level == "O2" and parameter.requires_grad and model.training
         _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
-        _set_master(parameter, full if keeps else None)
-        _speak_fp32(module)
+        _set_master(parameter, full if keeps else None, late=policy.level == "O2")
+    _speak_fp32(model, lowered)
 
 
 def restore_parameters(model: Module) -> None:
@@ -84,18 +87,15 @@ def copy_masters(model: Module, memo: dict[int, Any]) -> None:
     for parameter in model.parameters():
         master, copied = getattr(parameter, MASTER, None), memo.get(id(parameter))
         if master is not None and copied is not None:
-            _set_master(copied, None if master.full is None else full_value(parameter).clone())
+            _set_master(copied, None if master.full is None else full_value(parameter).clone(), master.late)
 
 
-def _lowerable(model: Module, policy: Policy) -> Iterator[tuple[Module, Parameter]]:
-    """Yield the modules with the parameters that ``policy`` holds in low precision, each once."""
-    seen: set[int] = set()
+def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
+    """Yield the parameters that ``policy`` holds in low precision, each once."""
     kept = {id(p) for module in _kept(model, policy) for p in module.parameters(recurse=False)}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype is torch.float32 and id(parameter) not in seen | kept:
-                seen.add(id(parameter))
-                yield module, parameter
+    for parameter in model.parameters():
+        if parameter.dtype is torch.float32 and id(parameter) not in kept:
+            yield parameter
 
 
 def _kept(model: Module, policy: Policy) -> Iterator[Module]:
@@ -137,8 +137,15 @@ def follow(parameter: Tensor) -> None:
         master.version = parameter._version
 
 
-def _set_master(parameter: Tensor, full: Tensor | None) -> None:
-    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter)))
+def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
+    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter), late))
+
+
+def updated_master(parameter: Tensor) -> Tensor | None:
+    """Return the master that an update of ``parameter`` goes to, made now where level O2 kept none so far."""
+    master: Master | None = getattr(parameter, MASTER, None)
+    late = master is not None and master.full is None and master.late
+    return make_master(parameter) if late and parameter.requires_grad else master_of(parameter)
 
 
 def make_master(parameter: Tensor) -> Tensor:
@@ -157,7 +164,8 @@ def full_value(parameter: Tensor) -> Tensor:
 
 
 def write_back(parameters: Sequence[Tensor]) -> None:
-    """Round masters into their parameters."""
+    """Round masters into their parameters; those of a reverted model are their masters."""
+    parameters = [p for p in parameters if hasattr(p, MASTER)]
     if parameters:
         with torch.no_grad():
             torch._foreach_copy_(list(parameters), [getattr(p, MASTER).full for p in parameters])
@@ -191,11 +199,13 @@ def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
 # -- checkpoints --------------------------------------------------------------------------------------
 
 
-def _speak_fp32(module: Module) -> None:
-    """Let ``module`` save its low parameters in fp32, and load them into their masters."""
-    if _save_fp32 not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_save_fp32)
-        module.register_load_state_dict_pre_hook(_load_fp32)
+def _speak_fp32(model: Module, lowered: Sequence[Parameter]) -> None:
+    """Let every module that has a ``lowered`` parameter, tied ones too, save it in fp32 and load it into its master."""
+    held = {id(p) for p in lowered}
+    for module in model.modules():
+        if any(id(p) in held for p in module._parameters.values()):
+            module.register_state_dict_post_hook(_save_fp32)
+            module.register_load_state_dict_pre_hook(_load_fp32)
 
 
 def _save_fp32(module: Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -216,7 +226,8 @@ def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
         if given.shape == parameter.shape:
             with torch.no_grad():
                 master.full.copy_(given)
-            master.version = parameter._version + 1  # of the copy that torch makes next
+            names = [n for n, p in module._parameters.items() if p is parameter and prefix + n in state]
+            master.version = parameter._version + len(names)  # of the copies that torch makes next
 
 
 def _without(hooks: Any, hook: Callable[..., None]) -> Any:

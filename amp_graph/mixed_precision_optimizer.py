@@ -196,7 +196,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return {
             "optimizer": self.optimizer.state_dict(),
             "loss_scale": self.scaler.state_dict(),
-            "masters": [master_of(p) for p, _ in self._pairs],
+            "masters": [full if (found := master_of(p)) is None else found for p, full in self._pairs],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

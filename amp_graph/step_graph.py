@@ -195,7 +195,7 @@ class StepParts:
         for update, lr, state in zip(self.updates, rates, states, strict=True):
             pairs = [by_parameter[id(p)] for p in update.params]
             apply = update.apply_pointwise if self.options.pointwise else update.apply
-            apply([p for p, _ in pairs], [g for _, g in pairs], state, lr, found_inf)
+            apply([p for p, _ in pairs], [g.to(p.dtype) for p, g in pairs], state, lr, found_inf)
         if self.scale is not None and found_inf is not None:
             OPS.update_loss_scale_(*scale, found_inf, *self.scale.options())
         return found_inf

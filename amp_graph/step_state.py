@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.master_weights import follow, master_of, were_written_back
+from amp_graph.master_weights import follow, master_of, updated_master, were_written_back
 from amp_graph.passes.weight_copies import last_update
 
 
@@ -43,7 +43,7 @@ class StepState:
 
     def target_of(self, parameter: Tensor) -> Tensor:
         """Return what the optimizer updates: the fp32 master of a parameter that has one, or the parameter."""
-        master = master_of(parameter)
+        master = updated_master(parameter)
         if master is None:
             return parameter
         self.held[id(parameter)] = parameter

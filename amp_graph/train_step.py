@@ -26,7 +26,7 @@ from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.text import graph_text
-from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object
+from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object, weakly
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
@@ -167,7 +167,13 @@ class TrainStep:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
-        return capture_with_dynamo(function, self._backend, dynamic=False, fullgraph=True, heard=self)
+        return capture_with_dynamo(
+            function,
+            weakly(self._backend),
+            dynamic=False,
+            fullgraph=True,
+            heard=weakref.proxy(self),
+        )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, self.model, self.model.forward)
@@ -177,19 +183,24 @@ class TrainStep:
         captured = CapturedStep(rewritten, take_loss_mark(gm))
         self.captured.append(captured)
 
+        owner, own = weakref.ref(self), weakref.ref(captured)
+
         def run(*args: Any) -> Any:
+            step, captured = owner(), own()
+            assert step is not None, "a step's graph is called by the step alone"
+            assert captured is not None, "a step has its graphs for as long as it lives"
             if captured.hoisted is None:
                 weights = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
                 captured.hoisted = hoist_weight_casts(gm, weights)
                 outline_checkpoints(gm, traced=True)
-            if self._last not in captured.steps:
-                captured.steps[self._last] = self._build(captured, args)
-            self._state.refresh()
-            step = captured.steps[self._last]
-            found = step(*args)
-            if self._last and not self._why_outside:
-                self._state.was_updated()
-            self._look_at_floor(step, args)
+            if step._last not in captured.steps:
+                captured.steps[step._last] = step._build(captured, args)
+            step._state.refresh()
+            graph = captured.steps[step._last]
+            found = graph(*args)
+            if step._last and not step._why_outside:
+                step._state.was_updated()
+            step._look_at_floor(graph, args)
             return found
 
         return run
@@ -237,7 +248,7 @@ class TrainStep:
             self._ranks,
         )
         step = trace_step(parts, self._lower)
-        step.after = self._step_outside if self._why_outside and self._last and trained else None
+        step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
         return step
 
     def _look_at_floor(self, step: StepGraph, args: Sequence[Any]) -> None:

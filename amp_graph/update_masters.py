@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
-from amp_graph.master_weights import master_of, write_back
+from amp_graph.master_weights import updated_master, write_back
 from amp_graph.passes.torch_private import load_optimizer_states_as, on_every_optimizer_step
 
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
@@ -29,7 +29,7 @@ class MastersInPlace:
         """Find the parameters of ``optimizer`` that have masters."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.optimizer = optimizer
-        self.pairs = [(p, full) for p in params if (full := master_of(p)) is not None]
+        self.pairs = [(p, full) for p in params if (full := updated_master(p)) is not None]
 
     def enter(self, inverse_scale: Tensor | None = None) -> None:
         """Swap; all gradients are fp32 then, multiplied by ``inverse_scale`` (0-d fp32) where given."""
@@ -61,14 +61,14 @@ class MastersInPlace:
 
 
 def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Step ``optimizer`` on these fp32 gradients; ``.grad`` is afterwards what it was."""
+    """Step ``optimizer`` on these gradients; ``.grad`` is afterwards what it was."""
     inside = MastersInPlace(optimizer)
     masters = {id(p): full for p, full in inside.pairs}
     targets = [masters.get(id(p), p) for p in parameters]
     kept = [target.grad for target in targets]
     inside.swap()
     for target, grad in zip(targets, grads, strict=True):
-        target.grad = grad
+        target.grad = grad.to(target.dtype)
     try:
         optimizer.step()
     finally:
@@ -77,9 +77,29 @@ def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grad
         inside.leave()
 
 
+def widen_gradients(optimizer: Optimizer) -> None:
+    """Hold the gradients of low parameters that have masters in fp32, where what unscaling makes small is not lost."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p.grad.dtype is not torch.float32 and updated_master(p) is not None:
+            _hold_gradient(p, p.grad.float())
+
+
+def narrow_gradients(optimizer: Optimizer) -> None:
+    """Hold gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p.grad.dtype is not p.dtype:
+            _hold_gradient(p, p.grad.to(p.dtype))
+
+
+def _hold_gradient(parameter: Tensor, grad: Tensor) -> None:
+    parameter.grad = None  # its dtype may change only while there is none
+    parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
 def steps_on_masters(optimizer: Optimizer) -> bool:
     """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
-    return any(master_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+    return any(updated_master(p) is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def let_optimizers_update_masters() -> None:
@@ -88,7 +108,7 @@ def let_optimizers_update_masters() -> None:
     Its ``load_state_dict`` keeps fp32 states as they are, which it would else round to the parameters' dtype.
     """
     on_every_optimizer_step(_before_step, _after_step)
-    load_optimizer_states_as(master_of)
+    load_optimizer_states_as(updated_master)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

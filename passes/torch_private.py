@@ -13,6 +13,7 @@ import itertools
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -61,6 +62,7 @@ __all__ = [
     "softmax_backward",
     "storage_key",
     "tracing_fake",
+    "weakly",
     "with_parameters",
     "words_of",
 ]
@@ -247,6 +249,22 @@ def capture_with_dynamo(
     context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
     context.callback = _CompileTimeConfig(context.callback, heard)
     return context(function)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a bound method without keeping its object alive.
+
+    What Dynamo compiled stays in the globals of a module for as long as the code object of the captured function: if
+    it held that function's owner, neither would ever be freed.
+    """
+    bound = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = bound()
+        assert found is not None, "a captured graph outlived its owner, through which alone it is called"
+        return found(*args, **kwargs)
+
+    return call
 
 
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

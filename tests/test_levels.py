@@ -122,8 +122,28 @@ def test_control_without_masters_updates_are_lost():
     assert min(moved) > 0.9
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["TrainStep", "loop"])
+@pytest.mark.parametrize("how", ["eval", "frozen"])
+def test_what_did_not_train_when_it_was_converted_gets_masters_when_it_does(how, whole):
+    """Steps far below half a last place of the bf16 parameters add up all the same."""
+    model, optimizer = build(lr=1e-5)
+    model.eval() if how == "eval" else model.requires_grad_(False)
+    amp_graph.convert(model, "bf16-O2")
+    assert not any(master_of(p) is not None for p in model.parameters())
+    model.train().requires_grad_(True)
+    before = saved(model)
+    if whole:
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer)
+        [step(x, y) for x, y in batches(20)]
+    else:
+        train(model, optimizer, batches(20))
+    assert all((saved(model)[name] != value).float().mean() > 0.9 for name, value in before.items())
+    assert all(t.dtype is F32 for state in optimizer.state.values() for t in state.values())
+
+
+@pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_small_fp16_gradients_reach_the_masters(fused):
+def test_small_fp16_gradients_reach_the_masters(fused, clipped):
     """Without a fused kernel too, gradients are unscaled in fp32, and not flushed to zero in fp16."""
     results = []
     for level in ("O1", "O2"):
@@ -133,8 +153,14 @@ def test_small_fp16_gradients_reach_the_masters(fused):
         for x, y in batches(10):
             optimizer.zero_grad()
             scaler.scale(F.cross_entropy(model(x), y) * 2.0**-10).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 2.0**-12)
             scaler.step(optimizer)
             scaler.update()
+            assert all(p.grad.dtype is p.dtype for p in model.parameters())
+            model.eval()(torch.cat([x, x]))  # captured while gradients are there
+            model.train()
         results.append(saved(model))
     assert equal(*results)
 
@@ -180,6 +206,25 @@ def test_state_dict_is_fp32_and_goes_to_an_unconverted_model_and_back(kind):
     assert {t.dtype for t in model.get_submodule(part).state_dict().values()} == {F32}
     assert equal(wanted, saved(amp_graph.revert(model)))
     assert set(dtypes(model).values()) == {F32}
+    assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in model.modules())
+
+
+def test_a_tied_parameter_is_saved_and_loaded_exactly_under_each_of_its_names():
+    """Embedding and head of a language model; loading the second name must not round what the first one brought."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embedding.weight
+            self.head.again = self.head.weight
+
+    model = amp_graph.convert(Tied(), "bf16-O2")
+    wanted = saved(Tied())
+    assert len(wanted) == 3
+    model.load_state_dict(wanted)
+    assert equal(wanted, saved(model))
+    assert equal(wanted, saved(amp_graph.revert(model)))
     assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in model.modules())
 
 
@@ -265,6 +310,21 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     assert equal(results[0][1], results[1][1])
     assert dtypes(model)["first.weight"] is torch.float16
     assert torch.equal(model.first.weight, master_of(model.first.weight).half())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"fused": True}), (torch.optim.RMSprop, {})],
+)
+def test_a_train_step_at_o3_updates_the_low_parameters_themselves(kind, options):
+    model, optimizer = build(optimizer=kind, **options)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O3")
+    for x, y in batches(10):
+        step(x, y)
+    other, theirs = build(optimizer=kind, **options)
+    train(amp_graph.convert(other, "bf16-O3"), theirs, batches(10))
+    assert set(dtypes(model).values()) == {BF16}
+    assert same(parameters(model), parameters(other))
 
 
 def test_a_model_of_a_train_step_at_o2_can_be_called_and_reverted():

@@ -156,6 +156,23 @@ def test_masters_alone_restore_the_model():
         assert torch.equal(saved(model)[name], saved(other)[name])
 
 
+def test_it_goes_on_with_a_model_that_was_reverted():
+    model, inner = build()
+    amp_graph.convert(model, "bf16-O2")
+    low = [p for p in model.parameters() if p.dtype is torch.bfloat16]
+    optimizer = amp_graph.MixedPrecisionOptimizer(inner)
+    for i, (x, y) in enumerate(batches(6)):
+        if i == 3:
+            amp_graph.revert(model)
+        before = parameters(model)
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    masters = optimizer.state_dict()["masters"]
+    assert all(torch.equal(p, full) for p, full in zip(low, masters, strict=True))
+
+
 def test_schedulers_take_it():
     model, optimizer = converted()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -7,6 +7,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -173,7 +174,7 @@ def _key(node: Node) -> Any:
     try:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
-        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat), same)
+        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat), same, _whole_slices(args))
         hash(key)
     except TypeError:
         return None
@@ -192,6 +193,29 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, slice):
         return ("slice", leaf.start is None, leaf.stop is None, leaf.step is None)
     return (type(leaf), leaf)
+
+
+def _whole_slices(args: Sequence[Any]) -> tuple[bool | None, ...]:
+    """Say which slices of ``x[index]`` take their whole dimension: torch makes no operation of those."""
+    if len(args) != 2 or not isinstance(args[0], torch.Tensor):
+        return ()
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
+        return ()
+    sizes = args[0].shape
+    hidden = len(sizes) - sum(type(i) in (int, slice) for i in index)
+    found: list[bool | None] = []
+    dim = 0
+    for i in index:
+        if isinstance(i, slice) and dim < len(sizes):
+            found.append(_is_whole(i, sizes[dim]))
+        dim += hidden if i is Ellipsis else i is not None
+    return tuple(found)
+
+
+def _is_whole(part: slice, size: Any) -> bool | None:
+    numbers = (size, part.start or 0, part.stop or 0, part.step or 1)
+    return part.indices(size) == (0, size, 1) if all(type(n) is int for n in numbers) else None
 
 
 def trace_node(

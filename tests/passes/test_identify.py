@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from amp_graph.passes import identify_ops
 from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.identify_ops import Identity, identify, is_part, is_tensor_call, tensor_inputs
 from amp_graph.passes.node_value import fake_mode_of
@@ -52,6 +53,19 @@ SPELLINGS = [
     (lambda x, w: x.bfloat16(), ("aten.to",)),
     (lambda x, w: x.to(torch.bfloat16), ("aten.to",)),
 ]
+
+
+def cut(stop):
+    return lambda x, w: x[:, :stop]
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_a_slice_of_a_whole_dimension_does_not_speak_for_others(whole_first):
+    """It is no operation, and what was identified once is remembered."""
+    identify_ops._CACHE.clear()
+    found = {n: traced(cut(n), X.clone(), W)[1].names for n in ((4, 3) if whole_first else (3, 4))}
+    assert found[3] == ("aten.slice",)
+    assert found[4] != ("aten.slice",)
 
 
 @pytest.mark.parametrize(("function", "names"), SPELLINGS)

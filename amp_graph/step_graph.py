@@ -21,7 +21,6 @@ from amp_graph.passes.hoist_weight_casts import Hoisted
 from amp_graph.passes.node_value import value
 from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
-from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
 
@@ -55,7 +54,6 @@ class StepGraph:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
         with torch.no_grad():
             found = self.run(*args, *self.state)
-            weights_were_written()  # by fused operators, which leave version counters alone
             if self.after is None:
                 return found
             count = len(self.trained)

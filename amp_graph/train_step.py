@@ -27,6 +27,7 @@ from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object, weakly
+from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
@@ -97,7 +98,8 @@ class TrainStep:
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model, process_group = model.module, process_group or model.process_group
+            process_group = model.process_group if process_group is None else process_group
+            model = model.module
         self.policy = policy_of(model, policy)
         refuse(model, optimizer, self.policy, micro_batches)
         check_compile(compile)
@@ -198,9 +200,8 @@ class TrainStep:
             step._state.refresh()
             graph = captured.steps[step._last]
             found = graph(*args)
-            if step._last and not step._why_outside:
-                step._state.was_updated()
-            step._look_at_floor(graph, args)
+            if step._last:
+                step._was_updated(graph, args)
             return found
 
         return run
@@ -250,6 +251,13 @@ class TrainStep:
         step = trace_step(parts, self._lower)
         step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
         return step
+
+    def _was_updated(self, step: StepGraph, args: Sequence[Any]) -> None:
+        """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
+        if not self._why_outside:
+            weights_were_written()  # by fused operators, which leave version counters alone
+            self._state.was_updated()
+        self._look_at_floor(step, args)
 
     def _look_at_floor(self, step: StepGraph, args: Sequence[Any]) -> None:
         """Say where gradients stay infinite at the smallest scale; not on devices, from which nothing is copied."""

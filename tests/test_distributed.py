@@ -175,8 +175,9 @@ def test_a_train_step_averages_gradients_and_ranks_stay_equal(tmp_path, size, po
         assert min(reduced) < backward, "the first bucket starts while backward runs"
 
 
-def test_control_without_averaging_ranks_drift_apart(tmp_path):
-    first, second = run_step(tmp_path, 2, process_group=False)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_control_without_averaging_ranks_drift_apart(tmp_path, wrapped):
+    first, second = run_step(tmp_path, 2, process_group=False, wrapped=wrapped)
     assert not equal(first, second)
 
 

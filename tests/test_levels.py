@@ -380,6 +380,18 @@ def test_forward_casts_no_weight_and_the_update_writes_the_copies(policy):
     assert all(torch.equal(p.bfloat16(), low) for p, low in copies)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_micro_batches_cast_weights_once_an_update(kind):
+    """By the update where it is part of the graph, else behind it; not once a micro-batch."""
+    model, optimizer = build(optimizer=kind)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4)
+    for x, y in batches(2):
+        step(x, y)
+    before = [low._version for low in step.weight_copies()]
+    step(x, y)
+    assert [low._version - known for low, known in zip(step.weight_copies(), before, strict=True)] == [1, 1, 1, 1]
+
+
 def edit_in_place(model, optimizer):
     with torch.no_grad():
         model.first.weight.mul_(1.5)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from interleaved import interleaved, quartiles
 
 import amp_graph
 
@@ -51,20 +52,12 @@ def main() -> None:
         "torch.amp.GradScaler": variant(torch.amp.GradScaler("cpu", scale, growth_interval=2**30)),
         "amp_graph.GradScaler": variant(amp_graph.GradScaler("cpu", scale, growth_interval=2**30)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(options.rounds + 3):
-        names = list(steps)[turn % len(steps) :] + list(steps)[: turn % len(steps)]
-        for name in names:
-            start = clock()
-            steps[name]()
-            if turn >= 3:
-                seconds[name].append(clock() - start)
+    seconds = interleaved(steps, options.rounds, clock)
     count = sum(a * b for a, b in SHAPES) / 1e6
     print(f"{count:.1f}M parameters, {options.threads} threads, torch {torch.__version__}, {options.rounds} rounds\n")
     print("| variant | ms | time / step without a scaler |\n|---|---:|---|")
     for name, times in seconds.items():
-        ratios = [mine / plain for mine, plain in zip(times, seconds["no scaler"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = quartiles(times, seconds["no scaler"])
         print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {middle:.2f} [{low:.2f} - {high:.2f}] |")
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from interleaved import interleaved, quartiles
 from models import MODELS, Case, case
 from torch.utils._pytree import tree_map_only
 
@@ -113,29 +114,14 @@ def inference_call(name: str, scale: float, variant: Variant) -> Callable[[], No
     return call
 
 
-def race(calls: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Run the variants in turn; returns the seconds of each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds + 2):
-        at = turn % len(names)
-        for name in names[at:] + names[:at]:
-            start = clock()
-            calls[name]()
-            if turn >= 2:
-                seconds[name].append(clock() - start)
-    return seconds
-
-
 def told(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return milliseconds and ratios to the better baseline of each variant."""
     base = min((n for n in seconds if n in BASELINES), key=lambda n: statistics.median(seconds[n]))
     found = {}
     for name, times in seconds.items():
-        ratios = [theirs / mine for mine, theirs in zip(times, seconds[base], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = quartiles(seconds[base], times)
         milliseconds = statistics.median(times) * 1e3
-        found[name] = {"ms": milliseconds, "ratio": statistics.median(ratios), "p25": low, "p75": high}
+        found[name] = {"ms": milliseconds, "ratio": middle, "p25": low, "p75": high}
     return found
 
 
@@ -209,7 +195,7 @@ def main() -> None:
         for name in options.models.split(","):
             chosen = variants(case(name, 0.01).images, options.compiled, options.skip)
             calls = {v.name: make(name, options.scale, v) for v in chosen}
-            found = told(race(calls, options.rounds, clock))
+            found = told(interleaved(calls, options.rounds, clock))
             report["results"].setdefault(mode, {})[name] = found
             print(mode, name, *(f"{n}: {f['ms']:.1f} ms x{f['ratio']:.2f}" for n, f in found.items()), flush=True)
             torch._dynamo.reset()

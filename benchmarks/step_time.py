@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from interleaved import interleaved, quartiles
 from torch import nn
 
 import amp_graph
@@ -106,21 +107,12 @@ def race(make: Callable, rounds: int, clock: Callable[[], float], compiled: bool
     steps |= {name: whole_step_of(make, *given) for name, given in STEPS.items()}
     if compiled:
         steps |= {n: whole_step_of(make, *g) if g else compiled_step_of(make) for n, g in COMPILED.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 3):
-        # The order turns with the round, so that no variant always follows the same other one.
-        names = list(steps)[turn % len(steps) :] + list(steps)[: turn % len(steps)]
-        for name in names:
-            start = clock()
-            steps[name]()
-            if turn >= 3:
-                seconds[name].append(clock() - start)
+    seconds = interleaved(steps, rounds, clock)
     return {name: _told(times, seconds["autocast"]) for name, times in seconds.items()}
 
 
 def _told(times: list[float], baseline: list[float]) -> dict[str, float]:
-    ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(times, baseline)
     return {"ms": statistics.median(times) * 1e3, "ratio": middle, "p25": low, "p75": high}
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from interleaved import interleaved, quartiles
 from torch import nn
 
 import amp_graph
@@ -66,25 +67,9 @@ def steps_of(make: Callable, policy: str | None) -> dict[str, Callable[[], None]
     return {"inference": infer, "step": lambda: step(1), "step of 4 micro-batches": lambda: step(4)}
 
 
-def race(variants: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Run the variants in turn; the order turns with the round. Each time is that of about 20 ms of calls."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names, repeats = list(variants), 1
-    for turn in range(rounds + 3):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = clock()
-            for _ in range(repeats):
-                variants[name]()
-            if turn >= 3:
-                seconds[name].append((clock() - start) / repeats)
-            elif turn == 2:
-                repeats = max(repeats, int(0.02 / (clock() - start)))
-    return seconds
-
-
 def told(times: list[float], baseline: list[float]) -> str:
     """Return the median ratio and its quartiles."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, baseline, strict=True)], n=4)
+    low, middle, high = quartiles(times, baseline)
     return f"{middle:.3f} [{low:.3f} - {high:.3f}]"
 
 
@@ -103,7 +88,8 @@ def main() -> None:
     for name in options.models.split(","):
         made = {variant: steps_of(MODELS[name], policy) for variant, policy in VARIANTS.items()}
         for what in made["autocast"]:
-            times = race({variant: steps[what] for variant, steps in made.items()}, options.rounds, clock)
+            calls = {variant: steps[what] for variant, steps in made.items()}
+            times = interleaved(calls, options.rounds, clock, least=0.02)
             base, off, on = times.values()
             ms = statistics.median(base) * 1e3
             print(

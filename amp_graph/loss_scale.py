@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from amp_graph import scale_ops
 from amp_graph.errors import AmpGraphWarning, ScaleError
+from amp_graph.scale_ops import OPS
 
 STUCK = 20  # bad steps in a row at the floor before it is said
 
@@ -88,7 +88,7 @@ class LossScale:
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
         scale, *counts = self.state
-        scale_ops.OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
+        OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
 
     def values(self) -> tuple[float, int, int, int, int]:
         """Return the state as numbers: one copy to the host where the device is not the CPU."""

@@ -95,7 +95,6 @@ def start_early(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.target is torch.ops._c10d_functional.all_reduce.default:
             _raise(node, place)
-    gm.recompile()
 
 
 def _raise(node: Node, place: dict[Node, int]) -> None:

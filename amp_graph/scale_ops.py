@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIBRARY = torch.library.Library("amp_graph", "DEF")
-OPS: Any = torch.ops.amp_graph
+from amp_graph.passes.operators import LIBRARY, define_operator
+from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
+
 OPTIONS = (
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "
     "float floor, float ceiling"
@@ -76,53 +77,39 @@ def update_loss_scale_(
     stuck.add_(1).mul_(bad & (scale <= floor))
 
 
-def _rnn_layer(*given: Any) -> Any:
-    """Run ``aten::mkldnn_rnn_layer`` with the workspace that its backward reads.
-
-    The kernel makes it only where gradients are recorded, and a traced step computes its own.
-    """
-    with torch.enable_grad():
-        found = torch.ops.aten.mkldnn_rnn_layer.default(*(g.detach() if isinstance(g, Tensor) else g for g in given))
-    return found
-
-
 def _update_loss_scale(*given: Any) -> tuple[Tensor, ...]:
     state = tuple(tensor.clone() for tensor in given[:5])
     update_loss_scale_(*state, *given[5:])
     return state
 
 
+def _fake_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    return [torch.empty_like(g) for g in grads], torch.empty_like(inv_scale)
+
+
 def _define() -> None:
     state = "Tensor{0} scale, Tensor{1} growth_tracker, Tensor{2} hysteresis_left, Tensor{3} skipped, Tensor{4} stuck"
     written = state.format("(a!)", "(b!)", "(c!)", "(d!)", "(e!)")
     read = state.format("", "", "", "", "")
-    for schema, function in {
-        "check_finite_and_unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()": (
-            check_finite_and_unscale_
-        ),
-        "check_finite_and_unscale(Tensor[] grads, Tensor inv_scale) -> (Tensor[], Tensor)": _check_finite_and_unscale,
-        f"update_loss_scale_({written}, {OPTIONS}) -> ()": update_loss_scale_,
-        f"update_loss_scale({read}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)": _update_loss_scale,
-    }.items():
-        name = LIBRARY.define(schema)
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    plain = torch.ops.aten.mkldnn_rnn_layer.default
-    name = LIBRARY.define(str(plain._schema).removeprefix("aten::"))
-    LIBRARY.impl(name, _rnn_layer, "CompositeExplicitAutograd")
-    torch.library.register_fake("amp_graph::mkldnn_rnn_layer", lambda *given: plain(*given), lib=LIBRARY)
+    # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.
+    define_operator(
+        "check_finite_and_unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+        check_finite_and_unscale_,
+        lambda *given: None,
+    )
+    define_operator(
+        "check_finite_and_unscale(Tensor[] grads, Tensor inv_scale) -> (Tensor[], Tensor)",
+        _check_finite_and_unscale,
+        _fake_unscale,
+    )
+    define_operator(f"update_loss_scale_({written}, {OPTIONS}) -> ()", update_loss_scale_, lambda *given: None)
+    define_operator(
+        f"update_loss_scale({read}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _update_loss_scale,
+        lambda *given: tuple(map(torch.empty_like, given[:5])),
+    )
     # A mark that a captured graph carries: clone, because an output may not be the input itself.
     LIBRARY.impl(LIBRARY.define("loss(Tensor loss) -> Tensor"), torch.clone, "CompositeImplicitAutograd")
-    # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.
-    torch.library.register_fake("amp_graph::check_finite_and_unscale_", lambda *a: None, lib=LIBRARY)
-    torch.library.register_fake("amp_graph::update_loss_scale_", lambda *a: None, lib=LIBRARY)
-    torch.library.register_fake("amp_graph::check_finite_and_unscale", _fake_unscale, lib=LIBRARY)
-    torch.library.register_fake(
-        "amp_graph::update_loss_scale", lambda *a: tuple(map(torch.empty_like, a[:5])), lib=LIBRARY
-    )
-
-
-def _fake_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
-    return [torch.empty_like(g) for g in grads], torch.empty_like(inv_scale)
 
 
 _define()

@@ -19,6 +19,7 @@ from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.hoist_weight_casts import Hoisted
 from amp_graph.passes.node_value import value
+from amp_graph.passes.recurrent import make_workspaces
 from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
 from amp_graph.reduce_gradients import Ranks, start_early
@@ -250,8 +251,7 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
         node.meta["amp_input"] = name
     if parts.ranks is not None:
         start_early(gm)
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
-        node.target = OPS.mkldnn_rnn_layer.default
+    make_workspaces(gm)
     gm.recompile()
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import flash_attention_cpu, in_forward_mode, is_batched, softmax_backward
 
 # Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
@@ -70,7 +71,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, mask = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            grads = torch.ops.amp_graph.attention_backward(grad, query, key, value, mask, ctx.causal, ctx.scale)
+            grads = OPS.attention_backward(grad, query, key, value, mask, ctx.causal, ctx.scale)
             return *grads, None, None, None
         # create_graph=True: by operations that have a second derivative
         need = ctx.needs_input_grad[:3]
@@ -159,10 +160,9 @@ def _fake(
 
 
 # One operator, so that a graph in which it is traced (TrainStep's, a compiler's) has one node and not the loop.
-_LIBRARY = torch.library.Library("amp_graph", "FRAGMENT")
-_LIBRARY.define(
+define_operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor)",
+    attention_backward,
+    _fake,
 )
-_LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("amp_graph::attention_backward", _fake, lib=_LIBRARY)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 # Logits in fp32 in one go: few enough for a core's cache, many enough for the calls to cost nothing.
@@ -80,7 +81,12 @@ def _weights(target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
     counts = target != ignore
     if weight is None:
         return counts.float()
-    return torch.where(counts, weight[target.masked_fill(~counts, 0)], 0.0)
+    return torch.where(counts, weight[_places(target, ignore)], 0.0)
+
+
+def _places(target: Tensor, ignore: int) -> Tensor:
+    """Return the class that each row reads: its target, or any where that is ignored."""
+    return target.masked_fill(target == ignore, 0)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -91,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, weight)
         ctx.ignore, ctx.smooth = ignore, smooth
         ctx.set_materialize_grads(False)
-        rows = torch.ops.amp_graph.cross_entropy_rows(logits, target, weight, ignore, smooth)
+        rows = OPS.cross_entropy_rows(logits, target, weight, ignore, smooth)
         return rows, logits.float() if widened else None
 
     @staticmethod
@@ -100,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
         if grad is None:
             found = None if grad_wide is None else grad_wide.to(logits.dtype)
         elif not torch.is_grad_enabled():
-            kernel = torch.ops.amp_graph.cross_entropy_backward
+            kernel = OPS.cross_entropy_backward
             found = kernel(grad, logits, target, weight, grad_wide, ctx.ignore, ctx.smooth)
         else:  # create_graph=True: by operations that have a second derivative
             wide = logits.float()
@@ -114,7 +120,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ig
     """Return the loss of each row, fp32 [rows]; 0 where the target is ignored. See ``cross_entropy_low``."""
     flat = logits.reshape(-1, logits.shape[-1])
     own = _weights(target, weight, ignore)
-    index = target.masked_fill(target == ignore, 0).unsqueeze(1)
+    index = _places(target, ignore).unsqueeze(1)
     losses = torch.empty(flat.shape[0], dtype=torch.float32, device=flat.device)
     for part, wide in _parts(flat):
         chances = torch.log_softmax(wide, 1, out=wide)
@@ -151,7 +157,7 @@ def cross_entropy_backward(
     flat = logits.reshape(-1, logits.shape[-1])
     made = torch.empty_like(flat, memory_format=torch.contiguous_format)
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
-    index = target.masked_fill(target == ignore, 0).unsqueeze(1)
+    index = _places(target, ignore).unsqueeze(1)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])
     for part, wide in _parts(flat):
         found = torch.softmax(wide, 1, out=wide).mul_(whole[part])
@@ -176,32 +182,23 @@ def _coefficients(
     return (own + each * total).unsqueeze(1), -own.unsqueeze(1), each.unsqueeze(1)
 
 
-def _fake_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smooth: float) -> Tensor:
+def _fake_rows(logits: Tensor, target: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(target, dtype=torch.float32)
 
 
-def _fake_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    grad_wide: Tensor | None,
-    ignore: int,
-    smooth: float,
-) -> Tensor:
+def _fake_backward(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 # Operators, so that a graph in which they are traced (TrainStep's) has one node each and not the loop.
-_LIBRARY = torch.library.Library("amp_graph", "FRAGMENT")
-_LIBRARY.define(
-    "cross_entropy_rows(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float smoothing) -> Tensor"
+define_operator(
+    "cross_entropy_rows(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float smoothing) -> Tensor",
+    cross_entropy_rows,
+    _fake_rows,
 )
-_LIBRARY.define(
+define_operator(
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor? grad_wide,"
-    " int ignore_index, float smoothing) -> Tensor"
+    " int ignore_index, float smoothing) -> Tensor",
+    cross_entropy_backward,
+    _fake_backward,
 )
-_LIBRARY.impl("cross_entropy_rows", cross_entropy_rows, "CompositeExplicitAutograd")
-_LIBRARY.impl("cross_entropy_backward", cross_entropy_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("amp_graph::cross_entropy_rows", _fake_rows, lib=_LIBRARY)
-torch.library.register_fake("amp_graph::cross_entropy_backward", _fake_backward, lib=_LIBRARY)

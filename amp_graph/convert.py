@@ -16,11 +16,10 @@ from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.torch_private import compiled_in_place
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import HALVES, HELD_LOW, Policy
 from amp_graph.update_masters import let_optimizers_update_masters
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def convert(

@@ -52,7 +52,7 @@ class GroupUpdate:
 
     def state_names(self) -> tuple[str, ...]:
         """Return the names of ``states`` in the optimizer's own state."""
-        return tuple(STATES[Adam if self.kind is AdamW else self.kind](self.group))
+        return _state_names(self.kind, self.group)
 
     def apply(
         self,
@@ -154,13 +154,17 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         if not params:
             continue
         kind = type(optimizer)
-        names = STATES[Adam if kind is AdamW else kind](group)
+        names = _state_names(kind, group)
         for p in params:
             master = updated_master(p)
             _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
         found.append(GroupUpdate(group, kind, params, states))
     return found
+
+
+def _state_names(kind: type[Optimizer], group: dict[str, Any]) -> tuple[str, ...]:
+    return STATES[Adam if kind is AdamW else kind](group)
 
 
 def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:

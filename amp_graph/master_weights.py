@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from amp_graph.passes.facts import matches_path
 from amp_graph.passes.torch_private import with_parameters
-from amp_graph.policy import Policy
+from amp_graph.policy import HALVES, Policy
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
 UNKNOWN = -1  # the version in a pickle, whose parameter counts anew
@@ -100,9 +101,7 @@ def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
 
 def _kept(model: Module, policy: Policy) -> Iterator[Module]:
     for path, module in model.named_modules():
-        parts = path.split(".")
-        paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        named = policy.keep_fp32 and any(re.fullmatch(policy.keep_fp32, p) for p in paths)
+        named = policy.keep_fp32 and matches_path(re.compile(policy.keep_fp32), path)
         # A cast has no sparse gradient.
         if named or getattr(module, "sparse", False) is True or (policy.level == "O2" and _is_norm(module)):
             yield module
@@ -189,7 +188,7 @@ def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def amp_graph_widened(*args: Any, **kwargs: Any) -> Any:
-        wide = {name: p.float() for name, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+        wide = {name: p.float() for name, p in model.named_parameters() if p.dtype in HALVES}
         with with_parameters(model, wide):
             return forward(*args, **kwargs)
 

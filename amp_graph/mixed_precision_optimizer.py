@@ -18,8 +18,7 @@ from amp_graph.errors import ScaleError
 from amp_graph.grad_scaler import GradScaler
 from amp_graph.loss_scale import LossScale
 from amp_graph.master_weights import make_master, master_of, write_back
-
-LOW = (torch.float16, torch.bfloat16)
+from amp_graph.policy import HALVES
 
 
 class MixedPrecisionOptimizer(Optimizer):
@@ -62,7 +61,7 @@ class MixedPrecisionOptimizer(Optimizer):
         state = self.optimizer.state
         params: list[Tensor] = group["params"]
         for i, parameter in enumerate(params):
-            if parameter.dtype not in LOW:
+            if parameter.dtype not in HALVES:
                 self._plain.append(parameter)
                 continue
             full = params[i] = make_master(parameter)
@@ -250,4 +249,4 @@ def _scale_of(given: LossScale | str | float | None, static: float, dynamic: boo
 
 def _as_full(value: Any) -> Any:
     """Return a piece of an optimizer's state in fp32 where it is in low precision."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.passes.facts import clean_path
+from amp_graph.passes.facts import clean_path, with_parents
 
 
 def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -32,18 +32,15 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
             stack = node.meta.get("nn_module_stack") or {}
             paths = [names[key] for key in stack if key in names]
             node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
-            wish = next((wishes[p] for p in reversed(_with_parents(node.meta["amp_module"])) if p in wishes), None)
+            wish = next(
+                (wishes[p] for p in reversed(["", *with_parents(node.meta["amp_module"])]) if p in wishes), None
+            )
             if wish:
                 node.meta["amp_wish"] = (wish, "its owner decided so with amp_graph.precision")
 
 
 def _last_path(stack: Any) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def _with_parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return ["", *[".".join(parts[: i + 1]) for i in range(len(parts))]]
 
 
 def _input_name(node: torch.fx.Node, names: Sequence[str]) -> str:

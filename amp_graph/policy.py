@@ -17,6 +17,7 @@ from amp_graph.errors import PolicyError
 from amp_graph.lists import OpList, effective
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = tuple(DTYPES.values())
 LEVELS = ("O0", "O1", "O2", "O3")
 HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")

@@ -78,28 +78,33 @@ def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grad
 
 
 def widen_gradients(optimizer: Optimizer) -> None:
-    """Hold the gradients of low parameters that have masters in fp32, where what unscaling makes small is not lost."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.grad is not None and p.grad.dtype is not torch.float32 and updated_master(p) is not None:
-            _hold_gradient(p, p.grad.float())
+    """Hold the gradients of parameters that have masters in fp32, where what unscaling makes small is not lost."""
+    for p in _held_low(optimizer):
+        _hold_gradient(p, torch.float32)
 
 
 def narrow_gradients(optimizer: Optimizer) -> None:
-    """Hold gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.grad is not None and p.grad.dtype is not p.dtype:
-            _hold_gradient(p, p.grad.to(p.dtype))
+    """Hold these gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
+    for p in _held_low(optimizer):
+        _hold_gradient(p, p.dtype)
 
 
-def _hold_gradient(parameter: Tensor, grad: Tensor) -> None:
-    parameter.grad = None  # its dtype may change only while there is none
-    parameter.grad_dtype = grad.dtype
-    parameter.grad = grad
+def _hold_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
+    grad = parameter.grad
+    if grad is not None and grad.dtype is not dtype:
+        parameter.grad = None  # its dtype may change only while there is none
+        parameter.grad_dtype = dtype
+        parameter.grad = grad.to(dtype)
+
+
+def _held_low(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of ``optimizer`` in low precision that stand for masters."""
+    return [p for group in optimizer.param_groups for p in group["params"] if updated_master(p) is not None]
 
 
 def steps_on_masters(optimizer: Optimizer) -> bool:
     """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
-    return any(updated_master(p) is not None for group in optimizer.param_groups for p in group["params"])
+    return bool(_held_low(optimizer))
 
 
 def let_optimizers_update_masters() -> None:
@@ -107,7 +112,7 @@ def let_optimizers_update_masters() -> None:
 
     Its ``load_state_dict`` keeps fp32 states as they are, which it would else round to the parameters' dtype.
     """
-    on_every_optimizer_step(_before_step, _after_step)
+    on_every_optimizer_step(_after_step, _before_step)
     load_optimizer_states_as(updated_master)
 
 

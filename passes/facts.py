@@ -91,6 +91,17 @@ def _short(line: str) -> str:
     return f"{parts[0].strip(chr(34))}:{parts[1].removeprefix('line ')}" + "".join(f", {p}" for p in parts[2:])
 
 
+def with_parents(path: str) -> list[str]:
+    """Return a module path after those of its parents: ``a``, ``a.b``, ``a.b.c``."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def matches_path(regex: re.Pattern[str], path: str) -> bool:
+    """Say whether a module path, or one of its parents, matches the whole expression."""
+    return any(map(regex.fullmatch, with_parents(path)))
+
+
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that ``node`` was traced in, as the user writes it: ``layer.0.fc``."""
     if "amp_module" in node.meta:

@@ -99,7 +99,7 @@ class PlanPrecision(Pass):
         done: dict[Node, Classification] = {}
         for node, found in classes.items():
             path = facts.module_path(node)
-            rule = next(((p, why) for regex, p, why in rules if _matches(regex, path)), None)
+            rule = next(((p, why) for regex, p, why in rules if facts.matches_path(regex, path)), None)
             wish = node.meta.get("amp_wish")
             if REGION in node.meta:
                 done[node] = replace(found, cls=OpClass.OPAQUE, why=node.meta[REGION], listed=True)
@@ -133,12 +133,6 @@ def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:
 def _decided(found: Classification) -> Classification:
     """Turn a node of several classes that could not be expanded into an opaque one."""
     return replace(found, cls=OpClass.OPAQUE) if found.expand else found
-
-
-def _matches(regex: re.Pattern[str], path: str) -> bool:
-    """Say whether a module path, or one of its parents, matches the whole expression."""
-    parts = path.split(".")
-    return any(regex.fullmatch(".".join(parts[: i + 1])) for i in range(len(parts)))
 
 
 def _by_wish(found: Classification, precision: str, why: str) -> Classification:

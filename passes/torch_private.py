@@ -322,12 +322,13 @@ def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -
 _ON_STEP: set[Callable[..., None]] = set()
 
 
-def on_every_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
+def on_every_optimizer_step(after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
     """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers."""
-    if before not in _ON_STEP:
-        _ON_STEP.add(before)
-        register_optimizer_step_pre_hook(before)
+    if after not in _ON_STEP:
+        _ON_STEP.add(after)
         register_optimizer_step_post_hook(after)
+        if before is not None:
+            register_optimizer_step_pre_hook(before)
 
 
 def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -354,7 +355,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 def multiplies_bf16() -> bool:
     """Say whether the CPU has instructions that multiply bf16: dot products of AVX-512, or matrix units."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # 2.11 - 2.13
+    return cpu_has_bf16() or cpu_has_amx()
 
 
 def flash_attention_cpu(

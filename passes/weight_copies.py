@@ -5,17 +5,22 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_graph.passes.base import VerifyError
-from amp_graph.passes.torch_private import StorageWeakRef, borrow, holders, storage_key, words_of
+from amp_graph.passes.torch_private import (
+    StorageWeakRef,
+    borrow,
+    holders,
+    on_every_optimizer_step,
+    storage_key,
+    words_of,
+)
 
 WeightCopy = Callable[..., Tensor]
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
@@ -46,10 +51,14 @@ def last_update() -> object:
     return _UPDATES.mark
 
 
-@functools.cache
 def hear_of_updates() -> None:
-    """Have every optimizer say when it stepped. torch.compile traces the hook: it may only assign."""
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: weights_were_written())
+    """Have every optimizer say when it stepped."""
+    on_every_optimizer_step(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    """Hear of a step. torch.compile traces this: it may only assign."""
+    weights_were_written()
 
 
 @dataclass(eq=False, slots=True)

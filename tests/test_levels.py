@@ -165,6 +165,21 @@ def test_small_fp16_gradients_reach_the_masters(fused, clipped):
     assert equal(*results)
 
 
+def test_gradients_that_their_owner_holds_in_fp32_stay_so():
+    """Only what a scaler has widened for masters is narrowed behind the step."""
+    parameter = nn.Parameter(torch.ones(3, dtype=BF16))
+    parameter.grad_dtype = F32
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = amp_graph.GradScaler("cpu", 4.0)
+    scaler.scale(torch.zeros(()))
+    parameter.grad = torch.full((3,), 4.0)
+    scaler.unscale_(optimizer)
+    found = parameter.grad
+    scaler.step(optimizer)
+    assert parameter.grad is found
+    assert torch.equal(found, torch.ones(3))
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_infinite_gradient_changes_no_parameter_no_master_and_no_state(fused):
     model, optimizer = build(fused=fused)

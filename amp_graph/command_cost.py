@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,11 +127,11 @@ def _predicted(node: Node, machine: Machine) -> tuple[str, str, int]:
     if CAST in node.meta:
         source = node.args[0]
         assert isinstance(source, Node), "a cast has a source"
-        return "cast", low, cast_picoseconds(source, machine, low, ())
+        return "cast", low, cast_picoseconds(source, machine, low)
     known = node.meta.get(CLASSIFIED)
     if known is None or not tensors(captured_value(node)):
         return OTHER, low, 0
-    work = work_of(node, known[2], ())
+    work = replace(work_of(node, known[2]), backward=0.0, sums=0)
     return work.family or "view", low, picoseconds(work, machine, low)
 
 

@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.attention_backward import attention_low
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.expand import expand, is_trained
+from amp_graph.passes.expand import expand
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import fake_mode_of, value
-from amp_graph.passes.regions import REGION
+from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.what_pays import explicit_backward_pays
 

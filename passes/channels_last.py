@@ -16,7 +16,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.image_layout import CONVOLUTIONS, Layouts, is_channels_last, is_image, keeps_layout
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, run_node, tensors, value
+from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_trained, run_node, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode
@@ -78,7 +78,7 @@ class _Conversion:
                 self._give(node, source, False)
         if converts:
             self.last.add(node)
-            node.meta["val"] = _like(run_node(node, self.mode), value(node))
+            node.meta["val"] = self._fresh(node, value(node))
             if "example_value" in node.meta:
                 node.meta["example_value"] = node.meta["val"]
 
@@ -108,25 +108,23 @@ class _Conversion:
         if channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1:
             # A cast writes a copy anyway: it may as well write it in this layout.
             source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
-            source.meta["val"] = _like(run_node(source, self.mode), value(source))
+            source.meta["val"] = self._fresh(source, value(source))
             return source
         with self.gm.graph.inserting_before(node):
             made = self.gm.graph.call_method("contiguous", (source,), options)
         made.meta = {k: source.meta[k] for k in KEPT if k in source.meta}
-        made.meta["val"] = made.meta[CAPTURED] = _like(run_node(made, self.mode), captured(source))
+        made.meta["val"] = made.meta[CAPTURED] = self._fresh(made, captured(source))
         if "example_value" in source.meta:
             made.meta["example_value"] = made.meta["val"]
         return made
+
+    def _fresh(self, node: Node, old: Any) -> Any:
+        """Return what ``node`` computes now, with gradients where ``old`` had them."""
+        found = run_node(node, self.mode)
+        keep_trained(found, old)
+        return found
 
 
 def _is_convolution(node: Node) -> bool:
     low = isinstance(value(node), torch.Tensor) and value(node).dtype.itemsize == 2
     return low and keeps_layout(node, CONVOLUTIONS) and REGION not in node.meta and is_image(value(node))
-
-
-def _like(new: Any, old: Any) -> Any:
-    """Let a recomputed value require gradients where the old one did."""
-    for fresh, known in zip(tensors(new), tensors(old), strict=True):
-        if known.requires_grad and not fresh.requires_grad:
-            fresh.requires_grad_()
-    return new

@@ -13,10 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.expand import is_trained
 from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of
 from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, run_node, value
-from amp_graph.passes.regions import REGION
+from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
 
 PRODUCTS = (("aten.linear",), ("aten.matmul",))

@@ -18,12 +18,11 @@ from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classified
 from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call, trace_node, traced_inputs
-from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, tensors
-from amp_graph.passes.regions import GRAD
+from amp_graph.passes.node_value import CAPTURED, fake_mode_of, tensors
+from amp_graph.passes.regions import GRAD, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
 KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "amp_module", "amp_wish", GRAD)
-EXPANDED = "amp_expanded"  # meta key: the node that was expanded into this one
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,10 @@ def _describe(made: Node, part: Node, origin: Node) -> None:
     made.meta["val"] = made.meta[CAPTURED] = part.meta.get("val")
     if "example_value" in origin.meta:
         made.meta["example_value"] = part.meta.get("val")
-    made.meta[EXPANDED] = origin.name
+    if made.meta.get(GRAD, True) and any(map(is_trained, made.all_input_nodes)):
+        for tensor in tensors(made.meta["val"]):  # the trace was of detached inputs
+            if tensor.is_floating_point():
+                tensor.requires_grad_()
 
 
 def _replace(gm: GraphModule, node: Node, result: Any) -> None:
@@ -131,12 +133,3 @@ def _put_none(reader: Node, user: Node) -> None:
     swap = lambda n: None if n is user else n  # noqa: E731
     reader.args = map_arg(reader.args, swap)
     reader.kwargs = map_arg(reader.kwargs, swap)
-
-
-def is_trained(node: Node) -> bool:
-    """Say whether gradients flow through ``node``; what a node was expanded into is traced without knowing."""
-    if not node.meta.get(GRAD, True):
-        return False
-    if EXPANDED in node.meta:
-        return any(is_trained(source) for source in node.all_input_nodes)
-    return any(t.requires_grad for t in tensors(captured(node)))

@@ -17,7 +17,8 @@ from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.node_value import captured, is_eligible
 from amp_graph.passes.paint import FREE, LOW, Choice, Painting, Problem, without_scalars
-from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, trained_nodes, work_of
+from amp_graph.passes.regions import is_trained
+from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, work_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Formulation:
     skip: bool
     painted: dict[Node, Choice]
     permitted: Painting
-    trained: frozenset[Node]
     of: dict[Node, int] = field(default_factory=dict)
     holds: dict[Node, int] = field(default_factory=dict)
     tied: set[Node] = field(default_factory=set)
@@ -106,7 +106,7 @@ class Formulation:
         return Operands(counted if kind.mixed else moved, (), beside)
 
     def _cast_price(self, node: Node) -> int:
-        return cast_picoseconds(node, self.machine, self.dtype, self.trained)
+        return cast_picoseconds(node, self.machine, self.dtype) * (2 if is_trained(node) else 1)
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Formulation:
         choice = self.painted[node]
         i = self.of[node] = len(self.full)
         kind = self.problem.classes[node]
-        work = work_of(node, kind, self.trained)
+        work = work_of(node, kind)
         self.full.append(picoseconds(work, self.machine, "float32"))
         self.low.append(picoseconds(work, self.machine, self.dtype))
         self.holds[node] = FULL_ALWAYS if choice.converts_result else i
@@ -242,7 +242,7 @@ def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False
     ``skip``: an ``allow`` operation may stay full precision too, where low precision does not pay.
     """
     permitted = Painting(problem, widest=True)
-    return Formulation(problem, machine, dtype, skip, permitted.run(), permitted, trained_nodes(problem.gm)).build()
+    return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
 
 
 def low_of(choices: Mapping[Node, Choice], made: Formulation) -> frozenset[int]:

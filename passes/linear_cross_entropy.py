@@ -19,13 +19,12 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.expand import is_trained
 from amp_graph.passes.identify_ops import OPS, names_of, tensor_inputs
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import CAPTURED, fake_mode_of, run_node, set_value, tensors, value
 from amp_graph.passes.plan_precision import MARK, marks
-from amp_graph.passes.regions import REGION, TRANSFORM
+from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import cross_entropy_in_parts_pays
 

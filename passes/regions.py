@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.node_value import captured, tensors
 
 REGION = "amp_region"  # meta key: what to say of a node inside the user's torch.autocast
 GRAD = "amp_grad"  # meta key: whether the node runs with gradients enabled
@@ -35,3 +37,8 @@ def mark_regions(gm: GraphModule) -> None:
         if open_regions and not name.endswith("_autocast"):
             enabled = open_regions[-1][2] if len(open_regions[-1]) > 2 else True
             node.meta[REGION] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"
+
+
+def is_trained(node: Node) -> bool:
+    """Say whether gradients flow through ``node``."""
+    return bool(node.meta.get(GRAD, True)) and any(t.requires_grad for t in tensors(captured(node)))

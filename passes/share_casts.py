@@ -16,9 +16,9 @@ from torch.fx.node import map_arg
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import CAPTURED, captured, value
+from amp_graph.passes.node_value import CAPTURED, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import GRAD
+from amp_graph.passes.regions import GRAD, is_trained
 from amp_graph.passes.runtime import shared_cast
 
 
@@ -52,7 +52,7 @@ def _is_trained(cast: Node, memory: Memory) -> bool:
     source = cast.args[0]
     if not isinstance(source, Node) or source.op in ("placeholder", "get_attr") or memory.is_written(source):
         return False
-    trained = bool(captured(source).requires_grad) and cast.meta.get(GRAD, True) and source.meta.get(GRAD, True)
+    trained = is_trained(source) and cast.meta.get(GRAD, True)
     return trained and value(cast).dtype.itemsize < value(source).dtype.itemsize
 
 

@@ -7,11 +7,10 @@ backward: 9.9 ms in bfloat16 at 1.8e11 FLOP/s.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
@@ -19,7 +18,7 @@ from amp_graph.passes.facts import is_view
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
-from amp_graph.passes.regions import GRAD
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size, storage_key
 
 PICOSECONDS = 1e12
@@ -54,22 +53,22 @@ class Work:
     sums: int = 0
 
 
-def work_of(node: Node, kind: Classification, trained: Container[Node]) -> Work:
-    """Return what ``node``, classified as ``kind``, does, where gradients flow through the nodes ``trained``."""
+def work_of(node: Node, kind: Classification) -> Work:
+    """Return what ``node``, classified as ``kind``, does."""
     if not tensors(captured(node)):
         return Work("")
     if _is_view(node, kind):
-        return Work("", sums=_summed(node) + _placed(node) if node in trained else 0)
+        return Work("", sums=_summed(node) + _placed(node) if is_trained(node) else 0)
     given = [t for s in node.all_input_nodes for t in tensors(captured(s)) if t.is_floating_point()]
     made = [t for t in tensors(captured(node)) if t.is_floating_point()]
-    sums = _summed(node) if node in trained else 0
+    sums = _summed(node) if is_trained(node) else 0
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
     if family in COUNTED:
-        factors = sum(s in trained for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
-        backward = float(factors) if node in trained else 0.0
+        factors = sum(is_trained(s) for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
+        backward = float(factors) if is_trained(node) else 0.0
         return Work(family, _flops(kind, given, made), elements, backward, "inputs" if backward else "", sums)
-    return Work(family, 0, elements, float(node in trained), _keeps(kind) if node in trained else "", sums)
+    return Work(family, 0, elements, float(is_trained(node)), _keeps(kind) if is_trained(node) else "", sums)
 
 
 def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
@@ -87,30 +86,16 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     return round(PICOSECONDS * (once * (1 + work.backward) + machine.call * calls) + summed)
 
 
-def cast_picoseconds(value: Node, machine: Machine, dtype: str, trained: Container[Node]) -> int:
-    """Return what one cast of ``value`` takes between float32 and ``dtype``, with that of its gradient."""
+def cast_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
+    """Return what one cast of ``value`` takes between float32 and ``dtype``, without that of its gradient."""
     count = sum(map(numel, tensors(captured(value))))
     once = count * (4 + SIZES[dtype]) / machine.rates["cast"][dtype] + machine.call
-    return round(PICOSECONDS * once * (2 if value in trained else 1))
+    return round(PICOSECONDS * once)
 
 
 def kept_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
     """Return what keeping ``value`` in ``dtype`` for backward takes."""
     return round(PICOSECONDS * sum(map(numel, tensors(captured(value)))) * SIZES[dtype] / machine.kept)
-
-
-def trained_nodes(gm: GraphModule) -> frozenset[Node]:
-    """Return the nodes through whose values gradients flow.
-
-    Those of an operation that was taken apart were traced without gradients: what they read tells.
-    """
-    found: set[Node] = set()
-    for node in gm.graph.nodes:
-        floats = [t for t in tensors(captured(node)) if t.is_floating_point()]
-        inside = "amp_expanded" in node.meta and any(s in found for s in node.all_input_nodes)
-        if floats and node.meta.get(GRAD, True) and (inside or any(t.requires_grad for t in floats)):
-            found.add(node)
-    return frozenset(found)
 
 
 def numel(tensor: torch.Tensor) -> int:

@@ -104,6 +104,7 @@ def test_never_above_the_painting_on_models(name, policy):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of Dynamo
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if "integer" not in case.tags))
 def test_never_above_the_painting_on_the_corpus(name, policy):

@@ -77,8 +77,10 @@ class _Conversion:
             elif not converts and source in self.last and is_image(value(source)):
                 self._give(node, source, False)
         if converts:
-            self.last.add(node)
             node.meta["val"] = self._fresh(node, value(node))
+            # A convolution of one channel gives contiguous images: of what it reads, both layouts are the same.
+            if is_channels_last(value(node)) or not is_image(value(node)):
+                self.last.add(node)
             if "example_value" in node.meta:
                 node.meta["example_value"] = node.meta["val"]
 

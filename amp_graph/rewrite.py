@@ -20,6 +20,7 @@ from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.contiguous_linear import ContiguousLinear
+from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -115,7 +116,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast()] if ours else []
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), Convolution()] if ours else []
     found = [
         IdentifyOps(),
         *fusions,

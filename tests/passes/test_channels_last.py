@@ -242,3 +242,14 @@ def test_a_machine_where_it_does_not_pay(monkeypatch):
     _, _, _, result = passed(convs)
     assert not result.changes
     assert "does not pay" in result.skips[0].reason
+
+
+def test_images_of_one_channel_become_channels_last_behind_their_first_convolution():
+    """Both layouts of one channel are the same memory: the first convolution gives contiguous images."""
+    grey = drawn(2, 1, 6, 6, seed=5)
+    graph = capture_function(convs, grey, w=drawn(8, 1, 3, 3, seed=2) / 3, v=STATE["v"], b=STATE["b"])
+    ours = graph.through(passes_before(ChannelsLast))[0]
+    run_passes(ours, [ChannelsLast()], checked=True)
+    seen = Seen(ours)
+    seen.run(*graph.given)
+    assert [seen.found[n] for n in ours.graph.nodes if "conv2d" in n.name] == [False, True]

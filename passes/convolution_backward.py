@@ -1,0 +1,77 @@
+"""What converted graphs call for convolutions of small images that train: the weight's gradient is one product.
+
+Before: ``conv2d(x, w)``, whose CPU kernel walks over the few places of a small image to sum up the gradient of ``w``.
+After: ``conv2d_low(x, w)``: the same forward; backward lays out the patches in rows and multiplies them with the
+gradient (im2col: Chellapilla et al., "High Performance Convolutional Neural Networks for Document Processing", 2006).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import in_forward_mode, is_batched
+
+
+def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """``F.conv2d`` without dilation and groups, whose weight's gradient is a matrix product.
+
+    x: [batch, channels, height, width]; weight: [out, channels, kernel height, kernel width], of one dtype. Forward and
+    the gradients of ``x`` and ``bias`` are torch's own. The weight's gradient is summed in fp32 inside of the product,
+    rounded once, and lies in channels_last, as the kernel's does for such images.
+    """
+    trains = torch.is_grad_enabled() and weight.requires_grad
+    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight)) or x.dim() != 4:
+        return F.conv2d(x, weight, bias, stride, padding)
+    return _Conv2d.apply(x, weight, bias, tuple(stride), tuple(padding))
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(x, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph=True: by operations that have a second derivative
+            out = F.conv2d(x, weight, bias, ctx.stride, ctx.padding)
+            wanted = [t for t, needed in zip((x, weight, bias), need, strict=True) if needed]
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            return *(next(found) if needed else None for needed in need), None, None
+        dx = dbias = None
+        if need[0] or need[2]:
+            sizes = None if bias is None else list(bias.shape)
+            how = (ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1)
+            kernel = torch.ops.aten.convolution_backward
+            dx, _, dbias = kernel(grad, x, weight, sizes, *how, [need[0], False, need[2]])
+        dweight = weight_gradient(grad, x, weight, ctx.stride, ctx.padding) if need[1] else None
+        return dx, dweight, dbias, None, None
+
+
+def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Return the gradient of ``weight``, of its shape and dtype: patches of ``x`` times ``grad``, over all places."""
+    out, channels, height, width = weight.shape
+    rows = grad.permute(0, 2, 3, 1).reshape(-1, out)
+    return (
+        (rows.t() @ _patches(x, (height, width), stride, padding))
+        .view(out, height, width, channels)
+        .permute(0, 3, 1, 2)
+    )
+
+
+def _patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Return what the kernel sees at each place, one row a place: [batch * places, kernel * channels]."""
+    if any(padding):
+        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    patches = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])
+    return patches.permute(0, 2, 3, 4, 5, 1).reshape(-1, kernel[0] * kernel[1] * x.shape[1])

@@ -27,7 +27,6 @@ from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
-from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.torch_private import (
     being_traced,
@@ -40,7 +39,7 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.rewrite import Rewritten, rewrite_in_place
+from amp_graph.rewrite import Rewritten, passes_of_copies, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
@@ -236,7 +235,7 @@ class Conversion:
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
-        last = () if self.copies is None else (KeepWeightCopies(self.copies),)
+        last = passes_of_copies(self.copies, policy, _device_of_model(self.model) or "cpu")
         rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last, eager=self.compile == "eager")
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:

@@ -41,6 +41,7 @@ __all__ = [
     "being_traced",
     "borrow",
     "break_reasons",
+    "bytes_of",
     "capture_with_dynamo",
     "compiled_in_place",
     "concrete_size",
@@ -53,12 +54,14 @@ __all__ = [
     "in_transform",
     "is_batched",
     "is_sharded",
+    "linear_of_packed_weight",
     "load_optimizer_states_as",
     "make_fx",
     "multiplies_bf16",
     "on_every_optimizer_step",
     "outside_dynamo",
     "own_code_object",
+    "pack_linear_weight",
     "softmax_backward",
     "storage_key",
     "tracing_fake",
@@ -102,6 +105,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the size of the storage of ``tensor``; of what has none (packed tensors), of its elements."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes()
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
@@ -364,6 +374,22 @@ def flash_attention_cpu(
     """Return what ``F.scaled_dot_product_attention`` computes by its flash kernel for CPU; 2.11 - 2.13."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
+
+
+def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, a tensor that only they read; 2.11 - 2.13."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default._op if torch.backends.mkldnn.is_available() else None
+
+
+def linear_of_packed_weight(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed; 2.11 - 2.13."""
+    assert _linear_pointwise is not None, "nothing is packed without oneDNN"
+    found: torch.Tensor = _linear_pointwise(x, packed, bias, "none", [], "")
+    return found
 
 
 def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

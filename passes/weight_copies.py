@@ -16,6 +16,7 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.torch_private import (
     StorageWeakRef,
     borrow,
+    bytes_of,
     holders,
     on_every_optimizer_step,
     storage_key,
@@ -24,6 +25,7 @@ from amp_graph.passes.torch_private import (
 
 WeightCopy = Callable[..., Tensor]
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
 
@@ -78,6 +80,8 @@ class _Kept:
     given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
     reused: bool = False  # whether the copy was of any use
     passed: tuple[int, object] | None = None  # version and mark of an update after which no copy was made
+    asked: int = 0  # how often it was to be read packed
+    for_packing: bool = False  # made for nothing but to be packed
 
     def again(self, low: Tensor, version: int, mark: object) -> _Kept:
         """Return what is known once the same parameter was cast anew, to ``low``."""
@@ -106,6 +110,8 @@ class WeightCopies:
         self._found_written = found_written or (lambda weight: None)
         self._checked = checked
         self._kept: dict[int, _Kept] = {}
+        # The same in the layout that a kernel works on, see packed_weights.py; as they are, and transposed.
+        self.packed: tuple[dict[int, _Kept], dict[int, _Kept]] = ({}, {})
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         hear_of_updates()
@@ -113,19 +119,54 @@ class WeightCopies:
     def drop(self) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew."""
         size = self.bytes
-        self._kept, self.enabled = {}, True
+        self._forget(enabled=True)
         return size
+
+    def _forget(self, enabled: bool) -> None:
+        self._kept, self.enabled = {}, enabled
+        for packed in self.packed:
+            packed.clear()  # the very object that graphs look into
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies of parameters that are still there."""
         self._purge()
-        return [kept.low for kept in list(self._kept.values())]
+        return [kept.low for kept in self._all()]
+
+    def _all(self) -> list[_Kept]:
+        return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
 
     @property
     def bytes(self) -> int:
         """What the copies take."""
-        return sum(low.untyped_storage().nbytes() for low in self.tensors)
+        return sum(bytes_of(low) for low in self.tensors)
+
+    def is_current(self, weight: Tensor, kept: _Kept) -> bool:
+        """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
+        if not _is_of(kept, weight) or weight._version != kept.version or _UPDATES.mark is not kept.mark:
+            return False
+        if kept.words.tobytes() != kept.values:
+            self._written_in_secret(weight)
+            return False
+        return True
+
+    def for_packing(self, weight: Tensor) -> tuple[Tensor, _Kept | None]:
+        """Return ``weight`` in low precision, without gradient; and its copy, if that has been read often enough."""
+        kept = self._kept.get(id(weight))
+        if kept is None or not self.is_current(weight, kept):
+            low = self.read(weight)
+            kept = self._kept.get(id(weight))
+            if kept is None:
+                return low, None
+            kept.for_packing = True
+        kept.asked += 1
+        return kept.low, kept if kept.asked > PLAIN_READS else None
+
+    def keep_packed(self, weight: Tensor, kept: _Kept, packed: Tensor, transposed: bool) -> None:
+        """Keep the packed form of the copy ``kept``, and the copy itself where something else reads it."""
+        self.packed[transposed][id(weight)] = kept.again(packed, kept.version, kept.mark)
+        if kept.for_packing and not kept.reused:
+            self._kept.pop(id(weight), None)
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
@@ -209,16 +250,23 @@ class WeightCopies:
 
     def _purge(self) -> None:
         """Let go of the copies of parameters that were freed or replaced."""
-        for key, kept in list(self._kept.items()):
-            kept.given = None  # which would hold the parameter
-            if kept.storage.expired():
-                self._kept.pop(key, None)
+        for copies in (self._kept, *self.packed):
+            for key, kept in list(copies.items()):
+                kept.given = None  # which would hold the parameter
+                if kept.storage.expired():
+                    copies.pop(key, None)
         self._room = len(self._kept) * 5 // 4
 
     def _written_in_secret(self, weight: Tensor) -> Tensor:
-        self._kept, self.enabled = {}, False
+        self._forget(enabled=False)
         self._found_written(weight)
         return weight.to(self.dtype)
+
+    def check_packed(self, weight: Tensor, packed: Tensor, transposed: bool) -> None:
+        """Do as for plain copies where every copy is checked: raise VerifyError if it is not of ``weight`` as it is."""
+        if self._checked:
+            low = packed.to_dense()
+            self._check(weight, low.t() if transposed else low)
 
     def _check(self, weight: Tensor, low: Tensor) -> None:
         with torch.no_grad():
@@ -230,6 +278,12 @@ class WeightCopies:
                 "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
+
+
+def _is_of(kept: _Kept, weight: Tensor) -> bool:
+    """Say whether ``kept`` was made of ``weight``, and that is where it was."""
+    same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
+    return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
 
 
 class _Holder:

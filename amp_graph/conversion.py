@@ -31,6 +31,7 @@ from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.torch_private import (
     being_traced,
     capture_with_dynamo,
+    compiled_frames,
     in_transform,
     is_sharded,
     outside_dynamo,
@@ -136,7 +137,8 @@ class Conversion:
             return self._wide(*args, **kwargs)
         before = self.runs
         try:
-            result = self._run(*args, **kwargs)
+            found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
+            result = (found or self._run)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -211,6 +213,7 @@ class Conversion:
     # -- capture --------------------------------------------------------------------------------------
 
     def _capturing(self) -> Runner:
+        self._find = _find_nothing
         if self.policy.level == "O0":
             return self._forward
         forward = self._wide
@@ -218,8 +221,11 @@ class Conversion:
         def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
+        own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        if self.compile == "eager":
+            self._find = compiled_frames(own)
         return capture_with_dynamo(
-            own_code_object(amp_graph_forward),  # type: ignore[arg-type]
+            own,
             weakly(self._backend),
             dynamic=self.dynamic,
             fullgraph=False,
@@ -318,6 +324,10 @@ def restore(
     made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped)
     made.attach()
     return made
+
+
+def _find_nothing(local: dict[str, Any]) -> None:
+    """Find no compiled code: every call goes the long way."""
 
 
 def conversion_of(model: Any) -> Conversion | None:

@@ -23,6 +23,7 @@ from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
+from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
@@ -152,7 +153,7 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
     if copies is None:
         return []
     ours = policy.op_list(device).unlisted == "opaque"
-    packed = [PackWeights(copies)] if ours and not torch.is_grad_enabled() else []
+    packed: list[Pass] = [FoldNorms(copies), PackWeights(copies)] if ours and not torch.is_grad_enabled() else []
     return _wanted([KeepWeightCopies(copies), *packed], policy)
 
 

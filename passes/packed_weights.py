@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.torch_private import linear_of_packed_weight, pack_linear_weight
-from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.passes.weight_copies import PACKED, TRANSPOSED, WeightCopies
 
 PackedWeight = Callable[[Tensor], Tensor]
 
@@ -25,12 +25,14 @@ def packed_reader(copies: WeightCopies, transposed: bool = False) -> PackedWeigh
     The first calls after an update return a plain copy, the next one packs it: weights that are read once or twice an
     update are not worth it. A copy that nobody else reads goes when it is packed: memory is that of one.
     """
-    known = copies.packed[transposed]  # one dictionary for as long as the copies live
+    store = TRANSPOSED if transposed else PACKED
+    known = copies.packed[store]  # one dictionary for as long as the copies live
 
     def packed_weight(weight: Tensor) -> Tensor:
         kept = known.get(id(weight))
         if kept is not None and copies.is_current(weight, kept):
-            copies.check_packed(weight, kept.low, transposed)
+            if copies.checked:
+                copies.check(weight, kept.low.to_dense().t() if transposed else kept.low.to_dense())
             return kept.low
         return _pack(weight)
 
@@ -42,7 +44,7 @@ def packed_reader(copies: WeightCopies, transposed: bool = False) -> PackedWeigh
             return low
         with torch.inference_mode(False), torch.no_grad():
             packed = pack_linear_weight(low.contiguous())
-        copies.keep_packed(weight, kept, packed, transposed)
+        copies.keep_packed(weight, kept, packed, store)
         return packed
 
     return packed_weight

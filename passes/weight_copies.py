@@ -24,6 +24,7 @@ from amp_graph.passes.torch_private import (
 )
 
 WeightCopy = Callable[..., Tensor]
+PACKED, TRANSPOSED, FOLDED = range(3)
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
@@ -79,15 +80,16 @@ class _Kept:
     values: bytes
     given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
     reused: bool = False  # whether the copy was of any use
-    passed: tuple[int, object] | None = None  # version and mark of an update after which no copy was made
+    passed: object = None  # the mark of an update after which no copy was made
     asked: int = 0  # how often it was to be read packed
     for_packing: bool = False  # made for nothing but to be packed
+    beside: Any = None  # what was made along with it
 
     def again(self, low: Tensor, version: int, mark: object) -> _Kept:
         """Return what is known once the same parameter was cast anew, to ``low``."""
         stable = (self.storage, self.key, self.pointer, self.stride, self.words)
         given = self.given if low is self.low else None
-        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed == (version, mark))
+        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed is mark)
 
 
 class WeightCopies:
@@ -108,10 +110,10 @@ class WeightCopies:
         self.dtype = dtype
         self.enabled = True
         self._found_written = found_written or (lambda weight: None)
-        self._checked = checked
+        self.checked = checked
         self._kept: dict[int, _Kept] = {}
-        # The same in the layout that a kernel works on, see packed_weights.py; as they are, and transposed.
-        self.packed: tuple[dict[int, _Kept], dict[int, _Kept]] = ({}, {})
+        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
+        self.packed: tuple[dict[Any, _Kept], ...] = ({}, {}, {})
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         hear_of_updates()
@@ -123,9 +125,9 @@ class WeightCopies:
         return size
 
     def _forget(self, enabled: bool) -> None:
-        self._kept, self.enabled = {}, enabled
-        for packed in self.packed:
-            packed.clear()  # the very object that graphs look into
+        self.enabled = enabled
+        for store in (self._kept, *self.packed):
+            store.clear()  # the very object that graphs look into
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -162,36 +164,47 @@ class WeightCopies:
         kept.asked += 1
         return kept.low, kept if kept.asked > PLAIN_READS else None
 
-    def keep_packed(self, weight: Tensor, kept: _Kept, packed: Tensor, transposed: bool) -> None:
-        """Keep the packed form of the copy ``kept``, and the copy itself where something else reads it."""
-        self.packed[transposed][id(weight)] = kept.again(packed, kept.version, kept.mark)
+    def keep_packed(
+        self, weight: Tensor, kept: _Kept, packed: Tensor, store: int, key: Any = None, beside: Any = None
+    ) -> _Kept:
+        """Keep what was made of the copy ``kept``, and the copy itself where something else reads it."""
+        made = kept.again(packed, kept.version, kept.mark)
+        made.beside = beside
+        self.packed[store][key or id(weight)] = made
         if kept.for_packing and not kept.reused:
             self._kept.pop(id(weight), None)
+        return made
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
-        updates, grad_enabled = _UPDATES, torch.is_grad_enabled
+        updates, grad_enabled, known = _UPDATES, torch.is_grad_enabled, self._kept
+        lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
         def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
-            kept = self._kept.get(id(weight))
+            kept = known.get(id(weight))
+            if kept is None:
+                return self._first(weight)
+            mark = updates.mark
+            if kept.mark is not mark and kept.passed is not mark and _passes(kept, weight) and grad_enabled():
+                kept.passed = mark
+                return lowered(weight)
             if (
-                kept is None
-                or storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
+                storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
                 or weight.data_ptr() != kept.pointer
                 or weight.stride() != kept.stride
             ):
                 return self._first(weight)
-            if weight._version != kept.version or updates.mark is not kept.mark:
+            if weight._version != kept.version or mark is not kept.mark:
                 cast = self._again(weight, kept)
                 if cast is not None:
                     return cast
-                kept = self._kept[id(weight)]
+                kept = known[id(weight)]
             elif kept.words.tobytes() != kept.values:
                 return self._written_in_secret(weight)
             else:
                 kept.reused = True
-            if self._checked:
-                self._check(weight, kept.low)
+            if self.checked:
+                self.check(weight, kept.low)
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
@@ -225,11 +238,7 @@ class WeightCopies:
         if not weight.is_leaf:
             return self._first(weight)
         version, mark = weight._version, _UPDATES.mark
-        large = weight.numel() >= LARGE
-        if not large and not kept.reused and kept.passed != (version, mark) and torch.is_grad_enabled():
-            kept.passed = (version, mark)  # one call an update: keeping a small copy would cost more than it saves
-            return weight.to(self.dtype)
-        if large and _is_nobody_elses(kept):
+        if weight.numel() >= LARGE and _is_nobody_elses(kept):
             with torch.no_grad():
                 kept.low.copy_(weight)
             low, own = None, kept.low
@@ -262,22 +271,22 @@ class WeightCopies:
         self._found_written(weight)
         return weight.to(self.dtype)
 
-    def check_packed(self, weight: Tensor, packed: Tensor, transposed: bool) -> None:
-        """Do as for plain copies where every copy is checked: raise VerifyError if it is not of ``weight`` as it is."""
-        if self._checked:
-            low = packed.to_dense()
-            self._check(weight, low.t() if transposed else low)
-
-    def _check(self, weight: Tensor, low: Tensor) -> None:
+    def check(self, weight: Tensor, low: Tensor, fresh: Tensor | None = None) -> None:
+        """Raise VerifyError unless ``low`` is ``weight`` as it is now, or what is made ``fresh`` of it."""
         with torch.no_grad():
-            fresh = weight.detach().to(self.dtype)
-        if not torch.equal(fresh.view(torch.int16), low.view(torch.int16)):
+            fresh = weight.detach().to(self.dtype) if fresh is None else fresh
+        if not torch.equal(fresh.contiguous().view(torch.int16), low.contiguous().view(torch.int16)):
             raise VerifyError(
                 f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and neither its version counter "
                 "nor an optimizer's step shows it\n"
                 "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
+
+
+def _passes(kept: _Kept, weight: Tensor) -> bool:
+    """Say whether the first call of an update makes no copy: a small one, that was read once, costs more than it saves."""
+    return not kept.reused and weight.numel() < LARGE
 
 
 def _is_of(kept: _Kept, weight: Tensor) -> bool:

@@ -64,3 +64,12 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
     for 16 to 64, 1.05 to 1.15 up to 1,024; of 256 x 256 and 13 x 512 at 32 rows 1.2. One output takes 0.6 of the speed.
     """
     return device == "cpu" and dtype == torch.bfloat16 and outputs >= FEWEST_OUTPUTS and inputs > 1 and multiplies_bf16()
+
+
+def folding_pays(device: str, dtype: torch.dtype) -> bool:
+    """Say whether a batch norm in evaluation is better folded into its convolution on ``device``.
+
+    bf16 on CPU with dot products: the norm and the relu behind a convolution take 5 % (3x3, 128 channels) to 60 % (1x1,
+    256 channels) of its time; folded, a ResNet-50 takes 0.7 to 0.8 of it.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()

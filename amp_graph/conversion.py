@@ -29,6 +29,7 @@ from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.torch_private import (
+    Find,
     being_traced,
     capture_with_dynamo,
     compiled_frames,
@@ -213,7 +214,7 @@ class Conversion:
     # -- capture --------------------------------------------------------------------------------------
 
     def _capturing(self) -> Runner:
-        self._find = _find_nothing
+        self._find: Find = _find_nothing
         if self.policy.level == "O0":
             return self._forward
         forward = self._wide

@@ -163,7 +163,9 @@ def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:
 
 def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:
     last, casts = chain.nodes[-1], [n for n in chain.nodes[0].all_input_nodes[1:]]
-    args = (chain.x, chain.weight, chain.vectors, tuple(chain.shape)) + ((chain.other,) if chain.other is not None else ())
+    args: tuple[Any, ...] = (chain.x, chain.weight, chain.vectors, tuple(chain.shape)) + (
+        (chain.other,) if chain.other is not None else ()
+    )
     with gm.graph.inserting_before(last):
         made = gm.graph.call_function(call, args)
     made.meta = {k: v for k, v in last.meta.items() if k != OPS}

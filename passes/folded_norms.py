@@ -34,9 +34,10 @@ Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, 
 def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
     """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None)``.
 
-    x: low-precision channels_last images; ``weight`` the fp32 parameter; ``where``: the fields of ``Shape``; ``other``: images that are added behind the
-    norm, before the relu. The norm is folded, in fp32, into a copy of the weight that outlives the call, once the
-    plain copy has been read a few times; it is made anew when the weight or any element of the vectors has changed.
+    x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
+    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the relu. The
+    norm is folded into a copy of the weight that outlives the call, once the plain copy has been read a few times; it
+    is made anew when the weight or any element of the vectors has changed.
     """
     known = copies.packed[FOLDED]
 
@@ -70,7 +71,8 @@ def _elements(vectors: Vectors) -> list[bytes]:
 def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the weight in ``dtype`` and the bias in fp32 of the convolution that is its own norm."""
     bias, mean, var, gamma, beta = vectors
-    assert mean is not None and var is not None, "a norm in evaluation has statistics"
+    assert mean is not None, "a norm in evaluation has statistics"
+    assert var is not None, "a norm in evaluation has statistics"
     scale = (var.double() + shape.eps).rsqrt()
     scale = scale if gamma is None else scale * gamma
     shift = -mean * scale if bias is None else (bias - mean) * scale

@@ -58,6 +58,7 @@ class PackWeights(Pass):
                 continue
             _pack(node, readers[form.transposed], form.transposed)
             for user, product in found.items():
+                assert product is not None, "asked above"
                 _rewrite(user, product)
             changes.append(Change(self.name, "packed", node.name, "for " + ", ".join(u.name for u in found)))
         return PassResult(gm, tuple(changes))

@@ -35,6 +35,7 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of it
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "Find",
     "HigherOrderOperator",
     "OpOverload",
     "StorageWeakRef",
@@ -66,9 +67,9 @@ __all__ = [
     "on_every_optimizer_step",
     "outside_dynamo",
     "own_code_object",
-    "plain_forward",
     "pack_convolution_weight",
     "pack_linear_weight",
+    "plain_forward",
     "softmax_backward",
     "storage_key",
     "tracing_fake",
@@ -223,7 +224,9 @@ class CaptureListener(Protocol):
 
 
 # Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
-_NO_RECORDS = {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+_NO_RECORDS: dict[str, Any] = (
+    {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+)
 
 
 class _CompileTimeConfig:
@@ -295,7 +298,7 @@ def compiled_frames(function: types.FunctionType) -> Find:
     wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force. 2.13.
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
-    entries = getattr(frame, "_debug_get_cache_entry_list", None)
+    entries: Any = getattr(frame, "_debug_get_cache_entry_list", None)
     seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
@@ -446,7 +449,7 @@ def flash_attention_cpu(
 
 
 def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, a tensor that only they read; 2.11 - 2.13."""
+    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, which alone can read it; 2.11 - 2.13."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
 
@@ -463,7 +466,7 @@ def linear_of_packed_weight(x: torch.Tensor, packed: torch.Tensor, bias: torch.T
 
 def pack_convolution_weight(weight: torch.Tensor, shape: Any, images: torch.Size) -> torch.Tensor:
     """Return a 2d convolution's ``weight`` in the layout of oneDNN, best for ``images`` of that size; 2.11 - 2.13."""
-    pack = torch._C._nn.mkldnn_reorder_conv2d_weight
+    pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
     where = (shape.padding, shape.stride, shape.dilation, shape.groups)
     packed: torch.Tensor = pack(weight.to_mkldnn(), *where, list(images))
     return packed
@@ -485,7 +488,7 @@ def convolution_pointwise(
     if other is None:
         found = _convolution_pointwise.default._op(x, weight, bias, *where, "relu" if shape.relu else "none", [], "")
     else:
-        after = ("add", 1.0, "relu" if shape.relu else None, [], None)
+        after: tuple[Any, ...] = ("add", 1.0, "relu" if shape.relu else None, [], None)
         found = _convolution_pointwise.binary._op(x, other, weight, bias.to(x.dtype), *where, *after)
     return found
 

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import attention_backward, cross_entropy_low, facts, folded_norms, packed_weights, runtime, weight_copies
+from amp_graph.passes import (
+    attention_backward,
+    cross_entropy_low,
+    facts,
+    folded_norms,
+    packed_weights,
+    runtime,
+    weight_copies,
+)
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
@@ -21,7 +29,9 @@ from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import FakeTensorMode
 
 # Functions of these modules have no identity to compare: they are what passes put in the place of operations.
-OURS = frozenset(m.__name__ for m in (attention_backward, cross_entropy_low, folded_norms, packed_weights, runtime, weight_copies))
+OURS = frozenset(
+    m.__name__ for m in (attention_backward, cross_entropy_low, folded_norms, packed_weights, runtime, weight_copies)
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,7 @@ class Contract:
         return Contract(inputs, tuple(outputs), parameters, tuple(_effects(nodes, mode)) if mode else ())
 
 
-def verify(
-    gm: GraphModule, before: Contract, *, changes_outputs: bool = False, absorbs_writes: bool = False
-) -> None:
+def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False, absorbs_writes: bool = False) -> None:
     """Raise VerifyError where ``gm`` breaks the contract that ``before`` was read from."""
     gm.graph.lint()
     after = Contract.of(gm)

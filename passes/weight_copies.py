@@ -285,7 +285,7 @@ class WeightCopies:
 
 
 def _passes(kept: _Kept, weight: Tensor) -> bool:
-    """Say whether the first call of an update makes no copy: a small one, that was read once, costs more than it saves."""
+    """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
     return not kept.reused and weight.numel() < LARGE
 
 

@@ -63,7 +63,9 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
     bf16 on CPU with dot products, weights of 768 to 16,384 outputs: 2.0 to 3.3 times as fast for one token, 1.1 to 1.3
     for 16 to 64, 1.05 to 1.15 up to 1,024; of 256 x 256 and 13 x 512 at 32 rows 1.2. One output takes 0.6 of the speed.
     """
-    return device == "cpu" and dtype == torch.bfloat16 and outputs >= FEWEST_OUTPUTS and inputs > 1 and multiplies_bf16()
+    return (
+        device == "cpu" and dtype == torch.bfloat16 and outputs >= FEWEST_OUTPUTS and inputs > 1 and multiplies_bf16()
+    )
 
 
 def folding_pays(device: str, dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
+from amp_graph.passes.torch_private import plain_forward
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
@@ -62,8 +63,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> R
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
-        gm.recompile()
-        return gm.forward
+        return plain_forward(gm)
     tag_checkpoints(gm)
     backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
     return backend(gm, list(example_inputs))

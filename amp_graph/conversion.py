@@ -27,11 +27,12 @@ from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
-from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.torch_private import (
+    Find,
     being_traced,
     capture_with_dynamo,
+    compiled_frames,
     in_transform,
     is_sharded,
     outside_dynamo,
@@ -40,7 +41,7 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.rewrite import Rewritten, rewrite_in_place
+from amp_graph.rewrite import Rewritten, passes_of_copies, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
@@ -137,7 +138,8 @@ class Conversion:
             return self._wide(*args, **kwargs)
         before = self.runs
         try:
-            result = self._run(*args, **kwargs)
+            found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
+            result = (found or self._run)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -212,6 +214,7 @@ class Conversion:
     # -- capture --------------------------------------------------------------------------------------
 
     def _capturing(self) -> Runner:
+        self._find: Find = _find_nothing
         if self.policy.level == "O0":
             return self._forward
         forward = self._wide
@@ -219,8 +222,11 @@ class Conversion:
         def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
+        own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        if self.compile == "eager":
+            self._find = compiled_frames(own)
         return capture_with_dynamo(
-            own_code_object(amp_graph_forward),  # type: ignore[arg-type]
+            own,
             weakly(self._backend),
             dynamic=self.dynamic,
             fullgraph=False,
@@ -236,7 +242,7 @@ class Conversion:
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
-        last = () if self.copies is None else (KeepWeightCopies(self.copies),)
+        last = passes_of_copies(self.copies, policy, _device_of_model(self.model) or "cpu")
         rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last, eager=self.compile == "eager")
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
@@ -319,6 +325,10 @@ def restore(
     made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped)
     made.attach()
     return made
+
+
+def _find_nothing(local: dict[str, Any]) -> None:
+    """Find no compiled code: every call goes the long way."""
 
 
 def conversion_of(model: Any) -> Conversion | None:

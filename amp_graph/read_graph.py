@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.conversion import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note
-from amp_graph.passes import facts, weight_copies
+from amp_graph.passes import facts, packed_weights, weight_copies
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.manager import Timed
@@ -91,7 +91,8 @@ def is_cast(node: Node) -> bool:
 
 def is_kept(node: Node) -> bool:
     """Say whether ``node`` reads a weight's copy that outlives the call."""
-    return getattr(node.target, "__module__", "") == weight_copies.__name__
+    of = getattr(node.target, "__module__", "")
+    return of == weight_copies.__name__ or (of == packed_weights.__name__ and CAST in node.meta)
 
 
 def mark_of(node: Node) -> Mark | None:

@@ -24,18 +24,22 @@ from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
+from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
+from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.text import graph_text
+from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 
 # Bodies of these operators run as they stand; all others keep their bodies as captured.
@@ -143,6 +147,15 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
 def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
     return _wanted([LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+
+
+def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:
+    """Return the passes for eager graphs that read weights which outlive the call; asked while a graph is captured."""
+    if copies is None:
+        return []
+    ours = policy.op_list(device).unlisted == "opaque"
+    packed: list[Pass] = [FoldNorms(copies), PackWeights(copies)] if ours and not torch.is_grad_enabled() else []
+    return _wanted([KeepWeightCopies(copies), *packed], policy)
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

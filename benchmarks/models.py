@@ -31,7 +31,7 @@ def scaled(count: int, scale: float) -> int:
 def case(name: str, scale: float = 1.0) -> Case:
     """Build the model ``name`` and its batch, the same ones at every call."""
     torch.manual_seed(0)
-    return MODELS[name](scale)
+    return (MODELS | MORE)[name](scale)
 
 
 # -- mlp, dlrm -------------------------------------------------------------------------------------------
@@ -171,6 +171,12 @@ def gpt(scale: float) -> Case:
     return Case(Gpt(scaled(4, scale)), lambda m: m(ids, ids.roll(-1, 1))[1], lambda m: m(ids)[0])
 
 
+def gpt_decoding(length: int) -> Case:
+    """The same GPT where one text of ``length`` tokens is continued: inference at batch 1; trains on that text, too."""
+    ids = torch.randint(16_384, (1, length))
+    return Case(Gpt(4), lambda m: m(ids, ids.roll(-1, 1))[1], lambda m: m(ids)[0])
+
+
 def bert(scale: float, attention: str) -> Case:
     """Hugging Face's BERT for masked words: 4 layers x 768, 8 texts of 128 tokens, without dropout."""
     from transformers import BertConfig, BertForMaskedLM
@@ -291,6 +297,10 @@ def lstm(scale: float) -> Case:
     return Case(Lstm(), lambda m: F.cross_entropy(m(ids).flatten(0, 1), targets), lambda m: m(ids))
 
 
+# Not measured unless named: ``--models gpt_1 --modes inference``.
+MORE: dict[str, Callable[[float], Case]] = {
+    f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)
+}
 MODELS: dict[str, Callable[[float], Case]] = {
     "mlp": mlp,
     "dlrm": dlrm,

@@ -62,7 +62,8 @@ class Pass(abc.ABC):
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
-    * operations that draw random numbers or write to memory keep their order and their number.
+    * operations that draw random numbers or write to memory keep their order and their number,
+      unless the pass declares ``absorbs_writes``.
 
     The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
     """
@@ -72,6 +73,11 @@ class Pass(abc.ABC):
     @property
     def changes_outputs(self) -> bool:
         """Whether the pass may change the dtypes of the graph's outputs."""
+        return False
+
+    @property
+    def absorbs_writes(self) -> bool:
+        """Whether writes to what nothing else reads may go."""
         return False
 
     @abc.abstractmethod

@@ -42,3 +42,12 @@ def mark_regions(gm: GraphModule) -> None:
 def is_trained(node: Node) -> bool:
     """Say whether gradients flow through ``node``."""
     return bool(node.meta.get(GRAD, True)) and any(t.requires_grad for t in tensors(captured(node)))
+
+
+def may_record_gradients(gm: GraphModule) -> bool:
+    """Say whether a graph that was captured without gradients enables them for some of its nodes."""
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if (name == "_set_grad_enabled" and node.args[0]) or (name == "_enter_inference_mode" and not node.args[0]):
+            return True
+    return False

@@ -23,6 +23,7 @@ from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
+from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
@@ -34,16 +35,21 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of it
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "Find",
     "HigherOrderOperator",
     "OpOverload",
     "StorageWeakRef",
+    "all_bytes_of",
     "allow_in_graph",
     "being_traced",
     "borrow",
     "break_reasons",
+    "bytes_of",
     "capture_with_dynamo",
+    "compiled_frames",
     "compiled_in_place",
     "concrete_size",
+    "convolution_pointwise",
     "cpu_has_amx",
     "cpu_has_bf16",
     "dispatch_has_kernel",
@@ -52,13 +58,18 @@ __all__ = [
     "in_forward_mode",
     "in_transform",
     "is_batched",
+    "is_dense_fp32",
     "is_sharded",
+    "linear_of_packed_weight",
     "load_optimizer_states_as",
     "make_fx",
     "multiplies_bf16",
     "on_every_optimizer_step",
     "outside_dynamo",
     "own_code_object",
+    "pack_convolution_weight",
+    "pack_linear_weight",
+    "plain_forward",
     "softmax_backward",
     "storage_key",
     "tracing_fake",
@@ -104,6 +115,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the size of the storage of ``tensor``; of what has none (packed tensors), of its elements."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes()
+
+
 _unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
 
 
@@ -141,6 +159,17 @@ def words_of(tensor: torch.Tensor) -> memoryview:
     count = tensor.numel()
     words = (ctypes.c_uint32 * count).from_address(tensor.data_ptr())
     return memoryview(words).cast("B").cast("I")[:: 1 if count <= 8 * WORDS else (count // WORDS - 1) | 1]
+
+
+def all_bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the memory of a tensor for which ``is_dense_fp32`` holds."""
+    return ctypes.string_at(tensor.data_ptr(), 4 * tensor.numel())
+
+
+def is_dense_fp32(tensor: torch.Tensor) -> bool:
+    """Say whether ``tensor`` is an ordinary fp32 one in the CPU's memory without gaps."""
+    kind = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    return kind and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
@@ -194,6 +223,12 @@ class CaptureListener(Protocol):
         """Hear that a graph ended before its frame did."""
 
 
+# Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
+_NO_RECORDS: dict[str, Any] = (
+    {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+)
+
+
 class _CompileTimeConfig:
     """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
 
@@ -221,6 +256,7 @@ class _CompileTimeConfig:
             ignore_logging_functions=dynamo_config.ignore_logging_functions | _said_once(),
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
+            **_NO_RECORDS,
         ):
             result = self._inner(frame, *args, **kwargs)
         for reason in break_reasons()[known:]:
@@ -249,6 +285,52 @@ def capture_with_dynamo(
     context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
     context.callback = _CompileTimeConfig(context.callback, heard)
     return context(function)
+
+
+Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
+
+
+def compiled_frames(function: types.FunctionType) -> Find:
+    """Return what finds the code that Dynamo compiled ``function`` to, for locals that its guards accept, else None.
+
+    Running it is what Dynamo's wrapper comes to in the end, after as much time as a small model's forward takes. Only
+    whole frames are found: what goes on behind a graph break must run under the wrapper. ``find({name: value})``
+    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force. 2.13.
+    """
+    frame, code = torch._dynamo.eval_frame, function.__code__
+    entries: Any = getattr(frame, "_debug_get_cache_entry_list", None)
+    seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
+
+    def find(local: dict[str, Any]) -> Callable[..., Any] | None:
+        stance = frame._stance
+        if stance.stance != "default" or stance.backend is not None:
+            return None
+        for entry in entries(code):
+            if entry.guard_manager.check(local):
+                compiled = entry.code
+                known = seen.get(id(compiled))
+                if known is None or known[0]() is not compiled:  # held weakly: with it goes what was compiled
+                    known = seen[id(compiled)] = (weakref.ref(compiled), _is_whole(compiled))
+                if not known[1]:
+                    return None
+                return types.FunctionType(compiled, function.__globals__, code.co_name, None, function.__closure__)
+        return None
+
+    return find if entries is not None and hasattr(frame, "_stance") else lambda local: None
+
+
+def _is_whole(compiled: types.CodeType) -> bool:
+    """Say whether code that Dynamo made calls one graph, and no code behind a graph break."""
+    graphs = [name for name in compiled.co_names if name.startswith("__compiled_fn")]
+    return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
+
+
+def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Return the generated function of ``gm`` as it is: ``gm.forward`` of a graph that Dynamo made goes a long way."""
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    forward: Callable[..., Any] = gm.forward
+    return forward
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,6 +446,51 @@ def flash_attention_cpu(
     """Return what ``F.scaled_dot_product_attention`` computes by its flash kernel for CPU; 2.11 - 2.13."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
+
+
+def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, which alone can read it; 2.11 - 2.13."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default._op if torch.backends.mkldnn.is_available() else None
+
+
+def linear_of_packed_weight(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed; 2.11 - 2.13."""
+    assert _linear_pointwise is not None, "nothing is packed without oneDNN"
+    found: torch.Tensor = _linear_pointwise(x, packed, bias, "none", [], "")
+    return found
+
+
+def pack_convolution_weight(weight: torch.Tensor, shape: Any, images: torch.Size) -> torch.Tensor:
+    """Return a 2d convolution's ``weight`` in the layout of oneDNN, best for ``images`` of that size; 2.11 - 2.13."""
+    pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
+    where = (shape.padding, shape.stride, shape.dilation, shape.groups)
+    packed: torch.Tensor = pack(weight.to_mkldnn(), *where, list(images))
+    return packed
+
+
+_convolution_pointwise = torch.ops.mkldnn._convolution_pointwise if torch.backends.mkldnn.is_available() else None
+
+
+def convolution_pointwise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, other: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``conv2d(x, weight, bias)``, plus ``other``, through a relu where ``shape`` has one; 2.11 - 2.13.
+
+    x, other: bf16, channels_last; weight: packed; bias: fp32, which the kernel with ``other`` takes in bf16 only.
+    """
+    assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
+    where = (shape.padding, shape.stride, shape.dilation, shape.groups)
+    found: torch.Tensor
+    if other is None:
+        found = _convolution_pointwise.default._op(x, weight, bias, *where, "relu" if shape.relu else "none", [], "")
+    else:
+        after: tuple[Any, ...] = ("add", 1.0, "relu" if shape.relu else None, [], None)
+        found = _convolution_pointwise.binary._op(x, other, weight, bias.to(x.dtype), *where, *after)
+    return found
 
 
 def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

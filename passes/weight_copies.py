@@ -16,6 +16,7 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.torch_private import (
     StorageWeakRef,
     borrow,
+    bytes_of,
     holders,
     on_every_optimizer_step,
     storage_key,
@@ -23,7 +24,9 @@ from amp_graph.passes.torch_private import (
 )
 
 WeightCopy = Callable[..., Tensor]
+PACKED, TRANSPOSED, FOLDED = range(3)
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
 
@@ -77,13 +80,16 @@ class _Kept:
     values: bytes
     given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
     reused: bool = False  # whether the copy was of any use
-    passed: tuple[int, object] | None = None  # version and mark of an update after which no copy was made
+    passed: object = None  # the mark of an update after which no copy was made
+    asked: int = 0  # how often it was to be read packed
+    for_packing: bool = False  # made for nothing but to be packed
+    beside: Any = None  # what was made along with it
 
     def again(self, low: Tensor, version: int, mark: object) -> _Kept:
         """Return what is known once the same parameter was cast anew, to ``low``."""
         stable = (self.storage, self.key, self.pointer, self.stride, self.words)
         given = self.given if low is self.low else None
-        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed == (version, mark))
+        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed is mark)
 
 
 class WeightCopies:
@@ -104,8 +110,10 @@ class WeightCopies:
         self.dtype = dtype
         self.enabled = True
         self._found_written = found_written or (lambda weight: None)
-        self._checked = checked
+        self.checked = checked
         self._kept: dict[int, _Kept] = {}
+        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
+        self.packed: tuple[dict[Any, _Kept], ...] = ({}, {}, {})
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         hear_of_updates()
@@ -113,44 +121,90 @@ class WeightCopies:
     def drop(self) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew."""
         size = self.bytes
-        self._kept, self.enabled = {}, True
+        self._forget(enabled=True)
         return size
+
+    def _forget(self, enabled: bool) -> None:
+        self.enabled = enabled
+        for store in (self._kept, *self.packed):
+            store.clear()  # the very object that graphs look into
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies of parameters that are still there."""
         self._purge()
-        return [kept.low for kept in list(self._kept.values())]
+        return [kept.low for kept in self._all()]
+
+    def _all(self) -> list[_Kept]:
+        return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
 
     @property
     def bytes(self) -> int:
         """What the copies take."""
-        return sum(low.untyped_storage().nbytes() for low in self.tensors)
+        return sum(bytes_of(low) for low in self.tensors)
+
+    def is_current(self, weight: Tensor, kept: _Kept) -> bool:
+        """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
+        if not _is_of(kept, weight) or weight._version != kept.version or _UPDATES.mark is not kept.mark:
+            return False
+        if kept.words.tobytes() != kept.values:
+            self._written_in_secret(weight)
+            return False
+        return True
+
+    def for_packing(self, weight: Tensor) -> tuple[Tensor, _Kept | None]:
+        """Return ``weight`` in low precision, without gradient; and its copy, if that has been read often enough."""
+        kept = self._kept.get(id(weight))
+        if kept is None or not self.is_current(weight, kept):
+            low = self.read(weight)
+            kept = self._kept.get(id(weight))
+            if kept is None:
+                return low, None
+            kept.for_packing = True
+        kept.asked += 1
+        return kept.low, kept if kept.asked > PLAIN_READS else None
+
+    def keep_packed(
+        self, weight: Tensor, kept: _Kept, packed: Tensor, store: int, key: Any = None, beside: Any = None
+    ) -> _Kept:
+        """Keep what was made of the copy ``kept``, and the copy itself where something else reads it."""
+        made = kept.again(packed, kept.version, kept.mark)
+        made.beside = beside
+        self.packed[store][key or id(weight)] = made
+        if kept.for_packing and not kept.reused:
+            self._kept.pop(id(weight), None)
+        return made
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
-        updates, grad_enabled = _UPDATES, torch.is_grad_enabled
+        updates, grad_enabled, known = _UPDATES, torch.is_grad_enabled, self._kept
+        lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
         def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
-            kept = self._kept.get(id(weight))
+            kept = known.get(id(weight))
+            if kept is None:
+                return self._first(weight)
+            mark = updates.mark
+            if kept.mark is not mark and kept.passed is not mark and _passes(kept, weight) and grad_enabled():
+                kept.passed = mark
+                return lowered(weight)
             if (
-                kept is None
-                or storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
+                storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
                 or weight.data_ptr() != kept.pointer
                 or weight.stride() != kept.stride
             ):
                 return self._first(weight)
-            if weight._version != kept.version or updates.mark is not kept.mark:
+            if weight._version != kept.version or mark is not kept.mark:
                 cast = self._again(weight, kept)
                 if cast is not None:
                     return cast
-                kept = self._kept[id(weight)]
+                kept = known[id(weight)]
             elif kept.words.tobytes() != kept.values:
                 return self._written_in_secret(weight)
             else:
                 kept.reused = True
-            if self._checked:
-                self._check(weight, kept.low)
+            if self.checked:
+                self.check(weight, kept.low)
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
@@ -184,11 +238,7 @@ class WeightCopies:
         if not weight.is_leaf:
             return self._first(weight)
         version, mark = weight._version, _UPDATES.mark
-        large = weight.numel() >= LARGE
-        if not large and not kept.reused and kept.passed != (version, mark) and torch.is_grad_enabled():
-            kept.passed = (version, mark)  # one call an update: keeping a small copy would cost more than it saves
-            return weight.to(self.dtype)
-        if large and _is_nobody_elses(kept):
+        if weight.numel() >= LARGE and _is_nobody_elses(kept):
             with torch.no_grad():
                 kept.low.copy_(weight)
             low, own = None, kept.low
@@ -209,27 +259,40 @@ class WeightCopies:
 
     def _purge(self) -> None:
         """Let go of the copies of parameters that were freed or replaced."""
-        for key, kept in list(self._kept.items()):
-            kept.given = None  # which would hold the parameter
-            if kept.storage.expired():
-                self._kept.pop(key, None)
+        for copies in (self._kept, *self.packed):
+            for key, kept in list(copies.items()):
+                kept.given = None  # which would hold the parameter
+                if kept.storage.expired():
+                    copies.pop(key, None)
         self._room = len(self._kept) * 5 // 4
 
     def _written_in_secret(self, weight: Tensor) -> Tensor:
-        self._kept, self.enabled = {}, False
+        self._forget(enabled=False)
         self._found_written(weight)
         return weight.to(self.dtype)
 
-    def _check(self, weight: Tensor, low: Tensor) -> None:
+    def check(self, weight: Tensor, low: Tensor, fresh: Tensor | None = None) -> None:
+        """Raise VerifyError unless ``low`` is ``weight`` as it is now, or what is made ``fresh`` of it."""
         with torch.no_grad():
-            fresh = weight.detach().to(self.dtype)
-        if not torch.equal(fresh.view(torch.int16), low.view(torch.int16)):
+            fresh = weight.detach().to(self.dtype) if fresh is None else fresh
+        if not torch.equal(fresh.contiguous().view(torch.int16), low.contiguous().view(torch.int16)):
             raise VerifyError(
                 f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and neither its version counter "
                 "nor an optimizer's step shows it\n"
                 "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
+
+
+def _passes(kept: _Kept, weight: Tensor) -> bool:
+    """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
+    return not kept.reused and weight.numel() < LARGE
+
+
+def _is_of(kept: _Kept, weight: Tensor) -> bool:
+    """Say whether ``kept`` was made of ``weight``, and that is where it was."""
+    same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
+    return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
 
 
 class _Holder:

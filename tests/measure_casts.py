@@ -82,7 +82,8 @@ class CastCounter(Watch):
         name = op_name(func)
         if name not in MOVES:
             for t in tensors((args, kwargs)):
-                cast = self._waiting.get(_storage(t)) if self._waiting else None
+                in_memory = t.layout is torch.strided  # what is packed for a kernel has no storage to know it by
+                cast = self._waiting.get(_storage(t)) if self._waiting and in_memory else None
                 if cast is not None and (cast.phase == "backward") == self._is_backward():
                     cast.consumers.append(name)
         for source, result in _conversions(name, args, out):
@@ -186,7 +187,7 @@ def saved_bytes(fn: Callable[[], Any], model: nn.Module, *, weight_copies: bool 
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     converted = conversion_of(model)
     if not weight_copies and converted is not None and converted.copies is not None:
-        known |= {_storage(t) for t in converted.copies.tensors}
+        known |= {_storage(t) for t in converted.copies.tensors if t.layout is torch.strided}
     sizes: dict[StorageWeakRef, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:

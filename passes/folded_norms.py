@@ -1,0 +1,90 @@
+"""Convolutions with the batch norm behind them folded into their weights, for graphs without gradients.
+
+Before: ``relu(batch_norm(conv2d(x, w, b), mean, var, gamma, beta))``, three passes over the images.
+After: ``convolution_with_norm(x, weight, b, mean, var, gamma, beta, ...)``, one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
+from amp_graph.passes.weight_copies import FOLDED, WeightCopies
+
+
+class Shape(NamedTuple):
+    """How a convolution goes over its images, and what comes behind its norm; in graphs a plain tuple."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    eps: float
+    relu: bool
+
+
+Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
+
+
+def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
+    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None)``.
+
+    x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
+    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the relu. The
+    norm is folded into a copy of the weight that outlives the call, once the plain copy has been read a few times; it
+    is made anew when the weight or any element of the vectors has changed.
+    """
+    known = copies.packed[FOLDED]
+
+    def convolution_with_norm(
+        x: Tensor, weight: Tensor, vectors: Vectors, where: tuple[Any, ...], other: Tensor | None = None
+    ) -> Tensor:
+        shape = Shape(*where)
+        key = (id(weight), id(vectors[1]))
+        kept = known.get(key)
+        if kept is None or kept.beside[1] != _elements(vectors) or not copies.is_current(weight, kept):
+            known.pop(key, None)
+            low, plain = copies.for_packing(weight)
+            if plain is None or not all(t is None or is_dense_fp32(t) for t in vectors):
+                return _as_written(x, low, vectors, shape, other)
+            with torch.inference_mode(False), torch.no_grad():
+                folded, bias = fold(weight, vectors, shape, copies.dtype)
+                packed = pack_convolution_weight(folded, shape, x.shape)
+            kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
+        elif copies.checked:
+            copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
+        return convolution_pointwise(x, kept.low, kept.beside[0], shape, other)
+
+    return convolution_with_norm
+
+
+def _elements(vectors: Vectors) -> list[bytes]:
+    """Return every element of the vectors: statistics are written by kernels that move no version counter."""
+    return [b"" if t is None else all_bytes_of(t) for t in vectors]
+
+
+def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weight in ``dtype`` and the bias in fp32 of the convolution that is its own norm."""
+    bias, mean, var, gamma, beta = vectors
+    assert mean is not None, "a norm in evaluation has statistics"
+    assert var is not None, "a norm in evaluation has statistics"
+    scale = (var.double() + shape.eps).rsqrt()
+    scale = scale if gamma is None else scale * gamma
+    shift = -mean * scale if bias is None else (bias - mean) * scale
+    shift = shift if beta is None else shift + beta
+    return (weight * scale[:, None, None, None]).to(dtype), shift.float()
+
+
+def _as_written(x: Tensor, low: Tensor, vectors: Vectors, shape: Shape, other: Tensor | None) -> Tensor:
+    """Return the same, operation by operation."""
+    bias, mean, var, gamma, beta = vectors
+    bias = None if bias is None else bias.to(low.dtype)
+    out = F.conv2d(x, low, bias, shape.stride, shape.padding, shape.dilation, shape.groups)
+    out = F.batch_norm(out, mean, var, gamma, beta, False, 0.0, shape.eps)
+    out = out if other is None else out.add_(other)
+    return out.relu_() if shape.relu else out

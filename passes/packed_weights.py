@@ -1,0 +1,57 @@
+"""Weights in the layout that oneDNN multiplies in, made once an update, for graphs without gradients.
+
+Before: ``linear(x, weight_copy(weight), bias)``, which lays the copy out anew at every call.
+After: ``linear_of_packed(x, packed_weight(weight), bias)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import linear_of_packed_weight, pack_linear_weight
+from amp_graph.passes.weight_copies import PACKED, TRANSPOSED, WeightCopies
+
+PackedWeight = Callable[[Tensor], Tensor]
+
+
+def packed_reader(copies: WeightCopies, transposed: bool = False) -> PackedWeight:
+    """Return what graphs call for a weight [outputs, inputs] that only ``linear_of_packed`` reads.
+
+    ``transposed``: the weight is [inputs, outputs], and what is returned its transpose.
+    The first calls after an update return a plain copy, the next one packs it: weights that are read once or twice an
+    update are not worth it. A copy that nobody else reads goes when it is packed: memory is that of one.
+    """
+    store = TRANSPOSED if transposed else PACKED
+    known = copies.packed[store]  # one dictionary for as long as the copies live
+
+    def packed_weight(weight: Tensor) -> Tensor:
+        kept = known.get(id(weight))
+        if kept is not None and copies.is_current(weight, kept):
+            if copies.checked:
+                copies.check(weight, kept.low.to_dense().t() if transposed else kept.low.to_dense())
+            return kept.low
+        return _pack(weight)
+
+    def _pack(weight: Tensor) -> Tensor:
+        known.pop(id(weight), None)
+        low, kept = copies.for_packing(weight)
+        low = low.t() if transposed else low
+        if kept is None or not torch.backends.mkldnn.enabled:
+            return low
+        with torch.inference_mode(False), torch.no_grad():
+            packed = pack_linear_weight(low.contiguous())
+        copies.keep_packed(weight, kept, packed, store)
+        return packed
+
+    return packed_weight
+
+
+def linear_of_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` that is packed or plain."""
+    if weight.layout is torch.strided:
+        return F.linear(x, weight, bias)
+    return linear_of_packed_weight(x, weight, bias)

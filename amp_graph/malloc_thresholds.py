@@ -19,15 +19,15 @@ NEVER = -1  # as a trim threshold: nothing is given back
 def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
     """Have glibc's ``malloc`` reuse freed memory for blocks of up to ``bytes``; True if it will, else False.
 
-    By default glibc maps every large block anew (from a threshold on that moves by itself, between 128 KiB and 32 MiB) and
-    unmaps it when it is freed, so that each large activation, gradient and temporary costs a page fault for every 4 KiB.
-    Raised, such blocks come from the heap, which is never given back: the process stays as large as it once was. For
-    the whole process and for good, whether anything is converted or not; ``torch.autocast`` gains by it as well. Call
-    it before the first step. On other devices than the CPU it changes nothing that matters.
+    By default glibc maps every large block anew (from a threshold on that moves by itself, between 128 KiB and 32 MiB)
+    and unmaps it when it is freed, so that large activations, gradients and temporaries cost a page fault for every
+    4 KiB. Raised, such blocks come from the heap, which is never given back: the process stays as large as it once was.
+    For the whole process and for good, whether anything is converted or not; ``torch.autocast`` gains by it as well.
+    Call it before the first step. On other devices than the CPU it changes nothing that matters.
 
-    bytes: from 1 to 2**31 - 1; larger blocks stay mapped. False: the C library has no ``mallopt`` (musl, macOS, Windows)
-    or would not, and allocates as before. True says nothing of an allocator that stands in for glibc's (jemalloc).
-    Raises AllocatorError for another number of bytes. Source: mallopt(3).
+    bytes: from 1 to 2**31 - 1; larger blocks stay mapped. False: the C library has no ``mallopt`` (musl, macOS,
+    Windows) or would not, and allocates as before. True says nothing of an allocator that stands in for glibc's
+    (jemalloc). Raises AllocatorError for another number of bytes. Source: mallopt(3).
     """
     if not isinstance(bytes, int) or isinstance(bytes, bool) or not 1 <= bytes <= LARGEST:
         raise AllocatorError(

@@ -4,9 +4,11 @@ Before: a model's name and its variants. After: its entry in the file of results
 ``{"ms": ..., "against_autocast": {"ratio", "p25", "p75"}, "against_same_mode": ..., "casts": ..., "saved": ...}``.
 """
 
+import contextlib
+import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -31,6 +33,11 @@ class Job:
     training: bool
     setup: Setup
     rounds: int
+    patience: float = 900.0  # seconds that a first call may take
+
+
+class OutOfPatience(BaseException):
+    """A first call takes too long; no Exception, which Dynamo would take for a failed capture and run on."""
 
 
 def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -> Results:
@@ -40,7 +47,7 @@ def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -
     for variant in every:
         try:
             ready[variant.name], rows[variant.name] = _once(job, variant, device)
-        except (RuntimeError, AmpGraphError) as error:  # a kernel that torch lacks, say
+        except (RuntimeError, AmpGraphError, OutOfPatience) as error:  # a kernel that torch lacks, say
             rows[variant.name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     runs = {name: made.run for name, made in ready.items()}
     seconds = interleaved(runs, job.rounds, device.clock, LEAST) if runs else {}
@@ -87,16 +94,36 @@ def _once(job: Job, variant: Variant, device: Device) -> tuple[Prepared, Results
     """Prepare a variant, and measure what is measured once."""
     make = training_step if job.training else inference_call
     made = make(job.name, job.scale, variant, job.setup)
-    return made, _first_call(made, device) | _costs(made, variant, device, job.setup.cuda_graphs)
+    return made, _first_call(made, device, job.patience) | _costs(made, variant, device, job.setup.cuda_graphs)
 
 
-def _first_call(made: Prepared, device: Device) -> Results:
+def _first_call(made: Prepared, device: Device, patience: float) -> Results:
     """Run the first step, which captures and compiles, by the wall's clock; of that, what amp_graph's passes took."""
     start = time.perf_counter()
-    made.run()
+    with _at_most(patience):
+        made.run()
     if device.name == "cuda":
         torch.cuda.synchronize()
     return {"first_call_s": time.perf_counter() - start, "passes_s": made.seconds_of_passes()}
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise OutOfPatience in what is inside once it has taken so long; only where the system has such alarms."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise OutOfPatience(f"the first call took more than {seconds:g} s")
+
+    usual = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
 
 
 def _costs(made: Prepared, variant: Variant, device: Device, cuda_graphs: bool) -> Results:

@@ -37,7 +37,7 @@ import amp_graph
 RESULTS = Path(__file__).parent / "results"
 MODES = ("training", "inference")
 # What is chosen of all that could be measured: all other options change the figures, which are kept apart by them.
-CHOICES = ("models", "modes", "variants", "compiled", "output", "threads")
+CHOICES = ("models", "modes", "variants", "compiled", "output", "threads", "patience")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-grad", action="store_true", help="inference under no_grad, not inference_mode")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="on a GPU")
     parser.add_argument("--cuda-graphs", action="store_true", help="on a GPU: Inductor's mode='reduce-overhead'")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds that a first call may take")
     parser.add_argument("--skip", default="", help="passes to switch off, as in the policy word skip=")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed", help="path without suffix")
     options = parser.parse_args(argv)
@@ -139,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.set_num_threads(threads)
             if threads not in rates:
                 rates[threads] = measured_rates(device, {"fp32": torch.float32, setup.dtype: DTYPES[setup.dtype]})
-            job = Job(entry.name, options.scale, entry.mode == "training", setup, options.rounds)
+            training = entry.mode == "training"
+            job = Job(entry.name, options.scale, training, setup, options.rounds, options.patience)
             found = measured(job, entry.every, device, rates[threads])
             print(one_line(entry.mode, entry.name, found), flush=True)
             written(path, held, entry.run, entry.mode, entry.name, found)

@@ -225,6 +225,21 @@ def test_a_variant_that_fails_is_a_row_that_says_so(monkeypatch):
     assert speed_table("inference", {"mlp": found})[-2] == "| mlp | fails | fails |"
 
 
+def test_a_first_call_that_takes_too_long_is_given_up(prepared, monkeypatch):
+    import time
+
+    import measuring
+    from devices import Device
+
+    made = prepared("fp32")
+    monkeypatch.setattr(made, "run", lambda: time.sleep(60))
+    with pytest.raises(measuring.OutOfPatience, match=r"took more than 0\.05 s"):
+        measuring._first_call(made, Device(), 0.05)
+    monkeypatch.undo()
+    assert measuring._first_call(made, Device(), 60.0)["first_call_s"] < 60
+    time.sleep(0.1)  # and no alarm is left
+
+
 # -- the choice of variants -------------------------------------------------------------------------------
 
 

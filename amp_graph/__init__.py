@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
+    from amp_graph.malloc_thresholds import raise_malloc_thresholds as raise_malloc_thresholds
     from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
@@ -31,6 +32,7 @@ _HOME |= {
     "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
     "drop_weight_copies": "convert",
+    "raise_malloc_thresholds": "malloc_thresholds",
     "report": "report",
     "revert": "convert",
     "rewrite": "rewrite",
@@ -44,6 +46,7 @@ __all__ = [
     "convert",
     "drop_weight_copies",
     "precision",
+    "raise_malloc_thresholds",
     "report",
     "revert",
     "rewrite",

@@ -23,5 +23,9 @@ class ScaleError(AmpGraphError, RuntimeError):
     """Loss scaling used out of order, with options that make no sense, or with state that is not its own."""
 
 
+class AllocatorError(AmpGraphError, ValueError):
+    """Thresholds of the memory allocator that it cannot have."""
+
+
 class AmpGraphWarning(UserWarning):
     """Something ran otherwise than asked, and the numbers are still right."""

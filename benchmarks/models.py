@@ -1,37 +1,24 @@
 """Nine models to measure speed on, each with a batch, a loss and an inference call.
 
-Before: a name, ``"vit"``. After: ``Case(model, loss, infer)``; ``loss(model)`` is what trains. ``scale`` multiplies
-batches and depths, never widths, lengths or image sizes, which decide what pays.
+Before: a name, ``"vit"``. After: ``Case(model, batch, loss, infer)``; ``loss(model, *batch)`` is what trains. ``scale``
+multiplies batches and depths, never widths, lengths or image sizes, which decide what pays.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from image_models import resnet50, unet
+from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, its loss on one batch, and one inference call; ``images``: whether channels_last is an option."""
-
-    model: nn.Module
-    loss: Callable[[nn.Module], Tensor]
-    infer: Callable[[nn.Module], object]
-    images: bool = False
-
-
-def scaled(count: int, scale: float) -> int:
-    """Return ``count`` times ``scale``, at least 1."""
-    return max(1, round(count * scale))
-
-
-def case(name: str, scale: float = 1.0) -> Case:
-    """Build the model ``name`` and its batch, the same ones at every call."""
+def case(name: str, scale: float = 1.0, device: str = "cpu") -> Case:
+    """Build the model ``name`` and its batch on ``device``, the same ones at every call."""
     torch.manual_seed(0)
-    return (MODELS | MORE)[name](scale)
+    with torch.device(device):
+        return (MODELS | MORE)[name](scale)
 
 
 # -- mlp, dlrm -------------------------------------------------------------------------------------------
@@ -41,7 +28,7 @@ def mlp(scale: float) -> Case:
     """Three layers of 256 at batch 32: where call overhead is all there is."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     x = torch.randn(32, 256)
-    return Case(model, lambda m: m(x).square().mean(), lambda m: m(x))
+    return Case(model, (x,), lambda m, x: m(x).square().mean(), lambda m, x: m(x))
 
 
 class Dlrm(nn.Module):
@@ -76,8 +63,9 @@ def dlrm(scale: float) -> Case:
     dense, sparse, y = torch.randn(batch, 13), torch.randint(20_000, (batch, 8, 4)), torch.rand(batch).round()
     return Case(
         Dlrm(),
-        lambda m: F.binary_cross_entropy_with_logits(m(dense, sparse), y),
-        lambda m: m(dense, sparse),
+        (dense, sparse, y),
+        lambda m, dense, sparse, y: F.binary_cross_entropy_with_logits(m(dense, sparse), y),
+        lambda m, dense, sparse, y: m(dense, sparse),
     )
 
 
@@ -136,7 +124,7 @@ def vit(scale: float) -> Case:
     """A vision transformer, width 384, 6 layers, 8 images of 224 px."""
     batch = scaled(8, scale)
     x, y = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
-    return Case(Vit(scaled(6, scale)), lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
+    return Case(Vit(scaled(6, scale)), (x, y), classes, scores, images=True)
 
 
 class Gpt(nn.Module):
@@ -152,7 +140,7 @@ class Gpt(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return logits and the loss; without targets the logits of the last token, as nanoGPT does."""
-        x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = self.norm(self.blocks(x))
         if targets is None:
             return self.head(x[:, [-1]]), None
@@ -168,13 +156,15 @@ def _small(module: nn.Module) -> None:
 def gpt(scale: float) -> Case:
     """A GPT of 4 layers x 768, 4 texts of 256 tokens."""
     ids = torch.randint(16_384, (scaled(4, scale), 256))
-    return Case(Gpt(scaled(4, scale)), lambda m: m(ids, ids.roll(-1, 1))[1], lambda m: m(ids)[0])
+    batch = (ids, ids.roll(-1, 1))
+    return Case(Gpt(scaled(4, scale)), batch, lambda m, ids, targets: m(ids, targets)[1], lambda m, ids, _: m(ids)[0])
 
 
 def gpt_decoding(length: int) -> Case:
     """The same GPT where one text of ``length`` tokens is continued: inference at batch 1; trains on that text, too."""
     ids = torch.randint(16_384, (1, length))
-    return Case(Gpt(4), lambda m: m(ids, ids.roll(-1, 1))[1], lambda m: m(ids)[0])
+    batch = (ids, ids.roll(-1, 1))
+    return Case(Gpt(4), batch, lambda m, ids, targets: m(ids, targets)[1], lambda m, ids, _: m(ids)[0])
 
 
 def bert(scale: float, attention: str) -> Case:
@@ -189,89 +179,12 @@ def bert(scale: float, attention: str) -> Case:
         attention_probs_dropout_prob=0.0,
     )
     ids = torch.randint(10_240, (scaled(8, scale), 128))
-    return Case(BertForMaskedLM(config), lambda m: m(input_ids=ids, labels=ids).loss, lambda m: m(input_ids=ids).logits)
-
-
-# -- images ----------------------------------------------------------------------------------------------
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions with batch norms, and a shortcut."""
-
-    def __init__(self, before: int, width: int, stride: int) -> None:
-        super().__init__()
-        after = 4 * width
-        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
-        self.relu = nn.ReLU(inplace=True)
-        self.shortcut = (
-            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-            if stride > 1 or before != after
-            else nn.Identity()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [batch, 4 * width, height / stride, width / stride]."""
-        h = self.relu(self.bn1(self.conv1(x)))
-        h = self.relu(self.bn2(self.conv2(h)))
-        h = self.bn3(self.conv3(h))
-        h += self.shortcut(x)
-        return self.relu(h)
-
-
-def resnet50(scale: float) -> Case:
-    """ResNet-50 on images of 112 px."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    before = 64
-    for stage, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True)):
-        for index in range(scaled(blocks, scale)):
-            layers.append(Bottleneck(before, width, 2 if stage and not index else 1))
-            before = 4 * width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(2048, 1000))
-    batch = scaled(16, scale)
-    x, y = torch.randn(batch, 3, 112, 112), torch.randint(1000, (batch,))
-    return Case(model, lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
-
-
-def _double(before: int, after: int) -> nn.Sequential:
-    parts: list[nn.Module] = []
-    for a in (before, after):
-        parts += [nn.Conv2d(a, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
-    return nn.Sequential(*parts)
-
-
-class Unet(nn.Module):
-    """Three levels down and up, 32 channels at the top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([_double(3, 32), _double(32, 64), _double(64, 128)])
-        self.middle = _double(128, 256)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (128, 64, 32))
-        self.join = nn.ModuleList(_double(2 * c, c) for c in (128, 64, 32))
-        self.last = nn.Conv2d(32, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [batch, 2, height, width]."""
-        kept = []
-        for part in self.down:
-            x = part(x)
-            kept.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([kept.pop(), up(x)], 1))
-        return self.last(x)
-
-
-def unet(scale: float) -> Case:
-    """A U-Net, 4 images of 128 px."""
-    batch = scaled(4, scale)
-    x, y = torch.randn(batch, 3, 128, 128), torch.randint(2, (batch, 128, 128))
-    return Case(Unet(), lambda m: F.cross_entropy(m(x), y), lambda m: m(x), images=True)
+    return Case(
+        BertForMaskedLM(config),
+        (ids,),
+        lambda m, ids: m(input_ids=ids, labels=ids).loss,
+        lambda m, ids: m(input_ids=ids).logits,
+    )
 
 
 # -- lstm ------------------------------------------------------------------------------------------------
@@ -294,7 +207,12 @@ def lstm(scale: float) -> Case:
     """A language model of two LSTM layers, 32 texts of 64 tokens."""
     ids = torch.randint(8192, (scaled(32, scale), 64))
     targets = ids.roll(-1, 1).flatten()
-    return Case(Lstm(), lambda m: F.cross_entropy(m(ids).flatten(0, 1), targets), lambda m: m(ids))
+    return Case(
+        Lstm(),
+        (ids, targets),
+        lambda m, ids, targets: F.cross_entropy(m(ids).flatten(0, 1), targets),
+        lambda m, ids, _: m(ids),
+    )
 
 
 # Not measured unless named: ``--models gpt_1 --modes inference``.

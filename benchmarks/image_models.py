@@ -1,0 +1,88 @@
+"""The convolutional models of the benchmark of speed: ResNet-50 and a U-Net.
+
+Before: ``resnet50(scale)``. After: a ``Case``.
+"""
+
+import torch
+import torch.nn.functional as F
+from model_case import Case, classes, scaled, scores
+from torch import Tensor, nn
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions with batch norms, and a shortcut."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            if stride > 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, 4 * width, height / stride, width / stride]."""
+        h = self.relu(self.bn1(self.conv1(x)))
+        h = self.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        h += self.shortcut(x)
+        return self.relu(h)
+
+
+def resnet50(scale: float) -> Case:
+    """ResNet-50 on images of 112 px."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    before = 64
+    for stage, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True)):
+        for index in range(scaled(blocks, scale)):
+            layers.append(Bottleneck(before, width, 2 if stage and not index else 1))
+            before = 4 * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(2048, 1000))
+    batch = scaled(16, scale)
+    x, y = torch.randn(batch, 3, 112, 112), torch.randint(1000, (batch,))
+    return Case(model, (x, y), classes, scores, images=True)
+
+
+def _double(before: int, after: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for a in (before, after):
+        parts += [nn.Conv2d(a, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+    return nn.Sequential(*parts)
+
+
+class Unet(nn.Module):
+    """Three levels down and up, 32 channels at the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_double(3, 32), _double(32, 64), _double(64, 128)])
+        self.middle = _double(128, 256)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (128, 64, 32))
+        self.join = nn.ModuleList(_double(2 * c, c) for c in (128, 64, 32))
+        self.last = nn.Conv2d(32, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [batch, 2, height, width]."""
+        kept = []
+        for part in self.down:
+            x = part(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([kept.pop(), up(x)], 1))
+        return self.last(x)
+
+
+def unet(scale: float) -> Case:
+    """A U-Net, 4 images of 128 px."""
+    batch = scaled(4, scale)
+    x, y = torch.randn(batch, 3, 128, 128), torch.randint(2, (batch, 128, 128))
+    return Case(Unet(), (x, y), classes, scores, images=True)

@@ -1,0 +1,139 @@
+"""Measure the variants of one model: time in turn, and once each what a step costs beside time.
+
+Before: a model's name and its variants. After: its entry in the file of results, a row for each variant:
+``{"ms": ..., "against_autocast": {"ratio", "p25", "p75"}, "against_same_mode": ..., "casts": ..., "saved": ...}``.
+"""
+
+import contextlib
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from devices import Device
+from interleaved import interleaved, quartiles
+from limits import Rates, limit_of
+from result_file import Results
+from step_costs import casts_of, held_by, saved_by
+from variants import Prepared, Setup, Variant, inference_call, training_step
+
+from amp_graph.errors import AmpGraphError
+
+LEAST = 0.05  # seconds: of quicker calls, several are timed as one
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure: a model at a scale, in training or inference."""
+
+    name: str
+    scale: float
+    training: bool
+    setup: Setup
+    rounds: int
+    patience: float = 900.0  # seconds that a first call may take
+
+
+class OutOfPatience(BaseException):
+    """A first call takes too long; no Exception, which Dynamo would take for a failed capture and run on."""
+
+
+def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -> Results:
+    """Measure the variants of one model; a variant that raises gets a row that says so."""
+    rows: dict[str, Results] = {}
+    ready: dict[str, Prepared] = {}
+    for variant in every:
+        try:
+            ready[variant.name], rows[variant.name] = _once(job, variant, device)
+        except (RuntimeError, AmpGraphError, OutOfPatience) as error:  # a kernel that torch lacks, say
+            rows[variant.name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+    runs = {name: made.run for name, made in ready.items()}
+    seconds = interleaved(runs, job.rounds, device.clock, LEAST) if runs else {}
+    baselines = {mode: better(mode, every, seconds) for mode in (False, True)}
+    saved = rows[baselines[False]]["saved"] if baselines[False] is not None else None
+    limit = limit_of(job.name, job.scale, job.training, rates, saved and saved["activations"])
+    for variant in every:
+        if variant.name in seconds:
+            against = seconds.get(baselines[False]), seconds.get(baselines[variant.compiled])
+            rows[variant.name] |= timed(seconds[variant.name], limit.ms, *against)
+    return {
+        "baseline": baselines[False],
+        "compiled_baseline": baselines[True],
+        "limit": limit.to_dict(),
+        "rates": asdict(rates),
+        "variants": rows,
+    }
+
+
+def better(compiled: bool, every: Sequence[Variant], seconds: dict[str, list[float]]) -> str | None:
+    """Return the fastest baseline of a mode; None where none ran."""
+    names = [v.name for v in every if v.is_baseline and v.compiled is compiled and v.name in seconds]
+    return min(names, key=lambda n: statistics.median(seconds[n]), default=None)
+
+
+def timed(
+    times: list[float], limit: float, autocast: list[float] | None, same_mode: list[float] | None
+) -> dict[str, object]:
+    """Return milliseconds, how many times the limit they are, and how much faster than the baselines that is."""
+    ms = statistics.median(times) * 1e3
+    against = {"against_autocast": ratio(times, autocast), "against_same_mode": ratio(times, same_mode)}
+    return {"ms": ms, "over_limit": ms / limit, **against}
+
+
+def ratio(times: list[float], baseline: list[float] | None) -> dict[str, float] | None:
+    """Return the quartiles of the baseline's time over ``times``, round by round."""
+    if baseline is None:
+        return None
+    low, middle, high = quartiles(baseline, times)
+    return {"ratio": middle, "p25": low, "p75": high}
+
+
+def _once(job: Job, variant: Variant, device: Device) -> tuple[Prepared, Results]:
+    """Prepare a variant, and measure what is measured once."""
+    make = training_step if job.training else inference_call
+    made = make(job.name, job.scale, variant, job.setup)
+    return made, _first_call(made, device, job.patience) | _costs(made, variant, device, job.setup.cuda_graphs)
+
+
+def _first_call(made: Prepared, device: Device, patience: float) -> Results:
+    """Run the first step, which captures and compiles, by the wall's clock; of that, what amp_graph's passes took."""
+    start = time.perf_counter()
+    with _at_most(patience):
+        made.run()
+    if device.name == "cuda":
+        torch.cuda.synchronize()
+    return {"first_call_s": time.perf_counter() - start, "passes_s": made.seconds_of_passes()}
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise OutOfPatience in what is inside once it has taken so long; only where the system has such alarms."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise OutOfPatience(f"the first call took more than {seconds:g} s")
+
+    usual = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+
+
+def _costs(made: Prepared, variant: Variant, device: Device, cuda_graphs: bool) -> Results:
+    """Measure what a step costs beside time; None for what cannot be seen."""
+    made.run()  # weights are cast in another way from the second call on
+    saved = saved_by(made, variant.compiled) if made.optimizer is not None else None
+    in_graph = variant.compiled and cuda_graphs  # whose memory is set aside at capture
+    return {
+        "casts": None if variant.compiled else asdict(casts_of(made.run)),
+        "saved": asdict(saved) if saved is not None else None,
+        "peak_bytes": None if in_graph else device.peak(made.run),
+        "held_bytes": held_by(made),
+    }

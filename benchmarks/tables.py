@@ -1,0 +1,201 @@
+"""Markdown from the results of ``speed.py``: all of them, and the table of README.md.
+
+    python benchmarks/tables.py            # writes README's table and results/speed.md from results/speed.json
+    python benchmarks/tables.py --check    # only says whether they are what the results give
+
+README's table stands between two markers and is of the first run in the file; ``results/speed.md`` has everything.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SOURCE, README = ROOT / "benchmarks" / "results" / "speed.json", ROOT / "README.md"
+BEGIN, END = "<!-- speed: written by benchmarks/tables.py -->", "<!-- end of speed -->"
+SAME, EAGER = "against_same_mode", "against_autocast"
+COMPILED = "Inductor"
+COSTS = """\
+The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
+(`limits.py`); casts, and the megabytes that they read and write; the megabytes saved for backward as activations and as
+low-precision copies of weights (their sum where a compiler hides which is which), the peak beyond what is held between
+steps, and what is held; seconds of the first call, and of amp_graph's passes in it. An operation is looked at once in a
+process: the passes of the rows below have it easier. Empty: it cannot be seen."""
+Results = dict[str, Any]
+
+
+def one_line(mode: str, name: str, entry: Results) -> str:
+    """Return what is printed once a model was measured."""
+    rows = entry["variants"].items()
+    return f"{mode} {name}: " + ", ".join(
+        f"{n} {r['ms']:.1f} ms x{_ratio(r, SAME)}" if "ms" in r else f"{n} {r['error']}" for n, r in rows
+    )
+
+
+def markdown(held: Results) -> str:
+    """Return everything in a file of results as Markdown."""
+    lines = ["# Speed against torch.autocast", "", about(held["machine"]), "", COSTS]
+    for run in held["runs"]:
+        if run["results"]:
+            lines += ["", f"## {title(run['options'])}", "", options_text(run["options"], " [quartiles]")]
+        for mode, results in run["results"].items():
+            lines += [*speed_table(mode, results), *cost_table(mode, results)]
+    return "\n".join(lines) + "\n"
+
+
+def about(machine: Results) -> str:
+    """Return the machine and the versions in one line."""
+    if "gpu" in machine:
+        return f"{machine['gpu']}, CUDA {machine['cuda']}; torch {machine['torch']}, Python {machine['python']}."
+    return (
+        f"{machine['processor']}, {machine['capability']}, bf16 dot products: {_yes(machine['avx512_bf16'])}, "
+        f"AMX: {_yes(machine['amx'])}; {machine['libc']}, torch {machine['torch']}, Python {machine['python']}."
+    )
+
+
+def title(options: Results) -> str:
+    """Return the heading of one run."""
+    plural = "" if options["threads"] == 1 else "s"
+    words = [f"{options['dtype']}, {options['device']}, {options['threads']} thread{plural}"]
+    words += [
+        k.replace("_", " ") for k in ("raised_thresholds", "no_grad", "cudnn_benchmark", "cuda_graphs") if options[k]
+    ]
+    return ", ".join(words + ([f"without {options['skip']}"] if options["skip"] else []))
+
+
+def options_text(options: Results, spread: str = "") -> str:
+    """Return how a run was measured, and how its figures are to be read."""
+    clock = "process CPU time" if options["cpu_time"] else "wall-clock time"
+    return textwrap.fill(
+        f"Scale {options['scale']:g}, {options['rounds']} rounds, {clock}. A figure is autocast's time over the "
+        f"variant's, median of the rounds{spread}: above 1 is faster. Columns with Inductor are compared with autocast "
+        "through Inductor. For models on images autocast is the better of contiguous and channels_last.",
+        120,
+    )
+
+
+def speed_table(mode: str, results: Results) -> list[str]:
+    """Return the ratios of a mode, a row a model and a column a variant; last, the compiled against eager autocast."""
+    names = columns(results)
+    compiled = [n for n in names if COMPILED in n]
+    heads = [*names, *(f"{n}, against eager autocast" for n in compiled)]
+    lines = ["", f"### {mode.capitalize()}", "", f"| model | autocast, ms | {' | '.join(heads)} |"]
+    lines.append("|---|---:|" + "---|" * len(heads))
+    for model, entry in results.items():
+        cells = [_spread(entry["variants"].get(n), SAME) for n in names]
+        cells += [_spread(entry["variants"].get(n), EAGER) for n in compiled]
+        lines.append(f"| {model} | {_baseline(entry)} | {' | '.join(cells)} |")
+    means = [mean(results, n, SAME) for n in names] + [mean(results, n, EAGER) for n in compiled]
+    return [*lines, f"| **geometric mean** | | {' | '.join(f'**{m}**' for m in means)} |"]
+
+
+def columns(results: Results) -> list[str]:
+    """Return the variants of all models that are no baseline, in the order of the first that has most of them."""
+    longest = max(results.values(), key=lambda e: len(e["variants"]))
+    every = [*longest["variants"], *(n for e in results.values() for n in e["variants"])]
+    baselines = {e[k] for e in results.values() for k in ("baseline", "compiled_baseline")}
+    return [n for n in dict.fromkeys(every) if n not in baselines and not n.startswith("autocast channels_last")]
+
+
+def mean(results: Results, name: str, which: str) -> str:
+    """Return the geometric mean of a column, of the models that have it."""
+    rows = [e["variants"].get(name, {}).get(which) for e in results.values()]
+    logs = [math.log(r["ratio"]) for r in rows if r]
+    return f"{math.exp(statistics.fmean(logs)):.2f}" if logs else ""
+
+
+def cost_table(mode: str, results: Results) -> list[str]:
+    """Return what was measured once: a row a model and variant. Empty where it cannot be seen."""
+    lines = [
+        "",
+        "| model | variant | ms | x limit | casts | MB cast | saved | copies | peak | held | first call | passes |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for model, entry in results.items():
+        lines += [f"| {model} | {n} | {' | '.join(_costs(row))} |" for n, row in entry["variants"].items()]
+    return lines
+
+
+def _costs(row: Results) -> list[str]:
+    if "error" in row:
+        return [f"fails: {row['error']}".replace("|", "/"), *[""] * 9]
+    casts, saved = row["casts"] or {}, row["saved"] or {}
+    activations = saved.get("activations")
+    kept = [_mb(activations), _mb(saved.get("weight_copies"))]
+    if saved and activations is None:
+        kept = [f"{_mb(saved['total'])} in all", ""]
+    count = [f"{casts['count']}", _mb(casts["bytes"])] if casts else ["", ""]
+    memory = [_mb(row["peak_bytes"]), _mb(row["held_bytes"])]
+    seconds = [f"{row['first_call_s']:.1f}", "" if row["passes_s"] is None else f"{row['passes_s']:.2f}"]
+    return [f"{row['ms']:.1f}", f"{row['over_limit']:.1f}", *count, *kept, *memory, *seconds]
+
+
+def _mb(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:.1f}"
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "no"
+
+
+def _ratio(row: Results | None, which: str) -> str:
+    return f"{row[which]['ratio']:.2f}" if row and row.get(which) else ""
+
+
+def _spread(row: Results | None, which: str) -> str:
+    if row and "error" in row:
+        return "fails"
+    quartiles = f" [{row[which]['p25']:.2f}-{row[which]['p75']:.2f}]" if row and row.get(which) else ""
+    return _ratio(row, which) + quartiles
+
+
+def _baseline(entry: Results) -> str:
+    return f"{entry['variants'][entry['baseline']]['ms']:.1f}" if entry["baseline"] else "fails"
+
+
+# -- README.md -------------------------------------------------------------------------------------------
+
+
+def readme_block(held: Results) -> str:
+    """Return README's table, of the first run in the file, medians only."""
+    run = held["runs"][0]
+    lines = [about(held["machine"]), f"Here: {title(run['options'])}.", "", options_text(run["options"])]
+    for mode, results in run["results"].items():
+        names = [n for n in columns(results) if n != "fp32"]
+        lines += ["", f"| {mode} | autocast, ms | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+        for model, entry in results.items():
+            cells = [_ratio(entry["variants"].get(n), SAME) for n in names]
+            lines.append(f"| {model} | {_baseline(entry)} | {' | '.join(cells)} |")
+        lines.append(f"| **geometric mean** | | {' | '.join(f'**{mean(results, n, SAME)}**' for n in names)} |")
+    return "\n".join(lines)
+
+
+def with_block(text: str, block: str) -> str:
+    """Return ``text`` with ``block`` between its markers; SystemExit where they are not there once each, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise SystemExit(f"{README.name}: it needs {BEGIN} and behind it {END}, once each")
+    return f"{text[: text.index(BEGIN)]}{BEGIN}\n{block}\n{text[text.index(END) :]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the tables, or with --check say whether they are up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    held = json.loads(SOURCE.read_text())
+    wanted = {README: with_block(README.read_text(), readme_block(held)), SOURCE.with_suffix(".md"): markdown(held)}
+    for path, text in wanted.items():
+        if not options.check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"{path.name} is not what the results give\n  fix:   python benchmarks/tables.py")
+
+
+if __name__ == "__main__":
+    main()

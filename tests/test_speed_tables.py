@@ -1,0 +1,169 @@
+"""The file of results of the benchmark of speed loses nothing, and README's table is what it gives."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MACHINE = {
+    "processor": "P",
+    "capability": "C",
+    "avx512_bf16": True,
+    "amx": False,
+    "libc": "L",
+    "torch": "2",
+    "python": "3",
+}
+OPTIONS = {"threads": 1, "scale": 1.0, "rounds": 7, "device": "cpu", "dtype": "bf16", "cpu_time": False, "skip": ""}
+OPTIONS |= dict.fromkeys(("raised_thresholds", "no_grad", "cudnn_benchmark", "cuda_graphs"), False)
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def row(ms, ratio, **other):
+    against = {"ratio": ratio, "p25": ratio - 0.1, "p75": ratio + 0.1}
+    made = {"ms": ms, "over_limit": ms / 2, "against_autocast": against, "against_same_mode": against}
+    made |= {"first_call_s": 1.0, "passes_s": None, "casts": {"count": 3, "bytes": 2_000_000}, "saved": None}
+    return made | {"peak_bytes": 4_000_000, "held_bytes": 8_000_000} | other
+
+
+def entry(**ratios):
+    variants = {"autocast": row(10.0, 1.0)} | {name: row(10.0 / r, r) for name, r in ratios.items()}
+    return {"baseline": "autocast", "compiled_baseline": None, "limit": {"ms": 5.0}, "variants": variants}
+
+
+def filled(path, **models):
+    from result_file import opened, run_of, written
+
+    held = opened(path, MACHINE)
+    for model, made in models.items():
+        written(path, held, run_of(held, OPTIONS), "training", model, made)
+    return held
+
+
+# -- the file ---------------------------------------------------------------------------------------------
+
+
+def test_a_partial_run_leaves_the_other_models_and_options(tmp_path):
+    from result_file import opened, run_of, written
+
+    path = tmp_path / "speed.json"
+    filled(path, gpt=entry(amp_graph=1.5), vit=entry(amp_graph=2.0))
+    held = opened(path, MACHINE)
+    written(path, held, run_of(held, OPTIONS), "training", "gpt", entry(amp_graph=1.75, TrainStep=3.0))
+    written(path, held, run_of(held, OPTIONS), "inference", "gpt", entry(amp_graph=4.0))
+    written(path, held, run_of(held, OPTIONS | {"threads": 2}), "training", "gpt", entry(amp_graph=5.0))
+
+    first, second = json.loads(path.read_text())["runs"]
+    assert (first["options"]["threads"], second["options"]["threads"]) == (1, 2)
+    assert first["results"]["training"] == {"gpt": entry(amp_graph=1.75, TrainStep=3.0), "vit": entry(amp_graph=2.0)}
+    assert first["results"]["inference"] == {"gpt": entry(amp_graph=4.0)}
+    assert second["results"] == {"training": {"gpt": entry(amp_graph=5.0)}}
+
+
+@pytest.mark.parametrize(("what", "other"), [("torch", "2.1"), ("processor", "Q"), ("amx", True)])
+def test_results_of_another_machine_or_version_are_not_mixed_in(tmp_path, what, other):
+    from result_file import opened
+
+    path = tmp_path / "speed.json"
+    filled(path, gpt=entry(amp_graph=1.5))
+    with pytest.raises(SystemExit, match=rf"{what}: {MACHINE[what]} is not {other}.*\n  fix:   --output"):
+        opened(path, MACHINE | {what: other})
+
+
+def test_rows_that_a_run_would_not_measure_again_are_not_lost(tmp_path):
+    from result_file import refuse_to_lose, run_of
+
+    path = tmp_path / "speed.json"
+    held = filled(path, gpt=entry(amp_graph=1.5, TrainStep=2.0))
+    run = run_of(held, OPTIONS)
+    with pytest.raises(SystemExit, match="rows of gpt, training, that this run leaves out: TrainStep;"):
+        refuse_to_lose(path, run, "training", "gpt", ["autocast", "amp_graph"])
+    refuse_to_lose(path, run, "training", "gpt", ["autocast", "amp_graph", "TrainStep", "fp32"])
+    refuse_to_lose(path, run, "inference", "gpt", ["autocast"])
+    refuse_to_lose(path, run_of(held, OPTIONS | {"rounds": 3}), "training", "gpt", ["autocast"])
+
+
+def test_a_file_of_another_form_is_refused(tmp_path):
+    from result_file import opened
+
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps({"machine": MACHINE, "options": {}, "results": {}}))
+    with pytest.raises(SystemExit, match="is of format 1, not 2"):
+        opened(path, MACHINE)
+
+
+# -- the tables -------------------------------------------------------------------------------------------
+
+
+def test_what_a_table_says(tmp_path):
+    from tables import markdown
+
+    failing = entry(amp_graph=0.5)
+    failing["variants"]["TrainStep"] = {"error": "RuntimeError: no kernel"}
+    lines = markdown(filled(tmp_path / "s.json", gpt=entry(amp_graph=2.0, TrainStep=3.0), vit=failing)).splitlines()
+    assert "| model | autocast, ms | amp_graph | TrainStep |" in lines
+    assert "| gpt | 10.0 | 2.00 [1.90-2.10] | 3.00 [2.90-3.10] |" in lines
+    assert "| vit | 10.0 | 0.50 [0.40-0.60] | fails |" in lines
+    assert "| **geometric mean** | | **1.00** | **3.00** |" in lines
+    assert "| gpt | amp_graph | 5.0 | 2.5 | 3 | 2.0 |  |  | 4.0 | 8.0 | 1.0 |  |" in lines
+    assert "| vit | TrainStep | fails: RuntimeError: no kernel |  |  |  |  |  |  |  |  |  |" in lines
+
+
+def test_what_is_compiled_is_told_against_both(tmp_path):
+    from tables import markdown
+
+    made = entry(amp_graph=1.0)
+    made["compiled_baseline"] = "autocast + Inductor"
+    made["variants"]["autocast + Inductor"] = row(8.0, 1.25)
+    made["variants"]["amp_graph + Inductor"] = row(5.0, 1.6, against_autocast={"ratio": 2.0, "p25": 1.9, "p75": 2.1})
+    lines = markdown(filled(tmp_path / "s.json", gpt=made)).splitlines()
+    assert "| gpt | 10.0 | 1.00 [0.90-1.10] | 1.60 [1.50-1.70] | 2.00 [1.90-2.10] |" in lines
+
+
+def committed():
+    return json.loads((ROOT / "benchmarks" / "results" / "speed.json").read_text())
+
+
+def test_readme_shows_the_results_that_are_there():
+    from tables import readme_block, with_block
+
+    text = (ROOT / "README.md").read_text()
+    assert with_block(text, readme_block(committed())) == text
+
+
+def test_the_table_of_all_results_is_that_of_the_results_that_are_there():
+    from tables import markdown
+
+    assert (ROOT / "benchmarks" / "results" / "speed.md").read_text() == markdown(committed())
+
+
+def test_other_results_are_another_table():
+    from tables import readme_block
+
+    held = committed()
+    for mode, results in held["runs"][0]["results"].items():
+        for model, made in results.items():
+            for which in ("against_same_mode", "ms"):
+                changed = copy.deepcopy(held)
+                rows = changed["runs"][0]["results"][mode][model]["variants"]
+                if which == "ms":
+                    rows[made["baseline"]]["ms"] += 1
+                else:
+                    rows["amp_graph"][which]["ratio"] += 0.02
+                assert readme_block(changed) != readme_block(held), (mode, model, which)
+    assert held["runs"][0]["results"]["training"]
+
+
+def test_a_readme_without_its_markers_is_refused():
+    from tables import BEGIN, END, with_block
+
+    assert with_block(f"a\n{BEGIN}\nold\n{END}\nb", "new") == f"a\n{BEGIN}\nnew\n{END}\nb"
+    for text in ("", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{BEGIN}{END}"):
+        with pytest.raises(SystemExit, match="once each"):
+            with_block(text, "new")

@@ -126,7 +126,7 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
             policy.accuracy,
             policy.keep_fp32,
             policy.keep_outputs,
-            policy.planner,
+            policy.plans_by,
             policy.skip_unprofitable,
         ),
         InsertCasts(dtype, policy.keep_outputs),

@@ -11,7 +11,7 @@ operands to the kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,13 +35,16 @@ SELECTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy."""
+    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy.
+
+    ``accuracy``: "autocast", "fast", or a number, with which any free operation may be low.
+    """
 
     gm: GraphModule
     classes: Mapping[Node, Classification]
     memory: Memory
     lists: OpList
-    accuracy: str
+    accuracy: str | float
     keep_outputs: bool = True
 
 
@@ -192,6 +195,9 @@ class Painting:
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
                 return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+        if self.may_round(node, kind, counted):
+            return self._set_low(node, kind, inputs, kind.why)
+        if len(low) == len(counted):
             if self._is_widened_anyway(node, kind, low):
                 return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
             if self._is_last_sum(node, kind):
@@ -213,6 +219,15 @@ class Painting:
         if low:
             return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
         return self._set_full(kind, [], "operands are full precision")
+
+    def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
+        """Say whether an error budget may make a free operation low by casting its operands.
+
+        Not before a selection or a comparison, and not a whole input of which only a part is read.
+        """
+        if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+            return False
+        return kind.cls is not OpClass.NEUTRAL or len(operands) != 1 or not _is_leaf(operands[0])
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""

@@ -9,7 +9,7 @@ out: plans are compared with plans in the same dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -33,8 +33,8 @@ class Influence:
     origin: str = "by rule"
 
 
-def influence_by_rule(problem: Problem) -> Influence:
-    """Return the influence of each reading, as the part of all that reaches the outputs.
+def influence_by_rule(problem: Problem, unused: Collection[Node] = ()) -> Influence:
+    """Return the influence of each reading, as the part of all that reaches the outputs, but for ``unused`` ones.
 
     An output has 1. An operation hands its influence down to its operands: a sum by their sizes (squared, where a
     product or a norm makes 1 and a sum adds up), any other one evenly; parameters and inputs get what the other
@@ -43,17 +43,27 @@ def influence_by_rule(problem: Problem) -> Influence:
     sizes = _sizes(problem)
     found: dict[tuple[Node, Node], float] = {}
     total: dict[Node, float] = {}
-    of_memory: dict[int, float] = {}
     for node in reversed(problem.gm.graph.nodes):
-        own = sum(found.get((node, user), 0.0) for user in node.users)
-        for key in problem.memory.storages.get(node, ()):
-            if key in problem.memory.writers:  # what is written is read by whoever reads the same memory later
-                own = of_memory[key] = max(own, of_memory.get(key, 0.0))
-        total[node] = 1.0 if node.op == "output" else own
+        total[node] = 1.0 if node.op == "output" else sum_of_readings(node, found, total, problem)
         given = [n for n in node.all_input_nodes if has_eligible(n)]
         for source, share in zip(given, _shares(node, given, problem.classes.get(node), sizes), strict=True):
-            found[source, node] = share * total[node]
+            found[source, node] = 0.0 if node.op == "output" and source in unused else share * total[node]
     return Influence(found, total)
+
+
+def sum_of_readings(
+    node: Node, readings: Mapping[tuple[Node, Node], float], later: Mapping[Node, float], problem: Problem
+) -> float:
+    """Return the influence of a value from that of its readings, and from those ``later`` in the graph of its memory.
+
+    What is written in place is read by whoever reads the same memory afterwards.
+    """
+    own = sum(readings.get((node, user), 0.0) for user in node.users)
+    memory = problem.memory
+    if not memory.is_written(node):
+        return own
+    same = [n for n in later if memory.storages.get(n, frozenset()) & memory.storages[node]]
+    return max([own, *(later[n] for n in same)])
 
 
 def _shares(node: Node, given: list[Node], kind: Classification | None, sizes: Mapping[Node, float]) -> list[float]:

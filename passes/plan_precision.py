@@ -20,6 +20,7 @@ from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.error_budget import BUDGET, plan_within
 from amp_graph.passes.identify_ops import is_tensor_call
 from amp_graph.passes.machine import machine_for
+from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
@@ -59,7 +60,7 @@ class PlanPrecision(Pass):
     "mincut" (the least cost on the machine at hand, of what the painting permits). ``skip_unprofitable``: "mincut"
     leaves an ``allow`` operation in full precision where its casts cost more than it gains. An ``accuracy`` that is a
     number is an error budget: "mincut" takes the fastest plan whose predicted error is at most so many times that of
-    accuracy "autocast", whatever painting permits.
+    accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs like this one.
     """
 
     lists: OpList
@@ -69,6 +70,7 @@ class PlanPrecision(Pass):
     keep_outputs: bool = True
     planner: str = "paint"
     skip_unprofitable: bool = False
+    measured: tuple[Measured, ...] = ()
     name: ClassVar[str] = "plan-precision"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -98,7 +100,8 @@ class PlanPrecision(Pass):
         machine, dtype = machine_for(self.lists.device), str(self.dtype).removeprefix("torch.")
         if isinstance(self.accuracy, str):
             return mincut(problem, machine, dtype, self.skip_unprofitable)
-        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy)
+        influence = next(filter(None, (one.of(problem) for one in self.measured)), None)
+        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy, influence)
         return chosen
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:

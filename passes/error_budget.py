@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from amp_graph.passes.cut import cheapest
 from amp_graph.passes.formulate import formulate, low_of
-from amp_graph.passes.harm import harm_of
+from amp_graph.passes.harm import WHOLE, harm_of
 from amp_graph.passes.influence import Influence, influence_by_rule
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.mincut import Prices, choices, time_text
@@ -83,6 +83,10 @@ class ErrorBudget:
         if plan.harm == 0:
             return 0.0
         return math.sqrt(plan.harm / self.autocast.harm) if self.autocast.harm else math.inf
+
+    def variance(self, plan: Point) -> float:
+        """Return a plan's harm in the unit of the influences: comparable between graphs where both were measured."""
+        return plan.harm * sum(self.influence.readings.values()) / WHOLE
 
     def budget(self, multiple: float, plan: Point) -> Budget:
         """Return what there is to say of a plan."""

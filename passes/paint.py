@@ -31,6 +31,14 @@ ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 SELECTIONS = frozenset(
     f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
 )
+# Their gradients add up what was read more than once, element by element, in the precision of the result.
+GATHERS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "embedding", "gather", "index_select", "index", "_unsafe_index", "take", "take_along_dim", "masked_select",
+        "repeat_interleave",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -223,9 +231,11 @@ class Painting:
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        Not before a selection or a comparison, and not a whole input of which only a part is read.
+        Not before a selection or a comparison, nor a gather, and not a whole input of which only a part is read.
         """
         if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+            return False
+        if not GATHERS.isdisjoint(kind.names):
             return False
         return kind.cls is not OpClass.NEUTRAL or len(operands) != 1 or not _is_leaf(operands[0])
 

@@ -231,13 +231,12 @@ class Painting:
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        Not before a selection or a comparison, nor a gather, and not a whole input of which only a part is read.
+        Not before a selection or a comparison, and not a whole input or parameter for a movement or a gather from it.
         """
         if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
             return False
-        if not GATHERS.isdisjoint(kind.names):
-            return False
-        return kind.cls is not OpClass.NEUTRAL or len(operands) != 1 or not _is_leaf(operands[0])
+        moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
+        return not moves or len(operands) != 1 or not _is_leaf(operands[0])
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""

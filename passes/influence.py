@@ -44,26 +44,24 @@ def influence_by_rule(problem: Problem, unused: Collection[Node] = ()) -> Influe
     found: dict[tuple[Node, Node], float] = {}
     total: dict[Node, float] = {}
     for node in reversed(problem.gm.graph.nodes):
-        total[node] = 1.0 if node.op == "output" else sum_of_readings(node, found, total, problem)
+        total[node] = 1.0 if node.op == "output" else sum_of_readings(node, found, problem)
         given = [n for n in node.all_input_nodes if has_eligible(n)]
         for source, share in zip(given, _shares(node, given, problem.classes.get(node), sizes), strict=True):
             found[source, node] = 0.0 if node.op == "output" and source in unused else share * total[node]
     return Influence(found, total)
 
 
-def sum_of_readings(
-    node: Node, readings: Mapping[tuple[Node, Node], float], later: Mapping[Node, float], problem: Problem
-) -> float:
-    """Return the influence of a value from that of its readings, and from those ``later`` in the graph of its memory.
+def sum_of_readings(node: Node, readings: Mapping[tuple[Node, Node], float], problem: Problem) -> float:
+    """Return the influence of a value: that of all its readings.
 
-    What is written in place is read by whoever reads the same memory afterwards.
+    A value that is written in place is read wherever its memory is read afterwards, by whichever name is read most.
     """
-    own = sum(readings.get((node, user), 0.0) for user in node.users)
     memory = problem.memory
     if not memory.is_written(node):
-        return own
-    same = [n for n in later if memory.storages.get(n, frozenset()) & memory.storages[node]]
-    return max([own, *(later[n] for n in same)])
+        return sum(readings.get((node, user), 0.0) for user in node.users)
+    at = memory.order[node]
+    same = [n for n in memory.order if memory.storages[n] & memory.storages[node]]
+    return max(sum(readings.get((n, u), 0.0) for u in n.users if memory.order[u] > at) for n in same)
 
 
 def _shares(node: Node, given: list[Node], kind: Classification | None, sizes: Mapping[Node, float]) -> list[float]:

@@ -50,7 +50,7 @@ class Measured:
         readings = {pair: known.get(pair, unit * part) for pair, part in rule.items()}
         values: dict[Node, float] = {}
         for node in reversed(problem.gm.graph.nodes):
-            values[node] = sum_of_readings(node, readings, values, problem)
+            values[node] = sum_of_readings(node, readings, problem)
             if is_part(node):
                 readings[node.all_input_nodes[0], node] = values[node]
         return Influence(readings, values, "measured")

@@ -16,10 +16,11 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.influence import Influence, influence_by_rule, sum_of_readings
 from amp_graph.passes.memory import Memory
-from amp_graph.passes.node_value import is_eligible
+from amp_graph.passes.node_value import has_eligible, is_eligible
 from amp_graph.passes.paint import Problem
 
 
@@ -27,7 +28,8 @@ from amp_graph.passes.paint import Problem
 class Measured:
     """The influence of each reading in one graph, by the names of value and reader.
 
-    ``skeleton`` is what a graph of other sizes must have in common with it: the same operations by the same names.
+    ``skeleton`` is what another graph must have in common with it: the same operations by the same names. Sizes may
+    differ, and conversions of inputs (parameters that are held in low precision).
     """
 
     skeleton: tuple[str, ...]
@@ -56,14 +58,15 @@ class Measured:
         return Influence(readings, values, "measured")
 
     def _known(self, problem: Problem) -> dict[tuple[Node, Node], float]:
-        """Return what was measured, by the nodes of a graph of this skeleton."""
-        named = {n.name: n for n in problem.gm.graph.nodes}
-        return {(named[a], named[b]): found for (a, b), found in self.readings.items()}
+        """Return what was measured of the readings that a graph of this skeleton has, too."""
+        edges = ((n, user) for n in problem.gm.graph.nodes if has_eligible(n) for user in n.users)
+        return {(a, b): self.readings[a.name, b.name] for a, b in edges if (a.name, b.name) in self.readings}
 
 
 def skeleton(gm: GraphModule) -> tuple[str, ...]:
-    """Return the nodes of a graph by name and target."""
-    return tuple(f"{n.name} {getattr(n.target, '__name__', n.target)}" for n in gm.graph.nodes)
+    """Return the operations of a graph by name and target."""
+    nodes = [n for n in gm.graph.nodes if n.op.startswith("call") and not is_conversion_target(n)]
+    return tuple(f"{n.name} {getattr(n.target, '__name__', n.target)}" for n in nodes)
 
 
 class MeasureInfluence(Interpreter):

@@ -85,8 +85,18 @@ def sampled(
             return _loss_or_mixture(one(*target.args, **target.kwargs))
 
         with _quiet():
-            found = measure(model, wanted, loss)
-    return model, loss, wanted, found
+            return model, loss, wanted, _measured(model, wanted, loss)
+
+
+def _measured(model: torch.nn.Module, policy: Policy, loss: Callable[[torch.nn.Module], torch.Tensor]) -> list[Sampled]:
+    try:
+        return measure(model, policy, loss)
+    except CaptureError as error:
+        raise CaptureError(
+            f"plan: the loss of {type(model).__name__} does not come from a captured graph, or has no gradient\n"
+            "  legal: a TARGET whose forward is captured, at least in part, and runs with gradients\n"
+            "  fix:   amp-graph dump TARGET shows what is captured"
+        ) from error
 
 
 def captured_step(text: str, inputs: Sequence[str], policy: str | None, training: bool | None, optimizer: str) -> str:
@@ -121,13 +131,8 @@ def _loss_or_mixture(out: Any) -> torch.Tensor:
         return loss
     drawn = torch.Generator().manual_seed(0)
     parts = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
-    if not parts:
-        raise CaptureError(
-            "plan: no output requires a gradient, so no influence of roundings can be measured\n"
-            "  legal: a model that returns a loss, or floats that depend on its parameters\n"
-            "  fix:   a TARGET whose forward runs with gradients"
-        )
-    return sum((t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts)  # type: ignore[return-value]
+    mixed = [(t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts]
+    return torch.stack(mixed).sum() if mixed else torch.zeros(())
 
 
 @contextmanager

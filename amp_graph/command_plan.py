@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import torch
@@ -98,7 +99,8 @@ def _sweep(
     first = {one.points: name for name, one in reversed(figures.items())}  # equal plans are measured once
     distinct = list(dict.fromkeys(first[one.points] for one in figures.values()))
     measured = tuple(one.measured for one in found)
-    trained = train(model, loss, [policies[name] for name in distinct], measured, rounds)
+    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+        trained = train(model, loss, [policies[name] for name in distinct], measured, rounds)
     of_plan = dict(zip(distinct, trained, strict=True))
     base, of_base = figures["autocast"], of_plan["autocast"]
     rows = [_swept(name, one, base, of_plan[first[one.points]], of_base) for name, one in figures.items()]

@@ -60,7 +60,7 @@ def convert(
     check_compile(compile)
     present = conversion_of(model)
     if present is not None:
-        if (present.policy, present.compile) == (wanted, compile):
+        if (present.policy, present.compile) == (wanted, compile) and sample is None:
             return model
         raise CaptureError(
             f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"

@@ -214,3 +214,10 @@ def test_errors_of_the_sample_itself_pass_through():
 def test_a_sample_without_a_budget_is_refused():
     with pytest.raises(PolicyError, match="sample= measures errors, and accuracy=fast plans by none"):
         amp_graph.convert(Noisy(), "bf16,accuracy=fast", sample=lambda m: m(torch.randn(4, 16)).sum())
+
+
+def test_a_sample_for_a_model_that_is_converted_already_is_refused():
+    model = amp_graph.convert(Noisy(), "bf16,accuracy=1.5")
+    assert amp_graph.convert(model, "bf16,accuracy=1.5") is model
+    with pytest.raises(CaptureError, match="already converted"):
+        amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(torch.randn(4, 16)).sum())

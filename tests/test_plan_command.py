@@ -47,6 +47,28 @@ class NoGrad(nn.Module):
 def no_grad():
     return NoGrad(), torch.randn(8, 8)
 
+class Untraced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.body(x)
+
+def untraced():
+    return Untraced(), torch.randn(8, 8)
+
+class Talks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+    def forward(self, x):
+        print("from the model")
+        return self.body(x)
+
+def talks():
+    return Talks(), torch.randn(8, 8)
+
 def broken():
     return nn.Linear(8, 8), torch.randn(8, 9)
 """
@@ -138,6 +160,15 @@ def test_the_sweep_has_budgets_of_its_own(target, capsys):
     assert list(rows)[2:] == ["0.5", "0.75", "0.9", "1", "1.1", "1.25", "1.5", "2", "3"]
 
 
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_what_the_model_prints_is_no_part_of_the_table(target, capsys):
+    assert main(["plan", f"{target}:talks", "--sweep", "1"]) == 0
+    told = capsys.readouterr()
+    assert "from the model" not in told.out
+    assert "from the model" in told.err
+    assert told.out.splitlines()[2].startswith("autocast")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -147,7 +178,8 @@ def test_the_sweep_has_budgets_of_its_own(target, capsys):
         (["build", "--policy", "bf16-O2"], "level O2 has no plan to weigh"),
         (["build", "--policy", "bf16,lists=autocast_cpu"], "are painted, operation by operation"),
         (["build", "--policy", "bf16,accuracy=0"], "accuracy=0.0 is not an error budget"),
-        (["no_grad"], "no output requires a gradient"),
+        (["no_grad"], "does not come from a captured graph, or has no gradient"),
+        (["untraced"], "does not come from a captured graph, or has no gradient"),
         (["broken"], "RuntimeError"),
     ],
 )

@@ -123,5 +123,5 @@ class MeasureInfluence(Interpreter):
         return seen
 
     def _note(self, pair: tuple[str, str], size: torch.Tensor, grad: torch.Tensor) -> None:
-        found = (size.double() * grad.double()).square().sum().item()
+        found = (size.double() * grad.double()).square().nan_to_num(0.0, 0.0).sum().item()  # masks hold infinities
         self.readings[pair] = self.readings.get(pair, 0.0) + found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,6 +22,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
+from amp_graph.passes.positions import exact
 from amp_graph.passes.torch_private import concrete_size
 
 LOW, FULL, AS_CAPTURED = "low", "full", "captured"
@@ -88,6 +89,7 @@ class Painting:
         self.ahead = self._low_ahead()
         self.forced_full = self._written_by_deny()
         self.early = self._cast_early()
+        self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
 
     def run(self) -> dict[Node, Choice]:
         """Paint the nodes in order."""
@@ -228,12 +230,21 @@ class Painting:
             return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
         return self._set_full(kind, [], "operands are full precision")
 
+    def _kept_exact(self) -> frozenset[Node]:
+        """Return what leads to a steep function, but for what accuracy "fast" would round."""
+        fast = Painting(replace(self.problem, accuracy="fast"), widest=True).run()
+        steep = exact(self.problem.gm.graph.nodes, self.classes)
+        return frozenset(n for n in steep if fast[n].precision != LOW)
+
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        Not before a selection or a comparison, and not a whole input or parameter for a movement or a gather from it.
+        Not before a selection, a comparison, or (more than "fast" does) a steep function such as exp and sin, and not
+        a whole input or parameter for a movement or a gather from it.
         """
         if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+            return False
+        if node in self.exact:
             return False
         moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
         return not moves or len(operands) != 1 or not _is_leaf(operands[0])

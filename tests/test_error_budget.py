@@ -3,6 +3,7 @@
 import copy
 import pickle
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from amp_graph.measure_plans import train
 from amp_graph.policy import Policy
 from amp_graph.sample import measure
 from tests.corpus.sequence import NanoGPT
+from tests.measure import gradient_errors, reference, run
 from tests.passes.planning import machine
 
 
@@ -84,6 +86,20 @@ def test_gradient_errors_stay_within_the_multiple(build, multiple):
 def test_control_without_a_budget_gradients_are_less_exact():
     assert statistics.median(gradient_ratios(gpt, 1000)) > 1.1
     assert statistics.median(gradient_ratios(gpt, 0.5)) < 0.95
+
+
+@pytest.mark.parametrize("name", ["nerf", "large_positions", "rotary_matmul", "rotary_mqa"])
+def test_nothing_is_rounded_on_the_way_to_a_steep_function(name, monkeypatch):
+    """Angles of hundreds: rounding them is harmless to the loss, to first order, and ruins every gradient."""
+    tiny = replace(machine("cpu_amx"), call=1e-12)
+    monkeypatch.setattr("amp_graph.passes.plan_precision.machine_for", lambda device: tiny)
+    exact = reference(name)
+    errors = [
+        gradient_errors(run(name, 0, lambda m, p=p: amp_graph.convert(m, p)), exact)
+        for p in ("bf16", "bf16,accuracy=1")
+    ]
+    ratios = [got / base for base, got in zip(*(e.values() for e in errors), strict=True) if base > 1e-6]
+    assert statistics.median(ratios) <= 1.2
 
 
 @pytest.mark.parametrize("build", [gpt, cnn])

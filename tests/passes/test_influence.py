@@ -182,3 +182,14 @@ def test_values_that_are_written_are_measured_before_they_are():
     influence = found.of(problem)
     assert of("y", influence.values) > 0
     assert torch.isfinite(torch.tensor(list(influence.values.values()))).all()
+
+
+def test_infinities_of_a_mask_are_no_influence():
+    def f(m, x):
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        return (F.linear(x, m.w) + mask).softmax(-1)
+
+    _, problem, found = measured(f, torch.randn(4, 4), w=torch.randn(4, 4))
+    values = found.of(problem).values
+    assert all(math.isfinite(part) for part in values.values())
+    assert of("linear", values) > 0

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend import Compile
 from amp_graph.conversion import Conversion, conversion_of
-from amp_graph.convert import convert, revert
-from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.policy import Policy
+from amp_graph.sample import Sampled, measure
 from amp_graph.target import load_target
 from amp_graph.train_step import TrainStep
 
@@ -57,6 +59,46 @@ def captured(
     return found
 
 
+def sampled(
+    text: str, inputs: Sequence[str] = (), policy: str | None = None, training: bool | None = None
+) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], Policy, list[Sampled]]:
+    """Run TARGET once in fp32, forward and backward; return the model, its loss, the policy, and what was measured.
+
+    The loss is the model's own where it returns one, else a fixed random mixture of its floating outputs.
+    """
+    with redirect_stdout(sys.stderr):
+        target = load_target(text, inputs)
+        model, present = target.model, conversion_of(target.model)
+        wanted = Policy.parse(policy) if policy is not None or present is None else present.policy
+        if present is not None:
+            revert(model)
+        refuse_what_cannot_be_converted(model, wanted)
+        if wanted.level != "O1":
+            raise PolicyError(
+                f"plan: level {wanted.level} has no plan to weigh: it is for parameters in fp32, cast by plan\n"
+                "  legal: level O1\n  fix:   --policy bf16"
+            )
+        if training is not None:
+            model.train(training)
+
+        def loss(one: torch.nn.Module) -> torch.Tensor:
+            return _loss_or_mixture(one(*target.args, **target.kwargs))
+
+        with _quiet():
+            return model, loss, wanted, _measured(model, wanted, loss)
+
+
+def _measured(model: torch.nn.Module, policy: Policy, loss: Callable[[torch.nn.Module], torch.Tensor]) -> list[Sampled]:
+    try:
+        return measure(model, policy, loss)
+    except CaptureError as error:
+        raise CaptureError(
+            f"plan: the loss of {type(model).__name__} does not come from a captured graph, or has no gradient\n"
+            "  legal: a TARGET whose forward is captured, at least in part, and runs with gradients\n"
+            "  fix:   amp-graph dump TARGET shows what is captured"
+        ) from error
+
+
 def captured_step(text: str, inputs: Sequence[str], policy: str | None, training: bool | None, optimizer: str) -> str:
     """Return the text of TARGET's whole training step with ``optimizer``, one of torch.optim's.
 
@@ -80,6 +122,17 @@ def _any_loss(out: Any) -> torch.Tensor:
     if loss is not None:
         return loss
     return next(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()).float().mean()
+
+
+def _loss_or_mixture(out: Any) -> torch.Tensor:
+    """Return the model's loss, or what has the same gradient on average for every output: no mean of a norm's zeros."""
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if loss is not None:
+        return loss
+    drawn = torch.Generator().manual_seed(0)
+    parts = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
+    mixed = [(t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts]
+    return torch.stack(mixed).sum() if mixed else torch.zeros(())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | calibrate | cost | demo``.
+"""The command line: ``amp-graph dump | explain | lists | calibrate | cost | plan | demo``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -16,6 +16,7 @@ from importlib import metadata
 
 FORMATS = ("text", "table", "code", "dot", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
+BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, a module or what builds one: module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for planner=mincut", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
+    _add_plan(commands.add_parser("plan", help="what a plan takes and how exact it is; error budgets", epilog=EPILOG))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return parser
 
@@ -71,6 +73,13 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _add_cost(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.set_defaults(module="amp_graph.command_cost")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    told = "the curve of time and error: predicted, and measured with a training step of each plan in turn"
+    parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
+    parser.set_defaults(module="amp_graph.command_plan")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

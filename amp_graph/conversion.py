@@ -28,6 +28,7 @@ from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.manager import is_verifying
+from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.torch_private import (
     Find,
     being_traced,
@@ -87,6 +88,7 @@ class Conversion:
     copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
     # What the instance had as ``forward`` of its own (another library's wrapper), else None.
     wrapped: Callable[..., Any] | None = None
+    measured: tuple[Measured, ...] = ()  # what roundings do in its graphs, for plans with an error budget
 
     def attach(self) -> None:
         """Put this conversion in the place of the model's forward."""
@@ -242,8 +244,9 @@ class Conversion:
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
-        last = passes_of_copies(self.copies, policy, _device_of_model(self.model) or "cpu")
-        rewritten = rewrite_in_place(gm, policy, _device_of_model(self.model), last, eager=self.compile == "eager")
+        device, eager = device_of_model(self.model), self.compile == "eager"
+        last = passes_of_copies(self.copies, policy, device or "cpu")
+        rewritten = rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:
             record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)
@@ -282,7 +285,7 @@ class Conversion:
         """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
         if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
             return None
-        dtype = self.policy.torch_dtype(_device_of_model(self.model) or "cpu")
+        dtype = self.policy.torch_dtype(device_of_model(self.model) or "cpu")
         return WeightCopies(dtype, weakly(self._written_in_secret), is_verifying())
 
     def _written_in_secret(self, weight: torch.Tensor) -> None:
@@ -306,11 +309,13 @@ class Conversion:
         if copied is None:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
         copy_masters(self.model, memo)
-        return restore(copied, self.policy, self.compile, self.dynamic, self.strict, copy.deepcopy(self.wrapped, memo))
+        wrapped = copy.deepcopy(self.wrapped, memo)
+        return restore(copied, self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
-        return restore, (self.model, self.policy, self.compile, self.dynamic, self.strict, self.wrapped)
+        options = (self.policy, self.compile, self.dynamic, self.strict, self.wrapped, self.measured)
+        return restore, (self.model, *options)
 
 
 def restore(
@@ -320,9 +325,10 @@ def restore(
     dynamic: bool | None,
     strict: bool,
     wrapped: Callable[..., Any] | None = None,
+    measured: tuple[Measured, ...] = (),
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped)
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped, measured=measured)
     made.attach()
     return made
 
@@ -343,7 +349,8 @@ def _autocast_is_on(args: tuple[Any, ...]) -> bool:
     return torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
 
 
-def _device_of_model(model: torch.nn.Module) -> str | None:
+def device_of_model(model: torch.nn.Module) -> str | None:
+    """Return the type of the device that the model's parameters are on: the first but the CPU; None for that."""
     found = {p.device.type for p in model.parameters()}
     return next(iter(sorted(found - {"cpu"})), None)
 

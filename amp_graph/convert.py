@@ -13,10 +13,12 @@ import torch
 
 from amp_graph.backend import Compile, check_compile
 from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
-from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.master_weights import lower_parameters, restore_parameters
+from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import HALVES, HELD_LOW, Policy
+from amp_graph.sample import Sample, measure
 from amp_graph.update_masters import let_optimizers_update_masters
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -29,6 +31,7 @@ def convert(
     compile: Compile = "eager",
     dynamic: bool | None = None,
     strict: bool = False,
+    sample: Sample | None = None,
 ) -> Model:
     """Convert ``model`` in place to automatic mixed precision and return it, the same object.
 
@@ -41,19 +44,23 @@ def convert(
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
     dynamic: as in torch.compile; None makes sizes symbolic once they are seen to change.
     strict: raise CaptureError instead of warning where a call ran without any captured graph.
+    sample: for a policy whose accuracy is a number, a function that calls the model once and returns the loss, such as
+    ``lambda model: loss_fn(model(x), y)``. It is called now, in fp32, and its gradients say what each rounding would
+    do to the loss; without it, and in graphs of other operations, that is estimated by rule. Changes no gradient,
+    buffer or random state.
 
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
     """
     if isinstance(model, WRAPPERS):
         _refuse_level_of_wrapped(model, Policy.parse(policy))
-        convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict)
+        convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict, sample=sample)
         return model
     _refuse_what_is_no_model(model)
     wanted = Policy.parse(policy)
     check_compile(compile)
     present = conversion_of(model)
     if present is not None:
-        if (present.policy, present.compile) == (wanted, compile):
+        if (present.policy, present.compile) == (wanted, compile) and sample is None:
             return model
         raise CaptureError(
             f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"
@@ -63,11 +70,27 @@ def convert(
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
     _warn_of_unmatched_modules(model, wanted)
+    measured = _measured(model, wanted, sample, dynamic)
     if wanted.level in HELD_LOW:
         lower_parameters(model, wanted)
         let_optimizers_update_masters()
-    Conversion(model, wanted, compile, dynamic, strict, wrapped=model.__dict__.get("forward")).attach()
+    wrapped = model.__dict__.get("forward")
+    Conversion(model, wanted, compile, dynamic, strict, wrapped=wrapped, measured=measured).attach()
     return model
+
+
+def _measured(
+    model: torch.nn.Module, policy: Policy, sample: Sample | None, dynamic: bool | None
+) -> tuple[Measured, ...]:
+    """Return what ``sample`` shows of the influence of roundings; refuse it where nothing asks for that."""
+    if sample is None or policy.level == "O0":
+        return ()
+    if policy.budget is None:
+        raise PolicyError(
+            f"convert: sample= measures errors, and accuracy={policy.accuracy} plans by none\n"
+            "  legal: sample= with an error budget\n  fix:   amp_graph.convert(model, 'bf16,accuracy=1.5', sample=...)"
+        )
+    return tuple(found.measured for found in measure(model, policy, sample, dynamic))
 
 
 def revert(model: Model) -> Model:

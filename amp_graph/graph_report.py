@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.passes.error_budget import Budget
+
 WEIGHT, ACTIVATION = "weight", "activation"
 
 
@@ -63,7 +65,8 @@ class Note:
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
-    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured.
+    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured. ``budget``:
+    what its plan makes of the policy's error budget, if there is one.
     """
 
     index: int
@@ -82,6 +85,7 @@ class GraphReport:
     captured_bytes: int
     has_fp32: bool
     has_floats: bool
+    budget: Budget | None = None
 
     @property
     def mode(self) -> str:

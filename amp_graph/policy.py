@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ class Policy:
     dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16).
     level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision but for those
     of norms, with fp32 masters that optimizers update) or "O3" (all parameters in low precision, no masters).
-    accuracy: "autocast" (mixed operands promote, as torch.autocast does) or "fast" (low-precision streams).
+    accuracy: "autocast" (mixed operands promote, as torch.autocast does), "fast" (low-precision streams), or a number
+    above 0, an error budget: the fastest plan whose predicted error is at most so many times that of "autocast".
     lists: names of built-in lists or paths of TOML files, later ones over earlier ones.
     allow, deny, fp32_inside, follow, neutral, opaque: operations put into that class, over any list.
     remove: operations that no list is to speak of.
@@ -46,13 +48,14 @@ class Policy:
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
-    planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine).
+    planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
+    and for "mincut" with an error budget, which painting cannot keep.
     skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
     """
 
     dtype: str = "auto"
     level: str = "O1"
-    accuracy: str = "autocast"
+    accuracy: str | float = "autocast"
     lists: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
@@ -66,19 +69,24 @@ class Policy:
     weight_copies: bool = True
     device: str = ""
     skip: tuple[str, ...] = ()
-    planner: str = "paint"
+    planner: str = ""
     skip_unprofitable: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         _check("dtype", self.dtype, (*DTYPES, "auto"))
         _check("level", self.level, LEVELS)
-        _check("accuracy", self.accuracy, ACCURACIES)
+        object.__setattr__(self, "accuracy", _accuracy(self.accuracy))
         _check("device", self.device, ("", "cpu", "cuda"))
         object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
         for name in self.skip:
             _check("skip", name, SKIPPABLE)
-        _check("planner", self.planner, PLANNERS)
+        _check("planner", self.planner, ("", *PLANNERS))
+        if self.planner == "paint" and self.budget is not None:
+            raise PolicyError(
+                f"policy: planner=paint with accuracy={self.accuracy:g}: painting counts no errors\n"
+                f"  legal: planner=mincut, which a number implies\n  fix:   Policy(accuracy={self.accuracy:g})"
+            )
         try:
             re.compile(self.keep_fp32)
         except re.error as error:
@@ -87,6 +95,16 @@ class Policy:
                 "  legal: a Python regular expression over module paths\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error
+
+    @property
+    def budget(self) -> float | None:
+        """The error budget, where ``accuracy`` is a number."""
+        return None if isinstance(self.accuracy, str) else self.accuracy
+
+    @property
+    def plans_by(self) -> str:
+        """The planner in force: ``planner``, or what an empty one stands for."""
+        return self.planner or ("paint" if self.budget is None else "mincut")
 
     @staticmethod
     def parse(text: str | Policy | None) -> Policy:
@@ -162,15 +180,21 @@ class Policy:
         found = effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
         if self.skip_unprofitable:
             self._check_skips(found)
+        if self.budget is not None and found.unlisted != "opaque":
+            raise PolicyError(
+                f"policy: accuracy={self.budget:g} with lists that reproduce torch.autocast, operation by operation\n"
+                "  legal: an error budget with the default lists or others over them\n"
+                f"  fix:   Policy.parse('{self.dtype},accuracy={self.budget:g}')"
+            )
         return found
 
     def _check_skips(self, lists: OpList) -> None:
         """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
-        if self.planner == "mincut" and lists.unlisted == "opaque":
+        if self.plans_by == "mincut" and lists.unlisted == "opaque":
             return
-        why = "which counts no costs" if self.planner != "mincut" else "and lists that reproduce torch.autocast"
+        why = "which counts no costs" if self.plans_by != "mincut" else "and lists that reproduce torch.autocast"
         raise PolicyError(
-            f"policy: skip_unprofitable=true with planner={self.planner}, {why}\n"
+            f"policy: skip_unprofitable=true with planner={self.plans_by}, {why}\n"
             "  legal: planner=mincut, with the default lists or others over them\n"
             "  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
         )
@@ -214,6 +238,23 @@ def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
     return (
         f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"
     )
+
+
+def _accuracy(value: Any) -> str | float:
+    """Return an accuracy that was given as a word, a number, or a number's text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            _check("accuracy", value, (*ACCURACIES, "a number such as 1.5"))
+            return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise PolicyError(
+            f"policy: accuracy={value!r} is not an error budget\n"
+            "  legal: a number above 0, of which 1 is the predicted error of torch.autocast's plan; autocast; fast\n"
+            "  fix:   policy='bf16,accuracy=1.5'"
+        )
+    return float(value)
 
 
 def _check(name: str, value: str, legal: tuple[str, ...]) -> None:

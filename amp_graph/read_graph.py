@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.conversion import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note
 from amp_graph.passes import facts, packed_weights, weight_copies
+from amp_graph.passes.error_budget import BUDGET
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.manager import Timed
@@ -63,6 +64,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         before,
         torch.float32 in dtypes,
         any(d.is_floating_point or d.is_complex for d in dtypes),
+        record.rewritten.gm.meta.get(BUDGET),
     )
 
 

@@ -43,7 +43,7 @@ def _head(report: Report) -> list[str]:
     policy = report.policy
     lines = [
         f"  policy     {policy}",
-        f"  accuracy   {policy.accuracy}: {ACCURACY[policy.accuracy]}",
+        f"  accuracy   {_accuracy(policy.accuracy)}",
         f"  precision  {report.dtype}, compile={report.compile}",
     ]
     held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
@@ -55,6 +55,14 @@ def _head(report: Report) -> list[str]:
     return lines + [f"  note: {note}" for note in report.notes]
 
 
+def _accuracy(accuracy: str | float) -> str:
+    if isinstance(accuracy, str):
+        return f"{accuracy}: {ACCURACY[accuracy]}"
+    return (
+        f"{accuracy:g}: the fastest plan whose predicted error is at most {accuracy:g} times that of accuracy=autocast"
+    )
+
+
 def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
     """Return all that is said of one graph but its title, indented."""
     lines = [*_break(graph)]
@@ -63,6 +71,7 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
         return [*lines, f"  {kind}: nothing to do"]
     lines += [
         *_counts(graph.operations),
+        *_budget(graph),
         *_casts(graph),
         _memory(graph),
         *_unlisted(graph.operations),
@@ -94,6 +103,19 @@ def _counts(nodes: Sequence[NodeReport]) -> list[str]:
 
 def _tally(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[p]} {p}" for p in ("low", "full", "captured") if counts[p]) or "none"
+
+
+def _budget(graph: GraphReport) -> list[str]:
+    """Say what the plan makes of an error budget."""
+    told = graph.budget
+    if told is None:
+        return []
+    time = f"{told.picoseconds / told.of_autocast:.3f}" if told.of_autocast else "1"
+    kept = "" if told.error <= told.multiple else ": no plan is as exact as that, and this is the most exact one"
+    return [
+        f"  error budget {told.multiple:g}: predicted error {told.error:.3f} ({told.origin}){kept}",
+        f"    and predicted time {time}, as ratios to the plan of accuracy=autocast",
+    ]
 
 
 def _casts(graph: GraphReport) -> list[str]:

@@ -31,8 +31,10 @@ from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pack_weights import PackWeights
+from amp_graph.passes.paint import Problem
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
@@ -86,16 +88,20 @@ def rewrite(
 
 
 def rewrite_in_place(
-    gm: GraphModule, policy: Policy, device: str | None = None, last: Sequence[Pass] = (), *, eager: bool = False
+    gm: GraphModule,
+    policy: Policy,
+    device: str | None = None,
+    last: Sequence[Pass] = (),
+    *,
+    eager: bool = False,
+    measured: tuple[Measured, ...] = (),
 ) -> Rewritten:
     """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done.
 
-    ``eager``: whether the graph will run as it is, and not through a compiler.
+    ``eager``: whether the graph will run as it is, and not through a compiler. ``measured``: what roundings do in
+    graphs like it, for an error budget.
     """
-    adopt_values(gm)
-    inline_checkpoints(gm)
-    adopt_values(gm)
-    mark_regions(gm)
+    _read_values(gm)
     if not any(tensors(value(n)) for n in gm.graph.nodes):
         if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
             raise CaptureError(
@@ -108,12 +114,30 @@ def rewrite_in_place(
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    passes = [*passes_for(policy, device), *(passes_in_eager(policy, device) if eager else []), *last]
+    passes = [*passes_for(policy, device, measured), *(passes_in_eager(policy, device) if eager else []), *last]
     done = run_passes(gm, passes) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
 
-def passes_for(policy: Policy, device: str) -> list[Pass]:
+def _read_values(gm: GraphModule) -> None:
+    adopt_values(gm)
+    inline_checkpoints(gm)
+    adopt_values(gm)
+    mark_regions(gm)
+
+
+def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) -> Problem:
+    """Do to a captured graph what comes before planning, in place, and return what there is to plan."""
+    _read_values(gm)
+    passes = passes_for(policy, device or device_of(gm))
+    at = next(i for i, one in enumerate(passes) if isinstance(one, PlanPrecision))
+    run_passes(gm, passes[:at])
+    plan = passes[at]
+    assert isinstance(plan, PlanPrecision), "found as one"
+    return plan.problem(gm)
+
+
+def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ()) -> list[Pass]:
     """Return the passes of ``policy``, in order."""
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
@@ -131,8 +155,9 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
             policy.accuracy,
             policy.keep_fp32,
             policy.keep_outputs,
-            policy.planner,
+            policy.plans_by,
             policy.skip_unprofitable,
+            measured,
         ),
         InsertCasts(dtype, policy.keep_outputs),
         EliminateCasts(),

@@ -207,11 +207,18 @@ class Formulation:
             if self.problem.memory.is_written(node) and self._shares(node, source):
                 self._tie(i, self.holds[source])  # a cast between them would be another memory
         follows = kind.cls in (OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE, OpClass.NEUTRAL)
-        if follows and self.problem.accuracy == "autocast" and node not in self.permitted.early:
+        if follows and self._is_exact(node, kind, given):
             self.limits += [(i, self.holds[n]) for n in (*given.moved, *given.promoted)]
         rounds_for_readers = kind.cls is OpClass.FP32_INSIDE and self.problem.lists.device == "cuda"
         if (node in self.permitted.early or rounds_for_readers) and self.problem.accuracy == "autocast":
             self.limits += [(i, self.of[user]) for user in node.users if user in self.of]
+
+    def _is_exact(self, node: Node, kind: Classification, given: Operands) -> bool:
+        """Say whether no operand of ``node`` may be rounded for it."""
+        if self.problem.accuracy == "autocast":
+            return node not in self.permitted.early
+        operands = (*given.moved, *given.promoted)
+        return self.problem.accuracy != "fast" and not self.permitted.may_round(node, kind, operands)
 
     def _shares(self, node: Node, source: Node) -> bool:
         storages = self.problem.memory.storages

@@ -27,7 +27,11 @@ def mincut(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -
     made = formulate(problem, machine, dtype, skip)
     task = made.task()
     low = cheapest(task)
-    prices = Prices(task, low)
+    return choices(made, low, Prices(task, low))
+
+
+def choices(made: Formulation, low: frozenset[int], prices: Prices) -> dict[Node, Choice]:
+    """Return the assignment in which the variables in ``low`` are low as a planner's answer, with its reasons."""
     return {node: _choice(node, made, low, prices) for node in made.of}
 
 
@@ -40,12 +44,12 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], prices: Prices) 
         return painted
     between = _between(node)
     if i in low:
-        return replace(painted, reason=f"{painted.reason}; {_cheaper(prices.of(i), 'full')}{between}")
+        return replace(painted, reason=f"{painted.reason}; {prices.told(i, 'full')}{between}")
     given = made.operands(node)
     wants = dict.fromkeys((*given.moved, *given.beside), FULL)
     if given.promoted and all(made.holds[n] in low for n in given.promoted):
         wants[given.promoted[0]] = FULL  # the kernel promotes the others
-    return Choice(FULL, _why_full(kind, prices.of(i), given, made, low) + between, wants)
+    return Choice(FULL, _why_full(kind, prices.told(i, "low"), given, made, low) + between, wants)
 
 
 def _tied(node: Node, kind: Classification, precision: str) -> Choice:
@@ -57,21 +61,17 @@ def _tied(node: Node, kind: Classification, precision: str) -> Choice:
     return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
 
 
-def _why_full(kind: Classification, saved: int | None, given: Operands, made: Formulation, low: frozenset[int]) -> str:
-    if kind.cls is OpClass.ALLOW:
+def _why_full(kind: Classification, told: str, given: Operands, made: Formulation, low: frozenset[int]) -> str:
+    if kind.cls is OpClass.ALLOW and isinstance(made.problem.accuracy, str):
         casts = sum(made.holds[n] not in low for n in given.moved)
-        return f"not worth it: {casts} casts and low precision would take longer; {_cheaper(saved, 'low')}"
-    return f"{kind.why}; {_cheaper(saved, 'low')}"
+        return f"not worth it: {casts} casts and low precision would take longer; {told}"
+    return f"{kind.why}; {told}"
 
 
-def _cheaper(picoseconds: int | None, other: str) -> str:
-    """Say by how much the choice beats the other precision for this operation alone."""
-    if picoseconds is None:
-        return f"goes with its neighbours, which are cheaper so than {other}"
-    if picoseconds == 0:
-        return f"as cheap as {other}"
+def time_text(picoseconds: int) -> str:
+    """``20.1 us`` for a number of picoseconds."""
     scale, unit = next((s, u) for s, u in ((1e9, "ms"), (1e6, "us"), (1e3, "ns"), (1.0, "ps")) if picoseconds >= s)
-    return f"{picoseconds / scale:.3g} {unit} cheaper than {other}"
+    return f"{picoseconds / scale:.3g} {unit}"
 
 
 def _between(node: Node) -> str:
@@ -103,6 +103,13 @@ class Prices:
         other = _Flipped(self.low, i)
         own = self.task.full[i] - self.task.low[i] if i in self.low else self.task.low[i] - self.task.full[i]
         return own + sum(term.cost(other) - term.cost(self.low) for term in self.terms.get(i, ()))
+
+    def told(self, i: int, other: str) -> str:
+        """Say by how much the choice beats the other precision for this operation alone."""
+        saved = self.of(i)
+        if saved is None:
+            return f"goes with its neighbours, which are cheaper so than {other}"
+        return f"{time_text(saved)} cheaper than {other}" if saved else f"as cheap as {other}"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ operands to the kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,6 +22,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
+from amp_graph.passes.positions import exact
 from amp_graph.passes.torch_private import concrete_size
 
 LOW, FULL, AS_CAPTURED = "low", "full", "captured"
@@ -31,17 +32,28 @@ ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 SELECTIONS = frozenset(
     f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
 )
+# Their gradients add up what was read more than once, element by element, in the precision of the result.
+GATHERS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "embedding", "gather", "index_select", "index", "_unsafe_index", "take", "take_along_dim", "masked_select",
+        "repeat_interleave",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy."""
+    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy.
+
+    ``accuracy``: "autocast", "fast", or a number, with which any free operation may be low.
+    """
 
     gm: GraphModule
     classes: Mapping[Node, Classification]
     memory: Memory
     lists: OpList
-    accuracy: str
+    accuracy: str | float
     keep_outputs: bool = True
 
 
@@ -77,6 +89,7 @@ class Painting:
         self.ahead = self._low_ahead()
         self.forced_full = self._written_by_deny()
         self.early = self._cast_early()
+        self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
 
     def run(self) -> dict[Node, Choice]:
         """Paint the nodes in order."""
@@ -192,6 +205,9 @@ class Painting:
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
                 return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+        if self.may_round(node, kind, counted):
+            return self._set_low(node, kind, inputs, kind.why)
+        if len(low) == len(counted):
             if self._is_widened_anyway(node, kind, low):
                 return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
             if self._is_last_sum(node, kind):
@@ -213,6 +229,25 @@ class Painting:
         if low:
             return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
         return self._set_full(kind, [], "operands are full precision")
+
+    def _kept_exact(self) -> frozenset[Node]:
+        """Return what leads to a steep function, but for what accuracy "fast" would round."""
+        fast = Painting(replace(self.problem, accuracy="fast"), widest=True).run()
+        steep = exact(self.problem.gm.graph.nodes, self.classes)
+        return frozenset(n for n in steep if fast[n].precision != LOW)
+
+    def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
+        """Say whether an error budget may make a free operation low by casting its operands.
+
+        Not before a selection, a comparison, or (more than "fast" does) a steep function such as exp and sin, and not
+        a whole input or parameter for a movement or a gather from it.
+        """
+        if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+            return False
+        if node in self.exact:
+            return False
+        moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
+        return not moves or len(operands) != 1 or not _is_leaf(operands[0])
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""

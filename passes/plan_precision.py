@@ -17,8 +17,10 @@ from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import facts, memory, positions
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
+from amp_graph.passes.error_budget import BUDGET, plan_within
 from amp_graph.passes.identify_ops import is_tensor_call
 from amp_graph.passes.machine import machine_for
+from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
@@ -56,39 +58,51 @@ class PlanPrecision(Pass):
 
     Lists decide where they speak; what they leave free is chosen by ``planner``: "paint" (lookahead painting) or
     "mincut" (the least cost on the machine at hand, of what the painting permits). ``skip_unprofitable``: "mincut"
-    leaves an ``allow`` operation in full precision where its casts cost more than it gains.
+    leaves an ``allow`` operation in full precision where its casts cost more than it gains. An ``accuracy`` that is a
+    number is an error budget: "mincut" takes the fastest plan whose predicted error is at most so many times that of
+    accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs like this one.
     """
 
     lists: OpList
     dtype: torch.dtype
-    accuracy: str = "autocast"
+    accuracy: str | float = "autocast"
     keep_fp32: str = ""
     keep_outputs: bool = True
     planner: str = "paint"
     skip_unprofitable: bool = False
+    measured: tuple[Measured, ...] = ()
     name: ClassVar[str] = "plan-precision"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Fill ``node.meta["amp"]``."""
-        mode = fake_mode_of(gm)
-        if mode is None:
+        if fake_mode_of(gm) is None:
             return PassResult(gm)
-        nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
-        classes = {node: _decided(classified(node, self.lists, mode)) for node in nodes}
-        classes = self._constrained(gm, classes)
-        problem = Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
+        problem = self.problem(gm)
         changes: list[Change] = []
         for node, choice in self._choices(problem).items():
             node.meta[MARK] = _mark(node, choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
         return PassResult(gm, tuple(changes))
 
+    def problem(self, gm: GraphModule) -> Problem:
+        """Return what there is to plan in a graph that holds tensors."""
+        mode = fake_mode_of(gm)
+        assert mode is not None, "a graph without tensors has no plan"
+        nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
+        classes = {node: _decided(classified(node, self.lists, mode)) for node in nodes}
+        classes = self._constrained(gm, classes)
+        return Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
+
     def _choices(self, problem: Problem) -> dict[Node, Choice]:
         """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""
         if self.planner == "paint" or self.lists.unlisted != "opaque":
             return paint(problem)
-        dtype = str(self.dtype).removeprefix("torch.")
-        return mincut(problem, machine_for(self.lists.device), dtype, self.skip_unprofitable)
+        machine, dtype = machine_for(self.lists.device), str(self.dtype).removeprefix("torch.")
+        if isinstance(self.accuracy, str):
+            return mincut(problem, machine, dtype, self.skip_unprofitable)
+        influence = next(filter(None, (one.of(problem) for one in self.measured)), None)
+        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy, influence)
+        return chosen
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""

@@ -21,6 +21,11 @@ WHY = "comes from integer positions and feeds sin/cos/exp, which low precision w
 
 def protected(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
     """Return the ``allow`` nodes that must stay full precision because they carry positions to sin/cos/exp."""
+    return frozenset(n for n in carriers(order, classes) if classes[n].cls is OpClass.ALLOW)
+
+
+def carriers(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
+    """Return the nodes that carry positions to sin/cos/exp."""
     nodes = [node for node in order if node in classes]
     carries: set[Node] = set()
     for node in nodes:
@@ -36,7 +41,22 @@ def protected(order: Iterable[Node], classes: Mapping[Node, Classification]) -> 
         for user in node.users:
             if user in classes and (SENSITIVE & set(classes[user].names) or (user in feeds and user in carries)):
                 feeds.add(node)
-    return frozenset(n for n in carries & feeds if classes[n].cls is OpClass.ALLOW)
+    return frozenset(carries & feeds)
+
+
+def exact(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
+    """Return what an error budget must not round anew: carriers of positions, and what leads to a steep function.
+
+    A rounding before sin or exp of something large is of the size of the result, or beyond; to first order, and for
+    the loss alone, it may still look small.
+    """
+    nodes = [node for node in order if node in classes]
+    found = set(carriers(nodes, classes))
+    for node in reversed(nodes):
+        harmless = classes[node].cls in (OpClass.FOLLOW, OpClass.NEUTRAL)
+        if SENSITIVE & set(classes[node].names) or (harmless and any(user in found for user in node.users)):
+            found.add(node)
+    return frozenset(found)
 
 
 def _is_counter(node: Node, found: Classification) -> bool:

@@ -81,6 +81,9 @@ def test_regular_expressions_survive_the_text_form(pattern):
             "fp16,lists=autocast_cpu|b.toml,keep_outputs=false",
             {"dtype": "fp16", "lists": ("autocast_cpu", "b.toml"), "keep_outputs": False},
         ),
+        ("bf16,accuracy=1.5", {"dtype": "bf16", "accuracy": 1.5}),
+        ("bf16,accuracy=2", {"dtype": "bf16", "accuracy": 2.0}),
+        ("bf16,accuracy=1e-3,planner=mincut", {"dtype": "bf16", "accuracy": 0.001, "planner": "mincut"}),
         ("bf16,deny=aten.gelu|tanh", {"dtype": "bf16", "deny": ("aten.gelu", "tanh")}),
         ("", {}),
         (None, {}),
@@ -171,5 +174,44 @@ def test_auto_is_bf16_on_cpu():
 def test_products_are_left_alone_only_where_costs_are_counted(text, why):
     with pytest.raises(PolicyError, match=why) as error:
         Policy.parse(text).op_list("cpu")
+    fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
+    assert Policy.parse(fix).op_list("cpu")
+
+
+# -- error budgets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1.5, 2, 0.1, 1 / 3, 1e-9, 12345.678])
+def test_error_budgets_round_trip(number):
+    policy = Policy("bf16", accuracy=number)
+    assert policy.budget == policy.accuracy == number
+    assert isinstance(policy.accuracy, float)
+    assert Policy.parse(str(policy)) == Policy.from_dict(policy.to_dict()) == policy
+    assert hash(Policy.parse(str(policy))) == hash(policy)
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_an_error_budget_implies_the_planner_that_can_keep_it():
+    assert Policy.parse("bf16,accuracy=1.5").plans_by == Policy.parse("bf16,planner=mincut").plans_by == "mincut"
+    assert Policy().plans_by == Policy.parse("bf16,accuracy=fast").plans_by == "paint"
+    assert Policy().budget is None
+
+
+@pytest.mark.parametrize("given", [0, -1, 0.0, float("nan"), float("inf"), True, None, [1.5], "0", "-2", "nan", "inf"])
+def test_what_is_no_error_budget_is_refused(given):
+    with pytest.raises(PolicyError, match="is not an error budget") as error:
+        Policy(accuracy=given)
+    assert Policy.parse(str(error.value).rpartition("policy='")[2].strip("'")).budget == 1.5
+
+
+def test_painting_cannot_keep_an_error_budget():
+    with pytest.raises(PolicyError, match="painting counts no errors") as error:
+        Policy.parse("bf16,accuracy=1.5,planner=paint")
+    assert "Policy(accuracy=1.5)" in str(error.value)
+
+
+def test_lists_that_reproduce_autocast_cannot_keep_an_error_budget():
+    with pytest.raises(PolicyError, match="lists that reproduce") as error:
+        Policy.parse("bf16,accuracy=1.5,lists=autocast_cpu").op_list("cpu")
     fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
     assert Policy.parse(fix).op_list("cpu")

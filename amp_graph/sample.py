@@ -1,0 +1,103 @@
+"""Run a model's loss once, in fp32, to measure what roundings in its graphs would do.
+
+Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.backend import Runner
+from amp_graph.conversion import Conversion, device_of_model
+from amp_graph.errors import CaptureError
+from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.measure_influence import Measured, MeasureInfluence
+from amp_graph.passes.paint import Problem
+from amp_graph.policy import Policy
+from amp_graph.rewrite import ready_to_plan
+
+Sample = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One graph that a sample call captured: what there is to plan in it, and what was measured."""
+
+    problem: Problem
+    measured: Measured
+
+
+@dataclass(eq=False)
+class Sampling(Conversion):
+    """A conversion that changes no precision: its graphs run in fp32, and measure."""
+
+    found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
+
+    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        name_nodes(gm, self.model, self._forward)
+        problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
+        buffers = {id(b) for b in self.model.buffers()}
+        measuring = MeasureInfluence(gm, problem.memory, buffers)
+        self.found.append((problem, measuring))
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return measuring.run(*args)
+
+        return run
+
+    def _complain(self, what: str, causes: str = "") -> None:
+        """Say nothing: the conversion that follows will."""
+
+
+def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
+    """Return what one call of ``sample(model)`` and its backward, all in fp32, show of each graph of ``model``.
+
+    Gradients of parameters, buffers, and the state of random number generators are as before. Raises CaptureError
+    where ``sample`` gives no loss, or its loss does not come from ``model``; what it raises itself passes through.
+    """
+    sampling = Sampling(model, replace(policy, level="O1"), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
+    with _as_before(model), torch.random.fork_rng(), torch.enable_grad():
+        sampling.attach()
+        try:
+            _differentiate(sample(model), sampling)
+        finally:
+            sampling.detach()
+    return [Sampled(problem, measuring.measured()) for problem, measuring in sampling.found]
+
+
+def _differentiate(loss: Any, sampling: Sampling) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise CaptureError(
+            f"sample: it returned {shown}, which is not a loss to differentiate\n"
+            "  legal: a function of the model that returns a scalar which requires grad\n"
+            "  fix:   sample=lambda model: loss_fn(model(x), y)"
+        )
+    leaves = list({id(t): t for _, measuring in sampling.found for t in measuring.leaves}.values())
+    if leaves:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    if not any(measuring.readings for _, measuring in sampling.found):
+        raise CaptureError(
+            f"sample: its loss does not come from any captured graph of {type(sampling.model).__name__}\n"
+            "  legal: a function that calls the model it is given\n"
+            "  fix:   sample=lambda model: loss_fn(model(x), y)"
+        )
+
+
+@contextmanager
+def _as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Give buffers their values back."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

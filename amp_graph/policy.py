@@ -23,7 +23,7 @@ HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 # Passes that a policy can do without; the others make the plan and its casts.
 SKIPPABLE = (
-    "attention", "channels_last", "contiguous_linear", "eliminate_casts", "fuse_gelu",
+    "accumulate_in_place", "attention", "channels_last", "contiguous_linear", "eliminate_casts", "fuse_gelu",
     "linear_cross_entropy", "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
 PLANNERS = ("paint", "mincut")

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
@@ -142,6 +143,11 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
 def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
     return _wanted([LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+
+
+def passes_of_step(policy: Policy, device: str) -> list[Pass]:
+    """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
+    return _wanted([AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

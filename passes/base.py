@@ -62,7 +62,8 @@ class Pass(abc.ABC):
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
-    * operations that draw random numbers or write to memory keep their order and their number.
+    * operations that draw random numbers or write to memory keep their order and their number; with
+      ``changes_writes``, those that draw, and those that write to inputs.
 
     The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
     """
@@ -72,6 +73,11 @@ class Pass(abc.ABC):
     @property
     def changes_outputs(self) -> bool:
         """Whether the pass may change the dtypes of the graph's outputs."""
+        return False
+
+    @property
+    def changes_writes(self) -> bool:
+        """Whether the pass may write to memory that the graph made itself, where nobody reads it any more."""
         return False
 
     @abc.abstractmethod

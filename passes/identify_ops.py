@@ -147,6 +147,7 @@ def traced_inputs(node: Node) -> list[Node]:
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they cannot be known.
 
+    Nodes that call the same operations share one answer: integers among its arguments may be another node's.
     Operations in ``decompose`` are replaced by what they are written in terms of.
     """
     key = _key(node)
@@ -158,6 +159,12 @@ def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] 
             _CACHE.clear()
         _CACHE[key] = _trace(node, mode, decompose)
     return _CACHE[key]
+
+
+def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
+    """Return the one operation of ``node`` with its own numbers, which those that ``identify`` shares may lack."""
+    found = _trace(node, mode, frozenset())
+    return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
 _CACHE: dict[Any, Identity | str] = {}

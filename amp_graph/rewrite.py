@@ -31,6 +31,7 @@ from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
@@ -142,7 +143,9 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
 
 def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
-    return _wanted([LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    return (
+        _wanted([PointwiseConv(), LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    )
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

@@ -181,11 +181,18 @@ def _key(node: Node) -> Any:
     try:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
-        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat), same, _whole_slices(args))
+        leaves = tuple(_leaf_key(leaf) for leaf in flat)
+        key = (node.op, node.target, str(spec), leaves, same, _whole_slices(args), _exponents(node, flat))
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the numbers that a power is called with: lists tell small exponents from large ones."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
 
 
 def _leaf_key(leaf: Any) -> Any:

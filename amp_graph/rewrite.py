@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.accumulate_in_place import AccumulateInPlace
+from amp_graph.passes.align_shapes import AlignShapes
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
@@ -117,7 +118,8 @@ def passes_for(policy: Policy, device: str) -> list[Pass]:
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast()] if ours else []
+    planned = policy.device or device
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), AlignShapes(planned)] if ours else []
     found = [
         IdentifyOps(),
         *fusions,

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import attention_backward, conv_as_product, cross_entropy_low, facts, runtime, weight_copies
+from amp_graph.passes import (
+    aligned,
+    attention_backward,
+    conv_as_product,
+    cross_entropy_low,
+    facts,
+    runtime,
+    weight_copies,
+)
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
@@ -22,7 +30,9 @@ from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
 # Functions of these modules have no identity to compare: they are what passes put in the place of operations.
-OURS = frozenset(m.__name__ for m in (attention_backward, conv_as_product, cross_entropy_low, runtime, weight_copies))
+OURS = frozenset(
+    m.__name__ for m in (aligned, attention_backward, conv_as_product, cross_entropy_low, runtime, weight_copies)
+)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 # Passes that a policy can do without; the others make the plan and its casts.
 SKIPPABLE = (
-    "attention", "channels_last", "contiguous_linear", "convolution", "eliminate_casts", "fold_norms", "fuse_gelu",
-    "linear_cross_entropy", "pack_weights", "protect_norms", "recompute_activations", "share_casts",
+    "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
+    "eliminate_casts", "fold_norms", "fuse_gelu", "linear_cross_entropy", "pack_weights", "pointwise_conv",
+    "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
 PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text
-from amp_graph.train_step import TrainStep
+from amp_graph.train_step import CapturedStep, TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
@@ -110,9 +112,17 @@ def _of_step(step: TrainStep) -> Report:
         "" if graphs else NOT_CAPTURED.replace("model", "step"),
         tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
         (),
-        (),
+        tuple(dict.fromkeys(note for captured in step.captured for note in _of_passes(captured))),
         memory_of(step.model, step.optimizer, step.weight_copies()),
     )
+
+
+def _of_passes(captured: CapturedStep) -> Iterator[str]:
+    """Say what the passes over the whole step did, each in a line."""
+    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
+        counts = Counter(change.action for change in timed.result.changes)
+        told = ", ".join(f"{count} {action}" for action, count in counts.items())
+        yield f"{timed.name}: {told or 'nothing to do'}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

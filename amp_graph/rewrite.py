@@ -14,6 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.accumulate_in_place import AccumulateInPlace
+from amp_graph.passes.align_shapes import AlignShapes
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
@@ -36,6 +38,7 @@ from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.paint import Problem
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
@@ -144,7 +147,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), Convolution()] if ours else []
+    aligned = AlignShapes(policy.device or device)
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), Convolution(), aligned] if ours else []
     found = [
         IdentifyOps(),
         *fusions,
@@ -171,7 +175,14 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
 
 def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
-    return _wanted([LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    return (
+        _wanted([PointwiseConv(), LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    )
+
+
+def passes_of_step(policy: Policy, device: str) -> list[Pass]:
+    """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
+    return _wanted([AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
 def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:

@@ -17,7 +17,9 @@ from torch.fx import GraphModule
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
+from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
+from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
 from amp_graph.passes.text import SHORT, type_text
@@ -49,6 +51,7 @@ class StepGraph:
     run: Callable[..., Any] = field(repr=False)
     outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
     first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
+    passes: tuple[Timed, ...] = ()
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
 
     def __call__(self, *args: Tensor) -> Any:
@@ -241,8 +244,10 @@ def _clip(grads: list[Tensor], options: StepOptions) -> None:
         torch._foreach_clamp_max_(grads, options.clip_value)
 
 
-def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]]) -> StepGraph:
-    """Trace ``parts.step`` on fake tensors into one graph, and hand it to ``lower`` for what runs it."""
+def trace_step(
+    parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]], passes: Sequence[Pass] = ()
+) -> StepGraph:
+    """Trace ``parts.step`` on fake tensors into one graph, and hand it, after ``passes``, to ``lower``."""
     given = [*parts.args, *parts.state()]
     with torch.no_grad():
         gm = make_fx(parts.step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
@@ -252,14 +257,14 @@ def trace_step(parts: StepParts, lower: Callable[[GraphModule, list[Any]], Calla
     if parts.ranks is not None:
         start_early(gm)
     make_workspaces(gm)
-    gm.recompile()
+    done = run_passes(gm, passes)
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained
     extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
     state = parts.state()
     parts.args = ()  # the first batch is not to live as long as the graph
-    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad)
+    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, done)
 
 
 def mark_loss(loss: Tensor) -> Tensor:

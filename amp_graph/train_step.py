@@ -30,7 +30,7 @@ from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object,
 from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
-from amp_graph.rewrite import Rewritten, device_of, rewrite_in_place
+from amp_graph.rewrite import Rewritten, device_of, passes_of_step, rewrite_in_place
 from amp_graph.step_graph import StepGraph, StepOptions, StepParts, mark_loss, take_loss_mark, trace_step
 from amp_graph.step_inputs import (
     call_model,
@@ -248,7 +248,9 @@ class TrainStep:
             {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
             self._ranks,
         )
-        step = trace_step(parts, self._lower)
+        device = device_of(gm)
+        passes = passes_of_step(self.policy, device) if self.compile == "eager" and self.policy.level != "O0" else []
+        step = trace_step(parts, self._lower, passes)
         step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
         return step
 

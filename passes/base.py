@@ -62,8 +62,8 @@ class Pass(abc.ABC):
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
-    * operations that draw random numbers or write to memory keep their order and their number,
-      unless the pass declares ``absorbs_writes``.
+    * operations that draw random numbers or write to memory keep their order and their number; with
+      ``changes_writes``, those that draw, and those that write to inputs.
 
     The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
     """
@@ -76,8 +76,8 @@ class Pass(abc.ABC):
         return False
 
     @property
-    def absorbs_writes(self) -> bool:
-        """Whether writes to what nothing else reads may go."""
+    def changes_writes(self) -> bool:
+        """Whether the pass may write, or no longer write, to memory that the graph made itself and nobody reads then."""
         return False
 
     @abc.abstractmethod

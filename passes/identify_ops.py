@@ -147,6 +147,7 @@ def traced_inputs(node: Node) -> list[Node]:
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they cannot be known.
 
+    Nodes that call the same operations share one answer: integers among its arguments may be another node's.
     Operations in ``decompose`` are replaced by what they are written in terms of.
     """
     key = _key(node)
@@ -158,6 +159,12 @@ def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] 
             _CACHE.clear()
         _CACHE[key] = _trace(node, mode, decompose)
     return _CACHE[key]
+
+
+def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
+    """Return the one operation of ``node`` with its own numbers, which those that ``identify`` shares may lack."""
+    found = _trace(node, mode, frozenset())
+    return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
 _CACHE: dict[Any, Identity | str] = {}
@@ -174,11 +181,18 @@ def _key(node: Node) -> Any:
     try:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
-        key = (node.op, node.target, str(spec), tuple(_leaf_key(leaf) for leaf in flat), same, _whole_slices(args))
+        leaves = tuple(_leaf_key(leaf) for leaf in flat)
+        key = (node.op, node.target, str(spec), leaves, same, _whole_slices(args), _exponents(node, flat))
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the numbers that a power is called with: lists tell small exponents from large ones."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.identify_ops import OPS, names_of, tensor_inputs
+from amp_graph.passes.identify_ops import OPS, names_of, operation_of, tensor_inputs
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import CAPTURED, fake_mode_of, run_node, set_value, tensors, value
@@ -75,7 +75,7 @@ class LinearCrossEntropy(Pass):
         mode, memory = fake_mode_of(gm), observe(gm, marks(gm))
         changes, skips = [], []
         for node in list(gm.graph.nodes):
-            given = _arguments(node)
+            given = _arguments(node, mode) if mode is not None else None
             found = _logits(given["self"]) if given is not None else None
             if mode is None or given is None or found is None:
                 continue
@@ -90,11 +90,13 @@ class LinearCrossEntropy(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _arguments(node: Node) -> dict[str, Any] | None:
+def _arguments(node: Node, mode: FakeTensorMode) -> dict[str, Any] | None:
     """Return the arguments of a cross entropy that trains, by the names of the operator."""
     if node.op != "call_function" or names_of(node) != ("aten.cross_entropy_loss",) or not is_trained(node):
         return None
-    (call,), given = node.meta[OPS].operations, tensor_inputs(node)
+    call, given = operation_of(node, mode), tensor_inputs(node)
+    if call is None:
+        return None
     found = {name: [given[i] for i in call.operands(name)] for name in ("self", "target", "weight")}
     if len(found["self"]) != 1 or len(found["target"]) != 1:
         return None

@@ -41,7 +41,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
     checked = is_verifying() if checked is None else checked
     done = []
     for one in passes:
-        before = Contract.of(gm) if checked else None
+        before = Contract.of(gm, writes_freely=one.changes_writes) if checked else None
         start = time.perf_counter()
         result = _guarded(one, gm)
         seconds = time.perf_counter() - start
@@ -49,7 +49,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
             result.gm.graph.lint()
         if before is not None and result.modified:
             try:
-                verify(gm, before, changes_outputs=one.changes_outputs, absorbs_writes=one.absorbs_writes)
+                verify(gm, before, changes_outputs=one.changes_outputs, changes_writes=one.changes_writes)
             except AmpGraphError as error:
                 raise type(error)(f"after pass {one.name}: {error}") from error
         done.append(Timed(one.name, result, seconds))

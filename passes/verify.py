@@ -12,7 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import (
+    aligned,
     attention_backward,
+    conv_as_product,
+    convolution_backward,
     cross_entropy_low,
     facts,
     folded_norms,
@@ -23,14 +26,26 @@ from amp_graph.passes import (
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
+from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensors, value
 from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.text import target_text, type_text
-from amp_graph.passes.torch_private import FakeTensorMode
+from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
 # Functions of these modules have no identity to compare: they are what passes put in the place of operations.
 OURS = frozenset(
-    m.__name__ for m in (attention_backward, cross_entropy_low, folded_norms, packed_weights, runtime, weight_copies)
+    m.__name__
+    for m in (
+        aligned,
+        attention_backward,
+        conv_as_product,
+        convolution_backward,
+        cross_entropy_low,
+        folded_norms,
+        packed_weights,
+        runtime,
+        weight_copies,
+    )
 )
 
 
@@ -44,24 +59,25 @@ class Contract:
     effects: tuple[str, ...]
 
     @staticmethod
-    def of(gm: GraphModule) -> Contract:
-        """Read the contract off a graph."""
+    def of(gm: GraphModule, *, writes_freely: bool = False) -> Contract:
+        """Read the contract off a graph; ``writes_freely``: writes to what the graph made itself are no part of it."""
         nodes = list(gm.graph.nodes)
         outputs = [t.dtype for n in nodes if n.op == "output" for s in _leaves(n) for t in tensors(value(s))]
         parameters = tuple((name, id(p), p.requires_grad) for name, p in gm.named_parameters(remove_duplicate=False))
         inputs = tuple(n.name for n in nodes if n.op == "placeholder")
         mode = fake_mode_of(gm)
-        return Contract(inputs, tuple(outputs), parameters, tuple(_effects(nodes, mode)) if mode else ())
+        lives = Lifetimes.of(gm) if writes_freely else None
+        held = [n for n in nodes if lives is None or _outlives(n, lives)]
+        return Contract(inputs, tuple(outputs), parameters, tuple(_effects(held, mode)) if mode else ())
 
 
-def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False, absorbs_writes: bool = False) -> None:
+def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False, changes_writes: bool = False) -> None:
     """Raise VerifyError where ``gm`` breaks the contract that ``before`` was read from."""
     gm.graph.lint()
-    after = Contract.of(gm)
+    after = Contract.of(gm, writes_freely=changes_writes)
     _same("inputs", before.inputs, after.inputs)
     _same("parameters", before.parameters, after.parameters)
-    known = _without_what_went(before.effects, after.effects) if absorbs_writes else before.effects
-    _same("random draws, writes, or their order", known, after.effects)
+    _same("random draws, writes, or their order", before.effects, after.effects)
     if not changes_outputs:
         _same("output dtypes", before.outputs, after.outputs)
     mode = fake_mode_of(gm)
@@ -73,17 +89,6 @@ def verify(gm: GraphModule, before: Contract, *, changes_outputs: bool = False, 
 def _same(what: str, before: Any, after: Any) -> None:
     if before != after:
         raise VerifyError(f"verify: the pass changed the graph's {what}: before {before}, after {after}")
-
-
-def _without_what_went(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``before`` without sums and relus in place that are not in ``after``."""
-    kept, rest = [], list(after)
-    for effect in before:
-        if rest and rest[0] == effect:
-            kept.append(rest.pop(0))
-        elif not effect.startswith(("aten.relu_", "aten.add_")):
-            kept.append(effect)
-    return tuple(kept)
 
 
 def _leaves(output: Node) -> list[Node]:
@@ -100,6 +105,14 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
         for part in _operations(node, mode)
         if facts.draws(part.op, part.arguments) or facts.is_mutable(part.op)
     ]
+
+
+def _outlives(node: Node, lives: Lifetimes) -> bool:
+    """Say whether what ``node`` does is seen from outside of the graph: it draws, or writes to an input."""
+    if isinstance(node.target, OpOverload) and facts.is_random(node.target):
+        return True
+    written = lives.memory_written_by(node)
+    return not written or any(root.op != "call_function" for root in written)
 
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:

@@ -37,8 +37,8 @@ def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bo
     return device == "cpu" and dtype == torch.bfloat16 and convolutions >= FEWEST_CONVOLUTIONS and multiplies_bf16()
 
 
-# Places of an output image, and channels, between which the CPU's convolution kernels lose to a product.
-FEW_PLACES, SOME_PLACES, ENOUGH_CHANNELS = 16, 49, 32
+# Places of one output image, and channels, between which the CPU's convolution kernels lose to a product.
+FEW_OF_AN_IMAGE, SOME_OF_AN_IMAGE, ENOUGH_CHANNELS = 16, 49, 32
 
 
 def weight_gradient_by_product_pays(
@@ -52,7 +52,7 @@ def weight_gradient_by_product_pays(
     """
     if device != "cpu" or dtype != torch.bfloat16 or channels < ENOUGH_CHANNELS or not multiplies_bf16():
         return False
-    return places <= FEW_PLACES or (places <= SOME_PLACES and (kernel == 1 or strided))
+    return places <= FEW_OF_AN_IMAGE or (places <= SOME_OF_AN_IMAGE and (kernel == 1 or strided))
 
 
 # Logits from which on their fp32 copies leave the caches, and are mapped and paged in anew at each call.
@@ -93,3 +93,66 @@ def folding_pays(device: str, dtype: torch.dtype) -> bool:
     256 channels) of its time; folded, a ResNet-50 takes 0.7 to 0.8 of it.
     """
     return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
+
+
+def accumulating_pays(device: str, dtype: torch.dtype, in_place: bool) -> bool:
+    """Say whether a product that adds to a tensor beats a product and a sum; ``in_place``: to a tensor nobody needs.
+
+    CPU with bf16 dot products: bf16 in place is 0.98 (4096 x 768) to 1.07 (1024 x 256) times as fast, and
+    saves a tensor and a rounding; out of place 0.96 to 1.03. fp32 is 1.00 to 1.07 times as fast in both. fp16 was not
+    timed. CUDA, from documentation alone: the sum is part of the product's kernel (cuBLAS' ``beta``).
+    """
+    return device != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and in_place)
+
+
+def scattering_pays(device: str, rows: int, table: int) -> bool:
+    """Say whether ``rows`` gradients of an embedding are added to one of its whole ``table`` faster row by row.
+
+    CPU: 3.3 to 3.6 times as fast for 1,024 rows of GPT-2's and BERT's tables, 2.1 times for 4,096 rows of 1,000; and a
+    table less. On CUDA ``index_add_`` adds in an order that changes from run to run.
+    """
+    return device == "cpu" and rows <= 8 * table
+
+
+# Elements up to which a call more costs more than what it saves.
+FEWEST_WIDENED = 1 << 16
+
+
+def widening_first_pays(device: str, elements: int) -> bool:
+    """Say whether a sum of two precisions is faster once the lower one is widened by a cast, and added to in place.
+
+    CPU: torch adds mixed operands by way of a copy, and into a new tensor. 1.1 to 1.6 times as fast from 65,536
+    elements on, 0.75 at 16,384. On CUDA operands promote in registers.
+    """
+    return device == "cpu" and elements >= FEWEST_WIDENED
+
+
+# Places of all images together up to which laying out a 1x1 convolution's weights costs what a product does not.
+FEW_PLACES = 512
+
+
+def pointwise_product_pays(device: str, dtype: torch.dtype, places: int, trains: bool) -> bool:
+    """Say whether a 1x1 convolution of channels_last images is faster as a product, at least one of the three.
+
+    bf16 on CPU with dot products, at ResNet-50's shapes, stride 2 included (a copy of what is read): the weight's
+    gradient 0.96 to 1.3 times as fast from 1,500 places on and 1.2 to 2.8 times below; result and gradient of the
+    input 1.07 to 1.6 times at 200 to 400 places, 0.94 to 1.13 above, where they stay. With matrix units all three took
+    0.55 to 0.60 of the time at 784 places, and 0.77 (weight) to 1.02 at 12,544.
+    """
+    fits = device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
+    return fits and (trains or places <= FEW_PLACES)
+
+
+# Products of two numbers below which a call's own cost hides what its kernel takes.
+LEAST_ALIGNED = 1 << 24
+
+
+def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
+    """Say whether a matrix product of odd sizes is faster when they are padded to multiples of 8.
+
+    CUDA, from NVIDIA's documentation of matrix multiplication alone ("Performance Requirements for Tensor Cores": 16
+    bytes, 8 elements of fp16 or bf16). bf16 on CPU with dot products, GPT-2's 50257 words as 50264, 1,024 and 256 rows:
+    result and gradient of the input 1.01 to 1.03 times as fast, of the weight 1.12 times, before the padding is paid
+    for: a copy of the weight, and one of the logits' gradient. It does not pay there.
+    """
+    return device == "cuda" and dtype in (torch.float16, torch.bfloat16) and products >= LEAST_ALIGNED

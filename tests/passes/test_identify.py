@@ -189,3 +189,10 @@ def test_parts_and_higher_order_nodes_are_no_tensor_calls():
     kinds = {n.name: (is_part(n), is_higher_order(n), is_tensor_call(n)) for n in calls}
     assert sum(higher for _, higher, _ in kinds.values()) == 1
     assert all(not call for part, higher, call in kinds.values() if part or higher)
+
+
+@pytest.mark.parametrize("power", [lambda x, n: x**n, torch.pow, lambda x, n: x.pow(n)])
+def test_powers_are_told_apart_by_their_exponents(power):
+    """Lists have small whole exponents of their own, and identities are shared by calls that differ in numbers."""
+    found = [traced(lambda x, n=n: power(x, n), X)[1] for n in (2, 7)]
+    assert [identity.operations[0].arguments["exponent"] for identity in found] == [2, 7]

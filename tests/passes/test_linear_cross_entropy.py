@@ -125,6 +125,20 @@ def test_what_is_left_alone(name):
     assert not differences(run_step(found, given), run_step(plain, given))
 
 
+def test_each_loss_ignores_its_own_index():
+    """Identities are shared by calls that differ in numbers alone: the numbers may not be."""
+
+    first = int(IDS.clamp(min=0).view(-1)[0])
+    several = lambda s, x: tuple(  # noqa: E731
+        F.cross_entropy(head(s, c * x).view(-1, CLASSES), s.ids.clamp(min=0).view(-1), ignore_index=i)
+        for c, i in ((1, -100), (2, first))
+    )
+    plain, found, given, result = passed(several)
+    assert len(result.changes) == 2
+    a, b = run_step(found, given), run_step(plain, given)
+    assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
+
+
 def test_small_logits_are_left_alone(monkeypatch):
     monkeypatch.setattr(what_pays, "FEWEST_LOGITS", 36 * CLASSES + 1)
     assert "as fast" in passed(FOUND["nanogpt"])[3].skips[0].reason

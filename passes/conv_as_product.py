@@ -1,0 +1,91 @@
+"""A convolution with a kernel of one place, computed as the matrix product that it is.
+
+Before: ``conv2d(x, w)`` with ``w`` [out, in, 1, 1]. After: ``rows(x) @ w.t()``, where ``rows`` [places, in] is a view
+of a channels_last ``x``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import in_forward_mode, is_batched
+
+
+def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
+    """Return ``F.conv2d(x, weight, bias, stride)`` for a ``weight`` [out, in, 1, 1] and channels_last ``x``.
+
+    The weight's gradient is a matrix product; with ``few`` places, the result and the gradient of ``x`` are, too.
+    Sums are fp32 in either, rounded once. Source: aten/src/ATen/native/mkldnn/Conv.cpp.
+    """
+    if in_forward_mode() or is_batched(x) or is_batched(weight):
+        return F.conv2d(x, weight, bias, stride)
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, bias, stride, few)
+    return _PointwiseConv.apply(x, weight, bias, stride, few)
+
+
+class _PointwiseConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.few = stride, few
+        return _forward(x, weight, bias, stride, few)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            # create_graph=True: by operations that have a second derivative
+            product = ctx.few or torch.is_grad_enabled()
+            dx = _spread(grad, weight, x, ctx.stride) if product else _torchs(grad, weight, x, ctx.stride)
+        if ctx.needs_input_grad[1]:
+            dweight = (_rows(grad).t() @ _rows(_read(x, ctx.stride))).view(weight.shape)
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum((0, 2, 3))
+        return dx, dweight, dbias, None, None
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
+    if not few:
+        return F.conv2d(x, weight, bias, stride)
+    x = _read(x, stride)
+    return _image(F.linear(_rows(x), weight.flatten(1), bias), x)
+
+
+def _spread(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Return the gradient of ``x``: a product at the places that were read, zero at the others."""
+    found = _image(_rows(grad) @ weight.flatten(1), grad)
+    if stride == (1, 1):
+        return found
+    whole = torch.zeros_like(x, memory_format=torch.channels_last)
+    whole[:, :, :: stride[0], :: stride[1]] = found
+    return whole
+
+
+def _torchs(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) -> Tensor:
+    geometry = (list(stride), [0, 0], [1, 1], False, [0, 0], 1)
+    found: Tensor = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [True, False, False])[0]
+    return found
+
+
+def _read(x: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Return what of ``x`` the kernel reads, with its places in rows."""
+    if stride == (1, 1):
+        return x
+    return x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return an image [batch, channels, height, width] as [places, channels]; a view where it is channels_last."""
+    return x.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _image(rows: Tensor, like: Tensor) -> Tensor:
+    """Return rows as a channels_last image with the batch, height and width of ``like``."""
+    batch, _, height, width = like.shape
+    return rows.view(batch, height, width, -1).permute(0, 3, 1, 2)

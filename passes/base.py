@@ -77,7 +77,7 @@ class Pass(abc.ABC):
 
     @property
     def changes_writes(self) -> bool:
-        """Whether the pass may write, or no longer write, to memory that the graph made itself and nobody reads then."""
+        """Whether the pass may write, or write no more, to memory that the graph made and nobody reads by then."""
         return False
 
     @abc.abstractmethod

@@ -111,7 +111,8 @@ class _Sums:
         """``add(x, embedding_dense_backward(g, ids))`` -> ``index_add_(x, 0, ids, g)``."""
         if y.target is not ATEN.embedding_dense_backward.default or len(y.users) > 1 or not _alike(x, node):
             return False
-        (grad, ids, rows, padding, by_frequency), lives, val = y.args, self.lives, value(y)
+        given: Any = y.args
+        (grad, ids, rows, padding, by_frequency), lives, val = given, self.lives, value(y)
         if by_frequency or val.dtype != torch.float32 or not lives.is_done_after(x, node, node):
             return False
         if not scattering_pays(val.device.type, value(ids).numel(), rows):

@@ -22,7 +22,7 @@ from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import aligning_pays
 
-NAMES = {("aten.linear",): ("input", "weight", "bias"), ("aten.conv2d",): ("input", "weight", "bias")}
+ALIGNED = (("aten.linear",), ("aten.conv2d",))
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,17 @@ class AlignShapes(Pass):
 
 def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     """Return input, weight and bias of a linear or a convolution that torch itself computes."""
-    names = NAMES.get(names_of(node))
-    if names is None or node.op != "call_function" or REGION in node.meta or not isinstance(value(node), torch.Tensor):
+    if (
+        names_of(node) not in ALIGNED
+        or node.op != "call_function"
+        or REGION in node.meta
+        or not isinstance(value(node), torch.Tensor)
+    ):
         return None
     if getattr(node.target, "__module__", None) and str(node.target.__module__).startswith("amp_graph"):
         return None
     operations, tensors = node.meta[OPS].operations, tensor_inputs(node)
-    found = [[tensors[i] for i in operations[0].operands(name)] for name in names]
+    found = [[tensors[i] for i in operations[0].operands(name)] for name in ("input", "weight", "bias")]
     if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1:
         return None
     return found[0][0], found[1][0], next(iter(found[2]), None)

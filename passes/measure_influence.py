@@ -101,6 +101,12 @@ class MeasureInfluence(Interpreter):
         self.node = n
         return super().run_node(n)
 
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call it; what asks for a gradient may have one already, by its inputs."""
+        if target == "requires_grad_" and args[0].requires_grad:
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
         """Give every reader an alias of its own, on which its gradient arrives."""
         read = {source: self._watched(source, n) for source in n.all_input_nodes}

@@ -38,11 +38,12 @@ class Sampling(Conversion):
     """A conversion that changes no precision: its graphs run in fp32, and measure."""
 
     found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
+    through_inputs: bool = True  # whether inputs that need no gradient get one, to be measured
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, self.model, self._forward)
         problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
-        buffers = {id(b) for b in self.model.buffers()}
+        buffers = {id(b) for b in self.model.buffers()} if self.through_inputs else None
         measuring = MeasureInfluence(gm, problem.memory, buffers)
         self.found.append((problem, measuring))
 
@@ -62,7 +63,21 @@ def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: boo
     Gradients of parameters, buffers, and the state of random number generators are as before. Raises CaptureError
     where ``sample`` gives no loss, or its loss does not come from ``model``; what it raises itself passes through.
     """
-    sampling = Sampling(model, replace(policy, level="O1"), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
+    try:
+        return _measure(model, policy, sample, dynamic, through_inputs=True)
+    except RuntimeError as error:
+        if "requires_grad flags of leaf variables" not in str(error):
+            raise
+    # The model itself makes values require gradients, which it cannot where its inputs do.
+    return _measure(model, policy, sample, dynamic, through_inputs=False)
+
+
+def _measure(
+    model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None, through_inputs: bool
+) -> list[Sampled]:
+    wrapped = model.__dict__.get("forward")
+    low = replace(policy, level="O1")
+    sampling = Sampling(model, low, dynamic=dynamic, wrapped=wrapped, through_inputs=through_inputs)
     with _as_before(model), torch.random.fork_rng(), torch.enable_grad():
         sampling.attach()
         try:

@@ -73,10 +73,11 @@ class MeasureInfluence(Interpreter):
     """Runs a graph as it is, and notes the size times the gradient of every fp32 value at each of its readers.
 
     ``readings`` fill while the caller's backward runs. ``leaves`` are the tensors to differentiate for: inputs and
-    parameters, and float inputs without a gradient, which get one, but for those that are ``left_alone`` (by id).
+    parameters, and float inputs without a gradient, which get one, but for those that are ``left_alone`` (by id; None:
+    all of them).
     """
 
-    def __init__(self, gm: GraphModule, memory: Memory, left_alone: Collection[int] = ()) -> None:
+    def __init__(self, gm: GraphModule, memory: Memory, left_alone: Collection[int] | None = ()) -> None:
         super().__init__(gm)
         self.memory, self.left_alone = memory, left_alone
         self.readings: dict[tuple[str, str], float] = {}
@@ -91,7 +92,8 @@ class MeasureInfluence(Interpreter):
         given = super().placeholder(target, args, kwargs)
         if not isinstance(given, torch.Tensor) or not given.is_floating_point():
             return given
-        if not given.requires_grad and id(given) not in self.left_alone and not self._is_written(self.node):
+        alone = self.left_alone is None or id(given) in self.left_alone or self._is_written(self.node)
+        if not given.requires_grad and not alone:
             given = given.detach().requires_grad_()
         self.leaves += [given] if given.is_leaf and given.requires_grad else []
         return given

@@ -180,6 +180,30 @@ def test_a_sample_leaves_no_trace():
     assert amp_graph.report(model).graphs[0].budget.origin == "measured"
 
 
+class AsksForGradients(nn.Module):
+    """As wav2vec2 does, so that checkpointed layers get gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 4)
+
+    @torch.compiler.disable
+    def ask(self, x):
+        x.requires_grad = True
+        return x
+
+    def forward(self, x):
+        return self.body(self.ask(x[:, None]))
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_a_model_that_asks_for_gradients_itself_can_be_sampled():
+    model, x = AsksForGradients(), torch.randn(32, 16)
+    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    model(x).sum().backward()
+    assert "measured" in {graph.budget.origin for graph in amp_graph.report(model).graphs if graph.budget}
+
+
 def test_other_sizes_and_copies_keep_what_was_measured():
     model, x = Noisy(), torch.randn(32, 16)
     amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())

@@ -62,8 +62,8 @@ class Pass(abc.ABC):
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
-    * operations that draw random numbers or write to memory keep their order and their number; with
-      ``changes_writes``, those that draw, and those that write to inputs.
+    * operations that draw random numbers or write to memory keep their order and their number, unless the pass
+      declares ``absorbs_writes``; with ``changes_writes``, those that draw, and those that write to inputs.
 
     The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
     """
@@ -77,7 +77,12 @@ class Pass(abc.ABC):
 
     @property
     def changes_writes(self) -> bool:
-        """Whether the pass may write, or write no more, to memory that the graph made and nobody reads by then."""
+        """Whether the pass may write to memory that the graph made itself, where nobody reads it any more."""
+        return False
+
+    @property
+    def absorbs_writes(self) -> bool:
+        """Whether sums and relus in place may go, into what made the memory that they write to."""
         return False
 
     @abc.abstractmethod

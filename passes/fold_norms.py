@@ -59,7 +59,7 @@ class FoldNorms(Pass):
     name: ClassVar[str] = "fold-norms"
 
     @property
-    def changes_writes(self) -> bool:
+    def absorbs_writes(self) -> bool:
         """Additions and relus in place write to what nobody else reads, and go."""
         return True
 

@@ -49,7 +49,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
             result.gm.graph.lint()
         if before is not None and result.modified:
             try:
-                verify(gm, before, changes_outputs=one.changes_outputs, changes_writes=one.changes_writes)
+                verify(gm, before, one)
             except AmpGraphError as error:
                 raise type(error)(f"after pass {one.name}: {error}") from error
         done.append(Timed(one.name, result, seconds))

@@ -31,7 +31,7 @@ from amp_graph.passes.node_value import (
 )
 from amp_graph.passes.paint import FULL, LOW
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
-from amp_graph.passes.regions import GRAD, TRANSFORM
+from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 
 CAST = "amp_cast"  # meta key: why the cast is there
@@ -115,8 +115,10 @@ class _Insertion:
         lives longer. A cast may not serve across a write to the storage, nor a gradient-enabled reader from
         inside a no_grad region (autocast's cache did: pytorch#158232).
         """
-        leaf = source.op in ("placeholder", "get_attr")
-        late = (leaf or self.memory.is_written(source) or dtype != self.dtype) and TRANSFORM not in reader.meta
+        leaf, written = source.op in ("placeholder", "get_attr"), self.memory.is_written(source)
+        late = (leaf or written or dtype != self.dtype) and TRANSFORM not in reader.meta
+        if reader.op == "output" and is_trained(source) and not reader.meta.get(GRAD, True) and not (leaf or written):
+            late = False  # a part with gradients in a call without: its end would cut the output off
         before = self._before_no_grad(source, reader) if leaf else reader
         trains = before is not reader or reader.meta.get(GRAD, True)
         place = (trains, reader.meta.get(CHECKPOINT)) if late else None

@@ -1,12 +1,14 @@
 """The user's own torch.autocast and no_grad regions are marked and obeyed."""
 
 import torch
+import torch.nn.functional as F
 
+import amp_graph
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import MARK
 from amp_graph.passes.regions import GRAD, REGION
-from tests.passes.graphs import BF16, FP32, capture_function, rewritten, run_step
+from tests.passes.graphs import BF16, FP32, Function, capture_function, rewritten, run_step
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 
@@ -31,6 +33,11 @@ def without_grad(s, x):
         with torch.enable_grad():
             c = a @ s.w
     return b, c
+
+
+def with_grad_inside(s, x):
+    with torch.enable_grad():
+        return F.linear(x, s.w) + 1
 
 
 def products(gm):
@@ -87,3 +94,13 @@ def test_the_number_and_order_of_region_calls_stays():
             return [n.target.__name__ for n in gm.graph.nodes if getattr(n.target, "__name__", "").startswith("_")]
 
         assert calls(rewritten(graph)) == calls(graph.gm)
+
+
+def test_an_output_of_a_part_with_gradients_has_them_in_a_call_without():
+    model = amp_graph.convert(Function(with_grad_inside, w=W), "bf16")
+    with torch.no_grad():
+        out = model(X)
+    assert out.dtype == FP32
+    (grad,) = torch.autograd.grad(out.sum(), model.parameters())
+    expected = torch.ones(4, 4) @ X.bfloat16().float()
+    assert (grad - expected).norm() <= 0.01 * expected.norm()

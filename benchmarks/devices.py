@@ -77,7 +77,8 @@ def prepare(
         raise SystemExit("--cudnn-benchmark, --cuda-graphs: only with a GPU\n  fix:   add --device cuda")
     if device == "cuda" and cpu_time:
         raise SystemExit("--cpu-time: the time of the process is not that of the GPU\n  fix:   leave it out")
-    torch.backends.cudnn.benchmark = cudnn_benchmark
+    if cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
     if cuda_graphs:  # what torch.compile(mode="reduce-overhead") sets, here for what each side compiles
         import torch._inductor.config as inductor
 

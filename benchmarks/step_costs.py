@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from variants import Prepared
 
+from amp_graph.passes.torch_private import bytes_of
+
 PAIRS = {"aten.copy_": (1, 0), "aten._foreach_copy_": (1, 0)}  # where source and result stand among the arguments
 CASTS = {"aten._to_copy", "prims.convert_element_type", *PAIRS}
 
@@ -78,9 +80,12 @@ def conversions(name: str, args: tuple, out: Any) -> Iterator[tuple[Tensor, Tens
             yield a, b
 
 
-def storage(t: Tensor) -> StorageWeakRef:
-    """Identify the memory of a tensor, without keeping it: autograd steals gradients that nobody else holds."""
-    return StorageWeakRef(t.untyped_storage())
+def storage(t: Tensor) -> StorageWeakRef | int:
+    """Identify the memory of a tensor, without keeping it: autograd steals gradients that nobody else holds.
+
+    What is packed for a kernel has no storage; it shares its memory with nothing.
+    """
+    return StorageWeakRef(t.untyped_storage()) if t.layout is torch.strided else id(t)
 
 
 def size(t: Tensor) -> int:
@@ -106,18 +111,18 @@ def saved_by_autograd(made: Prepared, compiled: bool) -> Saved:
     """Return what autograd saves until backward begins."""
     model = made.case.model
     known = {storage(t) for t in (*model.parameters(), *model.buffers(), *made.batch)}
-    sizes: dict[StorageWeakRef, int] = {}
+    sizes: dict[StorageWeakRef | int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         if storage(t) not in known and torch._C._current_graph_task_id() == -1:
-            sizes[storage(t)] = t.untyped_storage().nbytes()
+            sizes[storage(t)] = bytes_of(t)
         return t
 
     with CountCasts(model.parameters()) as casts, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         made.run()
     if compiled:
         return Saved(None, None, sum(sizes.values()))
-    kept = {storage(t): t.untyped_storage().nbytes() for t in made.weight_copies()}
+    kept = {storage(t): bytes_of(t) for t in made.weight_copies()}
     copies = kept | {s: n for s, n in sizes.items() if s in casts.weights}
     return _summed({s: n for s, n in sizes.items() if s not in copies}, copies)
 
@@ -135,11 +140,11 @@ def saved_in_graph(made: Prepared) -> Saved:
         made.run()
     finally:
         graph.run = usual
-    kept = {storage(t): t.untyped_storage().nbytes() for t in made.weight_copies()}
+    kept = {storage(t): bytes_of(t) for t in made.weight_copies()}
     return _summed(watched.sizes, kept)
 
 
-def _summed(activations: dict[StorageWeakRef, int], copies: dict[StorageWeakRef, int]) -> Saved:
+def _summed(activations: dict[StorageWeakRef | int, int], copies: dict[StorageWeakRef | int, int]) -> Saved:
     low, kept = sum(activations.values()), sum(copies.values())
     return Saved(low, kept, low + kept)
 
@@ -150,8 +155,8 @@ class _Watched(Interpreter):
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.read = saved_nodes(gm)
-        self.sizes: dict[StorageWeakRef, int] = {}
-        self._given: set[StorageWeakRef] = set()
+        self.sizes: dict[StorageWeakRef | int, int] = {}
+        self._given: set[StorageWeakRef | int] = set()
 
     def run_node(self, n: Node) -> Any:
         """Run a node; memory that is the caller's does not count."""
@@ -160,7 +165,7 @@ class _Watched(Interpreter):
         if n.op == "placeholder":
             self._given |= {storage(t) for t in tensors}
         elif n in self.read:
-            self.sizes |= {storage(t): t.untyped_storage().nbytes() for t in tensors if storage(t) not in self._given}
+            self.sizes |= {storage(t): bytes_of(t) for t in tensors if storage(t) not in self._given}
         return made
 
 
@@ -184,4 +189,4 @@ def held_by(made: Prepared) -> int:
     state = [t for s in states for t in s.values() if isinstance(t, Tensor)]
     model = made.case.model
     tensors = (*model.parameters(), *model.buffers(), *state, *made.weight_copies())
-    return sum({storage(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({storage(t): bytes_of(t) for t in tensors}.values())

@@ -292,3 +292,18 @@ def test_one_model_from_beginning_to_end(tmp_path, capsys):
     assert "training mlp:" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="leaves out: TrainStep;"):
         speed.main([*words, "--variants", "amp_graph"])
+
+
+def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
+    from step_costs import casts_of, held_by
+
+    from amp_graph.passes import what_pays
+
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays, "FEWEST_OUTPUTS", 2)
+    made = prepared("amp_graph", training=False)
+    for _ in range(4):  # packed at the third read
+        made.run()
+    assert any(t.layout is not torch.strided for t in made.weight_copies())
+    assert casts_of(made.run).count == 2  # the batch, and the output: no weight
+    assert held_by(made) == 4 * sum(PARAMETERS) + 2 * sum(PARAMETERS)

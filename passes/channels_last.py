@@ -65,12 +65,16 @@ class _Conversion:
     memory: Memory
     layouts: Layouts
     last: set[Node] = field(default_factory=set)
+    # Of one channel both layouts are the same memory: a convolution of it gives contiguous images. Who reads them turns
+    # them, and not the next convolution: what is saved in between would be kept in both layouts.
+    late: set[Node] = field(default_factory=set)
     copies: dict[Any, Node] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
 
     def visit(self, node: Node) -> None:
         sources = [s for s in dict.fromkeys(node.all_input_nodes) if isinstance(value(s), torch.Tensor)]
-        converts = self._passes_on(node) and (_is_convolution(node) or any(s in self.last for s in sources))
+        begins = _is_convolution(node) or any(s in self.last or s in self.late for s in sources)
+        converts = self._passes_on(node) and begins
         for source in sources:
             if converts and source not in self.last and self._joins(node, source):
                 self._give(node, source, True)
@@ -78,9 +82,8 @@ class _Conversion:
                 self._give(node, source, False)
         if converts:
             node.meta["val"] = self._fresh(node, value(node))
-            # A convolution of one channel gives contiguous images: of what it reads, both layouts are the same.
-            if is_channels_last(value(node)) or not is_image(value(node)):
-                self.last.add(node)
+            arrived = is_channels_last(value(node)) or not is_image(value(node))
+            (self.last if arrived else self.late).add(node)
             if "example_value" in node.meta:
                 node.meta["example_value"] = node.meta["val"]
 

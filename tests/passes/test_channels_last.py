@@ -253,3 +253,5 @@ def test_images_of_one_channel_become_channels_last_behind_their_first_convoluti
     seen = Seen(ours)
     seen.run(*graph.given)
     assert [seen.found[n] for n in ours.graph.nodes if "conv2d" in n.name] == [False, True]
+    (relu,) = [n for n in ours.graph.nodes if n.name == "relu"]
+    assert seen.found[relu]  # it is saved for backward, in this layout alone

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from amp_graph.backend import Compile, Runner, check_compile
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
+from amp_graph.cuda_graph import Replayed, check_cuda_graph
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
@@ -70,6 +71,8 @@ class TrainStep:
     ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
     Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
     at_floor: "warn" or "error" where gradients stay infinite at the smallest scale (on the CPU).
+    cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on, whose kernels are
+    launched all at once; the results of a step are copies, its temporaries stay allocated.
 
     Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
@@ -95,6 +98,7 @@ class TrainStep:
         process_group: Any = None,
         reduce_dtype: torch.dtype | None = None,
         at_floor: str = "warn",
+        cuda_graph: bool = False,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -106,6 +110,8 @@ class TrainStep:
         check_at_floor("TrainStep", at_floor)
         self.at_floor, self._calls = at_floor, 0
         self._ranks = ranks_of(process_group, model, reduce_dtype)
+        check_cuda_graph(cuda_graph, model, self._ranks)
+        self.cuda_graph = cuda_graph
         if self._ranks is not None:
             make_equal(model, process_group)
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
@@ -251,8 +257,15 @@ class TrainStep:
         device = device_of(gm)
         passes = passes_of_step(self.policy, device) if self.compile == "eager" and self.policy.level != "O0" else []
         step = trace_step(parts, self._lower, passes)
+        if self.cuda_graph:
+            step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
         return step
+
+    def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Return which inputs of a captured graph are no tensors of the model's own."""
+        own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        return tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
 
     def _was_updated(self, step: StepGraph, args: Sequence[Any]) -> None:
         """Let whoever keeps copies of weights know of an update; this step's own were written by it."""

@@ -62,11 +62,20 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """The time of a graph, forward and backward, as a multiple of full precision's; on which machine."""
+
+    ratio: float
+    machine: str
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
     ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured. ``budget``:
-    what its plan makes of the policy's error budget, if there is one.
+    what its plan makes of the policy's error budget, if there is one. ``predicted``: what low precision gains by the
+    rates of a machine (``amp-graph calibrate``); None where nothing is low.
     """
 
     index: int
@@ -86,6 +95,7 @@ class GraphReport:
     has_fp32: bool
     has_floats: bool
     budget: Budget | None = None
+    predicted: Predicted | None = None
 
     @property
     def mode(self) -> str:

@@ -13,17 +13,20 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.conversion import Captured
-from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note
-from amp_graph.passes import facts, packed_weights, weight_copies
+from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
+from amp_graph.passes import facts
 from amp_graph.passes.error_budget import BUDGET
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.keep_weight_copies import is_kept
+from amp_graph.passes.machine import machine_for
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import MARK, Mark
+from amp_graph.passes.predict import predicted_ratio
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.rewrite import Rewritten
+from amp_graph.rewrite import Rewritten, device_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,14 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         torch.float32 in dtypes,
         any(d.is_floating_point or d.is_complex for d in dtypes),
         record.rewritten.gm.meta.get(BUDGET),
+        _predicted(parts, low, device_of(record.rewritten.gm)),
     )
+
+
+def _predicted(parts: list[Part], low: torch.dtype, device: str) -> Predicted | None:
+    machine = machine_for(device)
+    ratio = predicted_ratio((n for part in parts for n in part.gm.graph.nodes), machine, low)
+    return None if ratio is None else Predicted(ratio, machine.name)
 
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
@@ -89,12 +99,6 @@ def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
     return CAST in node.meta and (node.op == "call_method" or is_kept(node))
-
-
-def is_kept(node: Node) -> bool:
-    """Say whether ``node`` reads a weight's copy that outlives the call."""
-    of = getattr(node.target, "__module__", "")
-    return of == weight_copies.__name__ or (of == packed_weights.__name__ and CAST in node.meta)
 
 
 def mark_of(node: Node) -> Mark | None:

@@ -10,7 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from amp_graph.graph_report import GraphReport, NodeReport
-from amp_graph.report_text import graph_lines, report_text
+from amp_graph.report_text import graph_lines, predicted_lines, report_text
 
 if TYPE_CHECKING:
     from amp_graph.report import Report
@@ -67,7 +67,8 @@ def html_page(report: Report) -> str:
 
 def _section(graph: GraphReport) -> str:
     title = escape(f"Graph {graph.index}: {graph.mode}, {graph.dtype}")
-    summary = escape("\n".join(line.removeprefix("  ") for line in graph_lines(graph, None)))
+    lines = [*predicted_lines(graph), *graph_lines(graph, None)]
+    summary = escape("\n".join(line.removeprefix("  ") for line in lines))
     return (
         f"<section>\n<h2>{title}</h2>\n<pre>{summary}</pre>\n{_filters()}\n"
         f"{_table(graph.nodes)}\n{_folded('The graph as rewritten', graph.text)}\n"

@@ -35,7 +35,7 @@ def report_text(report: Report, width: int | None = WIDTH) -> str:
         first = seen.setdefault(body, graph.index)
         same = graph.index != first
         title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
-        lines += ["", f"{title}: as graph {first}" if same else title, *(() if same else body)]
+        lines += ["", f"{title}: as graph {first}" if same else title, *predicted_lines(graph), *(() if same else body)]
     return "\n".join(lines) + "\n"
 
 
@@ -132,6 +132,17 @@ def _memory(graph: GraphReport) -> str:
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
     before = size_text(graph.captured_bytes)
     return f"  activations written, estimated: {total} ({parts}); as captured {before}"
+
+
+def predicted_lines(graph: GraphReport) -> list[str]:
+    """Say where low precision is predicted to lose time, and what to do about it."""
+    found = graph.predicted
+    if found is None or found.ratio <= 1:
+        return []
+    return [
+        f"  low precision does not pay on {found.machine}: predicted time {found.ratio:.1f} of full precision's",
+        "    policy 'planner=mincut,skip_unprofitable=true' leaves alone what does not pay",
+    ]
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:

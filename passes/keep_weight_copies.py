@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from amp_graph.passes import packed_weights, weight_copies
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
@@ -53,6 +54,12 @@ class KeepWeightCopies(Pass):
             node.kwargs = {"once": True} if _is_read_once(node) else {}
             changes.append(Change(self.name, "kept", node.name, "cast once an update"))
         return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def is_kept(node: Node) -> bool:
+    """Say whether ``node`` reads a weight's copy that outlives the call."""
+    of = getattr(node.target, "__module__", "")
+    return of == weight_copies.__name__ or (of == packed_weights.__name__ and CAST in node.meta)
 
 
 def _casts_parameter(node: Node) -> bool:

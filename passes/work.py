@@ -7,6 +7,7 @@ backward: 9.9 ms in bfloat16 at 1.8e11 FLOP/s.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +54,8 @@ class Work:
     sums: int = 0
 
 
-def work_of(node: Node, kind: Classification) -> Work:
-    """Return what ``node``, classified as ``kind``, does."""
+def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = None) -> Work:
+    """Return what ``node``, classified as ``kind``, does; ``operands`` are those that it was classified with."""
     if not tensors(captured(node)):
         return Work("")
     if _is_view(node, kind):
@@ -65,7 +66,8 @@ def work_of(node: Node, kind: Classification) -> Work:
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
     if family in COUNTED:
-        factors = sum(is_trained(s) for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
+        operands = node.all_input_nodes if operands is None else operands
+        factors = sum(is_trained(s) for s in operands if s in kind.applies and _is_matrix(s))
         backward = float(factors) if is_trained(node) else 0.0
         return Work(family, _flops(kind, given, made), elements, backward, "inputs" if backward else "", sums)
     return Work(family, 0, elements, float(is_trained(node)), _keeps(kind) if is_trained(node) else "", sums)

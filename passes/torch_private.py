@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import itertools
 import logging
@@ -352,9 +353,19 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep an outer ``torch.compile`` from tracing into ``function``, or into what it calls.
 
-    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it.
+    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it. Where no
+    compiler listens, which is the rule, there is nothing to switch off, and none of the wrapper's work is done.
     """
-    return torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    listener = torch._C._dynamo.eval_frame.get_eval_frame_callback  # 2.11 - 2.13
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if listener() is None else disabled(*args, **kwargs)
+
+    functools.update_wrapper(call, disabled)  # with the marks by which Dynamo knows what is disabled
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    torch._dynamo.eval_frame.skip_code(call.__code__)
+    return call
 
 
 def being_traced() -> bool:

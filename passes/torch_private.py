@@ -23,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
@@ -74,6 +74,7 @@ __all__ = [
     "softmax_backward",
     "storage_key",
     "tracing_fake",
+    "unset_fake_temporarily",
     "weakly",
     "with_parameters",
     "words_of",

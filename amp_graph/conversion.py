@@ -128,7 +128,7 @@ class Conversion:
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
                 "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
             )
-        if _autocast_is_on(args):
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             self._note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
@@ -152,11 +152,8 @@ class Conversion:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._capturing()
             raise
-        if self.policy.level != "O0":
-            if self.runs == before:
-                self._nothing_ran()
-            elif self._events:
-                self._look_for_what_escaped()
+        if (self.runs == before or self._events) and self.policy.level != "O0":
+            self._nothing_ran() if self.runs == before else self._look_for_what_escaped()
         return result
 
     def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -343,10 +340,6 @@ def conversion_of(model: Any) -> Conversion | None:
         model = model.module
     found = getattr(model, "__dict__", {}).get(CONVERSION)
     return found if isinstance(found, Conversion) else None
-
-
-def _autocast_is_on(args: tuple[Any, ...]) -> bool:
-    return torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
 
 
 def device_of_model(model: torch.nn.Module) -> str | None:

@@ -117,7 +117,7 @@ def rewrite_in_place(
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    passes = [*passes_for(policy, device, measured), *(passes_in_eager(policy, device) if eager else []), *last]
+    passes = [*passes_for(policy, device, measured, eager=eager), *last]
     done = run_passes(gm, passes) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
@@ -140,15 +140,21 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
     return plan.problem(gm)
 
 
-def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ()) -> list[Pass]:
-    """Return the passes of ``policy``, in order."""
+def passes_for(
+    policy: Policy, device: str, measured: tuple[Measured, ...] = (), *, eager: bool = False
+) -> list[Pass]:
+    """Return the passes of ``policy``, in order; ``eager``: with those for graphs that run as they are.
+
+    What those do, compilers do by themselves.
+    """
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
     aligned = AlignShapes(policy.device or device)
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), Convolution(), aligned] if ours else []
+    pointwise, loss = ([PointwiseConv()], [LinearCrossEntropy()]) if eager else ([], [])
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), *pointwise, Convolution(), aligned, *loss]
     found = [
         IdentifyOps(),
         *fusions,
@@ -168,16 +174,9 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
         ShareCasts(),
         ProtectNorms(),
         *([RecomputeActivations()] if policy.accuracy == "fast" else []),
-        *kernels,
+        *(kernels if ours else []),
     ]
     return _wanted(found, policy)
-
-
-def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
-    """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
-    return (
-        _wanted([PointwiseConv(), LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
-    )
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.convolution_backward import rows, weight_gradient
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 
@@ -44,7 +45,7 @@ class _PointwiseConv(torch.autograd.Function):
             product = ctx.few or torch.is_grad_enabled()
             dx = _spread(grad, weight, x, ctx.stride) if product else _torchs(grad, weight, x, ctx.stride)
         if ctx.needs_input_grad[1]:
-            dweight = (_rows(grad).t() @ _rows(_read(x, ctx.stride))).view(weight.shape)
+            dweight = weight_gradient(grad, x, weight, ctx.stride, (0, 0))
         if ctx.needs_input_grad[2]:
             dbias = grad.sum((0, 2, 3))
         return dx, dweight, dbias, None, None
@@ -54,12 +55,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, 
     if not few:
         return F.conv2d(x, weight, bias, stride)
     x = _read(x, stride)
-    return _image(F.linear(_rows(x), weight.flatten(1), bias), x)
+    return _image(F.linear(rows(x), weight.flatten(1), bias), x)
 
 
 def _spread(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) -> Tensor:
     """Return the gradient of ``x``: a product at the places that were read, zero at the others."""
-    found = _image(_rows(grad) @ weight.flatten(1), grad)
+    found = _image(rows(grad) @ weight.flatten(1), grad)
     if stride == (1, 1):
         return found
     whole = torch.zeros_like(x, memory_format=torch.channels_last)
@@ -80,12 +81,7 @@ def _read(x: Tensor, stride: tuple[int, int]) -> Tensor:
     return x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return an image [batch, channels, height, width] as [places, channels]; a view where it is channels_last."""
-    return x.permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def _image(rows: Tensor, like: Tensor) -> Tensor:
+def _image(found: Tensor, like: Tensor) -> Tensor:
     """Return rows as a channels_last image with the batch, height and width of ``like``."""
     batch, _, height, width = like.shape
-    return rows.view(batch, height, width, -1).permute(0, 3, 1, 2)
+    return found.view(batch, height, width, -1).permute(0, 3, 1, 2)

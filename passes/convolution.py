@@ -5,24 +5,18 @@ Before: ``conv2d(x, w, None, 2, 1)`` in bf16 on CPU. After: ``conv2d_low(x, w, N
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.convolution_backward import conv2d_low
-from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.image_layout import is_channels_last, is_image
-from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.what_pays import weight_gradient_by_product_pays
-
-CONV2D = torch.ops.aten.conv2d.default
-NAMES = ("input", "weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -39,49 +33,27 @@ class Convolution(Pass):
         """Visit every convolution that trains."""
         changes, skips = [], []
         for node in gm.graph.nodes:
-            if not _trains(node):
+            if not calls_convolution(node) or not is_trained(node):
                 continue
-            given = facts.schema_arguments(CONV2D, node.args, dict(node.kwargs))
-            reason = _why_not(node, given)
-            if reason:
+            call = convolution_call(node)
+            reason = call if isinstance(call, str) else _why_not(call)
+            if isinstance(call, str) or reason:
                 skips.append(Skip(node.name, reason))
                 continue
-            node.op, node.target, node.kwargs = "call_function", conv2d_low, {}
-            node.args = (
-                given["input"],
-                given["weight"],
-                given["bias"],
-                _pair(given["stride"]),
-                _pair(given["padding"]),
-            )
+            node.target, node.kwargs = conv2d_low, {}
+            node.args = (call.input, call.weight, call.bias, call.stride, call.padding)
             changes.append(Change(self.name, "weight's gradient", node.name, "a product is faster over so few places"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _trains(node: Node) -> bool:
-    if node.op != "call_function" or node.target is conv2d_low or REGION in node.meta:
-        return False
-    return names_of(node) == ("aten.conv2d",) and is_trained(node)
-
-
-def _why_not(node: Node, given: dict[str, Any]) -> str:
+def _why_not(call: ConvolutionCall) -> str:
     """Return why a call stays as it is, "" where it does not."""
-    if isinstance(given["padding"], str) or given["groups"] != 1 or _pair(given["dilation"]) != (1, 1):
-        return "it has groups, dilation or named padding"
-    if not isinstance(given["weight"], Node) or not is_trained(given["weight"]):
+    if not call.trains:
         return "its weight has no gradient"
-    x, weight, out = value(given["input"]), value(given["weight"]), value(node)
-    if not isinstance(x, torch.Tensor) or not (is_channels_last(x) or not is_image(x)):
+    x, channels, places = call.image, call.channels, call.places
+    if is_image(x) and not is_channels_last(x):
         return "its images are not channels_last"
-    places = concrete_size(out.shape[2]) * concrete_size(out.shape[3])
-    kernel, channels = concrete_size(weight.shape[2]) * concrete_size(weight.shape[3]), concrete_size(x.shape[1])
-    if not weight_gradient_by_product_pays(
-        x.device.type, x.dtype, channels, kernel, _pair(given["stride"]) != (1, 1), places
-    ):
+    kernel, strided = math.prod(call.kernel), call.stride != ONE
+    if not weight_gradient_by_product_pays(x.device.type, x.dtype, channels, kernel, strided, places):
         return f"the kernel is as fast for {channels} channels and {places} places in {x.dtype} on {x.device.type}"
     return ""
-
-
-def _pair(given: Any) -> tuple[Any, Any]:
-    found = (given,) if isinstance(given, int) else tuple(given)
-    return found * 2 if len(found) == 1 else found

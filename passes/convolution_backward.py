@@ -61,17 +61,20 @@ class _Conv2d(torch.autograd.Function):
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """Return the gradient of ``weight``, of its shape and dtype: patches of ``x`` times ``grad``, over all places."""
     out, channels, height, width = weight.shape
-    rows = grad.permute(0, 2, 3, 1).reshape(-1, out)
-    return (
-        (rows.t() @ _patches(x, (height, width), stride, padding))
-        .view(out, height, width, channels)
-        .permute(0, 3, 1, 2)
-    )
+    product = rows(grad).t() @ _patches(x, (height, width), stride, padding)
+    return product.view(out, height, width, channels).permute(0, 3, 1, 2)
+
+
+def rows(image: Tensor) -> Tensor:
+    """Return an image [batch, channels, height, width] as [places, channels]; a view where it is channels_last."""
+    return image.permute(0, 2, 3, 1).flatten(0, 2)
 
 
 def _patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """Return what the kernel sees at each place, one row a place: [batch * places, kernel * channels]."""
     if any(padding):
         x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    if tuple(kernel) == (1, 1):
+        return rows(x if tuple(stride) == (1, 1) else x[:, :, :: stride[0], :: stride[1]])
     patches = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])
     return patches.permute(0, 2, 3, 4, 5, 1).reshape(-1, kernel[0] * kernel[1] * x.shape[1])

@@ -143,7 +143,7 @@ class _Insertion:
         with place:
             cast = self.gm.graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
-            new = value(source).to(dtype)
+            new = torch.empty_like(value(source), dtype=dtype)  # as a cast lays it out, and sooner known
         keep_trained(new, captured(source))
         origin = source if before is None else reader
         cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import itertools
 import logging
@@ -22,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
@@ -73,6 +74,7 @@ __all__ = [
     "softmax_backward",
     "storage_key",
     "tracing_fake",
+    "unset_fake_temporarily",
     "weakly",
     "with_parameters",
     "words_of",
@@ -352,9 +354,19 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep an outer ``torch.compile`` from tracing into ``function``, or into what it calls.
 
-    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it.
+    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it. Where no
+    compiler listens, which is the rule, there is nothing to switch off, and none of the wrapper's work is done.
     """
-    return torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    listener = torch._C._dynamo.eval_frame.get_eval_frame_callback  # 2.11 - 2.13
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if listener() is None else disabled(*args, **kwargs)
+
+    functools.update_wrapper(call, disabled)  # with the marks by which Dynamo knows what is disabled
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    torch._dynamo.eval_frame.skip_code(call.__code__)
+    return call
 
 
 def being_traced() -> bool:

@@ -52,8 +52,8 @@ def test_it_is_the_convolution(few, dtype, stride, size, bias):
 
 
 def test_rows_in_another_order_are_the_control(monkeypatch):
-    rows = conv_as_product._rows
-    monkeypatch.setattr(conv_as_product, "_rows", lambda x: rows(x).flip(0))
+    rows = conv_as_product.rows
+    monkeypatch.setattr(conv_as_product, "rows", lambda x: rows(x).flip(0))
     exact = run(F.conv2d, BF16, (1, 1), exact=True)
     ours = run(lambda *a: pointwise_conv(*a, True), BF16, (1, 1))
     assert error(ours[0], exact[0]) > 0.1
@@ -164,3 +164,23 @@ def test_a_whole_step():
         return [step(X).item() for _ in range(5)]
 
     assert losses("bf16") == pytest.approx(losses("bf16,skip=pointwise_conv"), rel=0.02)
+
+
+def test_convolution_gets_what_is_left():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 48, 1))
+    amp_graph.convert(model, "bf16")(drawn(2, 32, 8, 8)).sum().backward()
+    (graph,) = conversion_of(model).graphs
+    changed = [(t.name, c.node) for t in graph.rewritten.passes for c in t.result.changes]
+    ours = [(name, node) for name, node in changed if name in ("convolution", "pointwise-conv")]
+    assert [name for name, _ in ours] == ["pointwise-conv", "convolution"]
+    assert len({node for _, node in ours}) == 2
+
+
+def test_one_image_without_a_batch_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.Conv2d(32, 48, 1))
+    x = drawn(32, 8, 8)
+    want = model(x)
+    got = amp_graph.convert(model, "bf16", strict=True)(x)
+    assert error(got, want.double()) < 0.02
+    got.sum().backward()

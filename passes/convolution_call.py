@@ -1,0 +1,99 @@
+"""A convolution of images as the rewrites of convolutions read it: its operands, its numbers, and their common law.
+
+Before: the node ``conv2d(x, w, None, 2, "valid")``. After: ``ConvolutionCall(x, w, None, stride=(2, 2), ...)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.passes import facts
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.image_layout import is_channels_last, is_image
+from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.torch_private import concrete_size
+
+SCHEMA = torch.ops.aten.conv2d.default
+CALLS = frozenset({torch.conv2d, torch.nn.functional.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d})
+ONE = (1, 1)
+
+
+@dataclass(frozen=True)
+class ConvolutionCall:
+    """Arguments of ``conv2d`` [batch, channels, height, width] with one group and no dilation, padding in numbers."""
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def image(self) -> torch.Tensor:
+        """The fake value of the images."""
+        found: torch.Tensor = value(self.input)
+        return found
+
+    @property
+    def channels(self) -> int:
+        """How many channels the images have."""
+        return concrete_size(self.image.shape[1])
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        """Height and width of the weight."""
+        return _pair(value(self.weight).shape[2:])
+
+    @property
+    def places(self) -> int:
+        """How many places an image of the result has."""
+        return math.prod(concrete_size(n) for n in value(self.node).shape[2:])
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weight gets a gradient."""
+        return is_trained(self.node) and is_trained(self.weight)
+
+    @property
+    def lies_in_rows(self) -> bool:
+        """Whether the images' channels lie innermost, densely: as they do, too, where there is but one place."""
+        x = self.image
+        return is_channels_last(x) if is_image(x) else x.is_contiguous() and self.channels > 1
+
+
+def calls_convolution(node: Node) -> bool:
+    """Say whether ``node`` calls torch's ``conv2d`` itself, in no region whose precision the user set."""
+    if node.op != "call_function" or node.target not in CALLS or REGION in node.meta:
+        return False
+    return names_of(node) == ("aten.conv2d",)
+
+
+def convolution_call(node: Node) -> ConvolutionCall | str:
+    """Return what ``node``, for which ``calls_convolution`` holds, computes; why no rewrite takes it, as text."""
+    given = facts.schema_arguments(SCHEMA, node.args, dict(node.kwargs))
+    x, weight = given["input"], given["weight"]
+    if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
+        return "it is not of a batch of images"
+    pointwise = _pair(value(weight).shape[2:]) == ONE
+    padding = _padding(given["padding"], pointwise)
+    if padding is None or given["groups"] != 1 or (_pair(given["dilation"]) != ONE and not pointwise):
+        return "it has groups, dilation or named padding"
+    return ConvolutionCall(node, x, weight, given["bias"], _pair(given["stride"]), padding)
+
+
+def _padding(given: Any, pointwise: bool) -> tuple[int, int] | None:
+    if not isinstance(given, str):
+        return _pair(given)
+    return (0, 0) if pointwise or given == "valid" else None
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    found = (given,) if isinstance(given, int) else tuple(given)
+    return concrete_size(found[0]), concrete_size(found[-1])

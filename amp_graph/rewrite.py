@@ -167,7 +167,6 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
         EliminateCasts(),
         ShareCasts(),
         ProtectNorms(),
-        *([RecomputeActivations()] if policy.accuracy == "fast" else []),
         *kernels,
     ]
     return _wanted(found, policy)
@@ -175,9 +174,10 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
 
 def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
-    return (
-        _wanted([PointwiseConv(), LinearCrossEntropy()], policy) if policy.op_list(device).unlisted == "opaque" else []
-    )
+    if policy.op_list(device).unlisted != "opaque":
+        return []
+    again = RecomputeActivations(thorough=policy.accuracy == "fast")
+    return _wanted([PointwiseConv(), LinearCrossEntropy(), again], policy)
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

@@ -153,8 +153,10 @@ def passes_for(
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
     aligned = AlignShapes(policy.device or device)
-    pointwise, loss = ([PointwiseConv()], [LinearCrossEntropy()]) if eager else ([], [])
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), *pointwise, Convolution(), aligned, *loss]
+    pointwise: list[Pass] = [PointwiseConv()] if eager else []
+    again = RecomputeActivations(thorough=policy.accuracy == "fast")
+    last: list[Pass] = [LinearCrossEntropy(), again] if eager else []
+    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), *pointwise, Convolution(), aligned, *last]
     found = [
         IdentifyOps(),
         *fusions,
@@ -173,7 +175,6 @@ def passes_for(
         EliminateCasts(),
         ShareCasts(),
         ProtectNorms(),
-        *([RecomputeActivations()] if policy.accuracy == "fast" else []),
         *(kernels if ours else []),
     ]
     return _wanted(found, policy)

@@ -40,6 +40,11 @@ class Memory:
         """Say whether the storage of the value of ``node`` is written anywhere in the graph."""
         return any(key in self.writers for key in self.storages.get(node, ()))
 
+    def is_written_after(self, node: Node) -> bool:
+        """Say whether the storage of the value of ``node`` is written behind ``node``."""
+        at = self.order[node]
+        return any(place > at for key in self.storages.get(node, ()) for place in self.writers.get(key, ()))
+
     def epoch(self, node: Node, reader: Node) -> int:
         """Return how often the storage of ``node`` has been written before ``reader`` runs."""
         at = self.order[reader]

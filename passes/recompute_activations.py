@@ -1,99 +1,213 @@
-"""Let a linear compute its input again in backward, where that is an activation of a value that is kept anyway.
+"""Let autograd compute activations and norms again in backward, where it would save them and need not.
 
-Before: ``h = gelu(a); y = linear(h, w, b)``, which keeps ``a`` and ``h``. After:
-``y = linear_of_activation(h, w, b, a, "gelu")``, which keeps ``a`` alone.
+Before: ``h = gelu(a); y = linear(h, w, b)``, which keeps ``a`` and ``h``. After: ``h = gelu_computed_again(a);
+y = linear_computing_again(h, w, b)``, which keeps ``a`` alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes import facts
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.compute_again import (
+    batch_norm_computed_again,
+    gelu_computed_again,
+    layer_norm_computed_again,
+    layer_norm_low_computed_again,
+    relu_computed_again,
+    silu_computed_again,
+)
+from amp_graph.passes.computing_again import computing_again
 from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.memory import observe
-from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import GRAD, REGION
-from amp_graph.passes.runtime import linear_of_activation
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.runtime import layer_norm_low
+from amp_graph.passes.what_pays import computing_again_pays
+from amp_graph.passes.who_saves import Readers, readers_of
 
-VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
+LAYER_NORM = torch.ops.aten.layer_norm.default
+BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+OURS = frozenset(
+    {
+        batch_norm_computed_again,
+        gelu_computed_again,
+        layer_norm_computed_again,
+        layer_norm_low_computed_again,
+        relu_computed_again,
+        silu_computed_again,
+    }
+)
+KINDS = {
+    "aten.gelu": "gelu",
+    "aten.silu": "silu",
+    "aten.layer_norm": "layer norm",
+    "aten.relu": "relu",
+    "aten.relu_": "relu",
+}
+SUMS = (("aten.add",), ("aten.add_",))
 
 
 @dataclass(frozen=True)
 class RecomputeActivations(Pass):
-    """Replaces a linear that alone reads a GELU or SiLU by one that does not save it.
+    """Replaces an activation or a norm, and the products and pools that read it, by ones that do not save it.
 
-    Only in training, outside of checkpoints and of the user's own autocast, and where nobody writes to either
-    value. Exactness: bit-exact, backward runs the same kernel on the same bits. Cost: that kernel once more, which
-    is to the linear as one is to its width: below ``narrowest`` outputs it is not worth the memory.
+    Law: the value's operation saves what it is computed from anyway (a GELU, SiLU or layer norm its input; a batch norm
+    behind which there is a relu, its input and statistics), nobody who is not replaced saves the value, and nobody
+    writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact,
+    backward runs the same kernel on the same bits; statistics of batch norms are not taken, nor moved, again. Cost:
+    that kernel once more, see ``computing_again_pays``.
+
+    ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
+    residual networks, each from the one before, ``longest`` of them in a row from one that is kept.
     """
 
-    narrowest: int = 256
+    thorough: bool = False
+    longest: int = 8
     name: ClassVar[str] = "recompute-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear."""
-        memory = observe(gm, marks(gm))
-        changes = []
-        for node in gm.graph.nodes:
-            operands = _operands(node)
-            found = _activation(operands[0]) if operands else None
-            if operands is None or found is None or memory.is_written(found[0]) or memory.is_written(operands[0]):
-                continue
-            before, activation = found
-            if concrete_size(_width(node)) < self.narrowest:
-                continue
-            if not captured(node).requires_grad or not node.meta.get(GRAD, True):
-                continue
-            if CHECKPOINT in node.meta or REGION in node.meta:  # these have a say in what is saved, or computed
-                continue
-            names = names_of(node)
-            node.op, node.target, node.kwargs = "call_function", linear_of_activation, {}
-            node.args = (*operands, before, activation, names == ("aten.addmm",))
-            changes.append(Change(self.name, "recomputes", node.name, f"{activation} of {before.name} is not saved"))
-        return PassResult(gm, tuple(changes))
+        """Visit every activation and norm, in order."""
+        work = _Work(self, observe(gm, marks(gm)))
+        for node in list(gm.graph.nodes):
+            if node.target is relu_computed_again:
+                work.note(node)
+            elif kind := _kind(node):
+                work.visit(node, kind)
+        return PassResult(gm, tuple(work.changes), tuple(work.skips))
 
 
-def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """Return input, weight and bias of a linear that one call makes, or None."""
-    if node.op != "call_function" or node.target is linear_of_activation:
-        return None
-    names = names_of(node)
-    args = [*node.args, *node.kwargs.values()]
-    if names == ("aten.addmm",) and len(args) == 3 and not set(node.kwargs) - {"mat1", "mat2", "input"}:
-        bias, x, weight = args
-    elif names == ("aten.linear",) and not set(node.kwargs) - {"bias"}:
-        x, weight, bias = (*args, None)[:3]
-    else:
-        return None
-    if not isinstance(x, Node) or not isinstance(weight, Node) or not (bias is None or isinstance(bias, Node)):
-        return None
-    whole = (
-        value(weight).dim() == 2 and value(weight).dtype == value(x).dtype and (bias is None or value(bias).dim() == 1)
-    )
-    return (x, weight, bias) if whole else None
+@dataclass
+class _Work:
+    """Which values are computed again by now, and from how many others in a row."""
 
+    options: RecomputeActivations
+    memory: Memory
+    depths: dict[Node, int] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
 
-def _activation(node: Node) -> tuple[Node, str] | None:
-    """Return what ``node`` is the activation of, by way of views, and the activation's name."""
-    while len(node.users) == 1 and names_of(node) in [(name,) for name in VIEWS]:
-        if not isinstance(node.args[0], Node) or _width(node) != _width(node.args[0]):
+    def visit(self, node: Node, kind: str) -> None:
+        """Let one value be computed again where the law allows it and it pays."""
+        made = self._makers(node.args[0]) if kind == "relu" else ()
+        if made is None:
+            return
+        found = readers_of(node)
+        reason = self._why_not(node, kind, found)
+        if reason:
+            self.skips.append(Skip(node.name, reason))
+            return
+        for one in (*made, node):
+            _replace(one)
+        for reader in found.readers:
+            reader.target = computing_again(reader.target)
+        if kind == "relu":
+            self.note(node)
+        names = ", ".join(r.name for r in found.readers)
+        self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
+
+    def note(self, relu: Node) -> None:
+        """Take up that a relu is computed again: others may be computed from it."""
+        self.depths[relu] = self._depth(relu)
+
+    def _why_not(self, node: Node, kind: str, found: Readers) -> str:
+        if found.reason:
+            return found.reason
+        if self.memory.is_written_after(node):
+            return "it is written to later"
+        if not found.readers or not computing_again_pays(kind == "relu", found.products):
+            return "what reads it takes too little time to compute it twice"
+        if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
+            return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
+        if kind == "relu" and self._depth(node) > self.options.longest:
+            return f"the {self.options.longest} before it are computed again already"
+        return ""
+
+    def _depth(self, node: Any) -> int:
+        """Return how many relus in a row are computed to have that of ``node``, itself included."""
+        stack, deepest = [node.args[0]], 0
+        while stack:
+            one = stack.pop()
+            if names_of(one) in SUMS:
+                stack += one.args[:2]
+            deepest = max(deepest, self.depths.get(one, 0))
+        return deepest + 1
+
+    def _makers(self, source: Any) -> tuple[Node, ...] | None:
+        """Return the batch norms that make what a relu reads; None where something else has a part in it."""
+        if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
-        node = node.args[0]
-    if len(node.users) != 1 or node.op != "call_function" or not isinstance(node.args[0], Node):
-        return None
-    if not isinstance(captured(node.args[0]), torch.Tensor) or not captured(node.args[0]).requires_grad:
-        return None
-    if names_of(node) == ("aten.gelu",):
-        return node.args[0], "gelu_tanh" if "tanh" in (*node.args[1:], *node.kwargs.values()) else "gelu"
-    return (node.args[0], "silu") if names_of(node) == ("aten.silu",) else None
+        if source.target is batch_norm_computed_again or _is_batch_norm(source):
+            return (source,)
+        if not self.options.thorough:
+            return None
+        if source in self.depths or (names_of(source) in (("aten.relu",), ("aten.relu_",)) and is_trained(source)):
+            return ()
+        if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
+            return None
+        parts = [self._makers(p) if _dtype(p) == _dtype(source) else None for p in source.args]
+        return None if None in parts else tuple(dict.fromkeys(m for part in parts if part for m in part))
 
 
-def _width(node: Node) -> object:
-    return value(node).shape[-1]
+def _kind(node: Node) -> str:
+    """Return what ``node`` makes, "" where that is nothing to compute again."""
+    names = names_of(node)
+    if len(names) != 1 or names[0] not in KINDS or node.target in OURS or not is_trained(node):
+        return ""
+    if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
+        return ""
+    plain = node.op == "call_function" or KINDS[names[0]] == "relu"
+    return KINDS[names[0]] if plain and node.args else ""
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    return value(node).dtype if isinstance(node, Node) else None
+
+
+def _is_tanh(node: Node) -> bool:
+    return "tanh" in (*node.args[1:], *node.kwargs.values())
+
+
+def _is_batch_norm(node: Node) -> bool:
+    """Say whether ``node`` is a batch norm by the CPU's kernel, with fp32 parameters, that gradients flow through."""
+    if node.target is not F.batch_norm or names_of(node) != ("aten.batch_norm",) or not is_trained(node):
+        return False
+    given = _batch_norm_arguments(node)
+    parameters = [given["weight"], given["bias"]]
+    full = all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters)
+    return full and value(node).device.type == "cpu"
+
+
+def _batch_norm_arguments(node: Node) -> dict[str, Any]:
+    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+    return defaults | dict(zip(BATCH_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _replace(node: Node) -> None:
+    """Let ``node`` call what has its value computed again."""
+    kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
+    node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
+    if kind == "relu":
+        node.target, node.args, node.kwargs = relu_computed_again, (source, relu_in_place), {}
+    elif kind == "silu":
+        node.target, node.args, node.kwargs = silu_computed_again, (source,), {}
+    elif kind == "gelu":
+        node.target = gelu_computed_again
+    elif node.target is layer_norm_low:
+        node.target = layer_norm_low_computed_again
+    elif kind == "layer norm":
+        given = facts.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
+        node.args = tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
+        node.target, node.kwargs = layer_norm_computed_again, {}
+    elif node.target is not batch_norm_computed_again:
+        given = _batch_norm_arguments(node)
+        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
+        node.kwargs = {}

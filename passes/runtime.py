@@ -5,11 +5,9 @@ Before: three casts of one value, whose gradients are each widened and then adde
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
@@ -134,63 +132,3 @@ def layer_norm_low(
     if not torch.is_grad_enabled():
         return torch.layer_norm(x, normalized_shape, weight, bias, eps)
     return _LowLayerNorm.apply(x, tuple(normalized_shape), weight, bias, eps)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
-class _LinearOfActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        before: torch.Tensor,
-        activation: str,
-        transposed: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(before, weight)
-        ctx.activation, ctx.transposed = activation, transposed
-        return _linear(x, weight, bias, transposed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        before, weight = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        flat = grad.reshape(-1, grad.shape[-1])
-        dx = dweight = dbias = None
-        if need[0]:
-            dx = (flat.mm(weight.t()) if ctx.transposed else flat.mm(weight)).view(*grad.shape[:-1], -1)
-        if need[1]:
-            x = ACTIVATIONS[ctx.activation](before).reshape(-1, before.shape[-1])
-            dweight = x.t().mm(flat) if ctx.transposed else flat.t().mm(x)
-        if need[2]:
-            dbias = flat.sum(0)
-        return dx, dweight, dbias, None, None, None
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
-    return torch.addmm(bias, x, weight) if transposed and bias is not None else F.linear(x, weight, bias)
-
-
-def linear_of_activation(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    before: torch.Tensor,
-    activation: str,
-    transposed: bool = False,
-) -> torch.Tensor:
-    """``F.linear(x, weight, bias)`` (``torch.addmm(bias, x, weight)`` where ``transposed``) that does not save ``x``.
-
-    ``x`` is the ``activation`` of ``before``, which autograd keeps anyway: backward computes it again, by the same
-    kernel, so that no bit changes. Saves one tensor of the size of ``x`` for the cost of one activation.
-    """
-    if not torch.is_grad_enabled() or in_forward_mode():
-        return _linear(x, weight, bias, transposed)
-    return _LinearOfActivation.apply(x, weight, bias, before, activation, transposed)

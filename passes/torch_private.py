@@ -66,11 +66,13 @@ __all__ = [
     "make_fx",
     "multiplies_bf16",
     "on_every_optimizer_step",
+    "outer_saved_tensors_hooks",
     "outside_dynamo",
     "own_code_object",
     "pack_convolution_weight",
     "pack_linear_weight",
     "plain_forward",
+    "saved_tensors_hooks_are_enabled",
     "softmax_backward",
     "storage_key",
     "tracing_fake",
@@ -508,3 +510,14 @@ def convolution_pointwise(
 def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a softmax's input over the last dimension; 2.11 - 2.13."""
     return torch._softmax_backward_data(grad, result, -1, result.dtype)
+
+
+def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return (pack, unpack) of the ``saved_tensors_hooks`` in force, which inner ones replace; 2.11 - 2.13."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def saved_tensors_hooks_are_enabled() -> bool:
+    """Say whether hooks of saved tensors may be set: not inside of transforms of ``torch.func``; 2.11 - 2.13."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())

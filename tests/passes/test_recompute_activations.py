@@ -1,26 +1,54 @@
-"""A linear that computes its input again: the same bits, one saved tensor less, and second derivatives."""
+"""Values that are computed again in backward: the same bits, less that is saved, and second derivatives."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-import amp_graph
+from amp_graph.passes import compute_again
+from amp_graph.passes.compute_again import KEY, gelu_computed_again
+from amp_graph.passes.computing_again import computing_again
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_activations import RecomputeActivations
-from amp_graph.passes.runtime import ACTIVATIONS, layer_norm_low, linear_of_activation, shared_cast
-from tests.passes.graphs import capture_function, differences, passes_before, run_step
+from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
 
-FAST = "bf16,accuracy=fast"
+AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
-W = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)) / 3
-V = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)) / 3
-B = torch.randn(4, generator=torch.Generator().manual_seed(4))
+W = torch.randn(320, 8, generator=torch.Generator().manual_seed(2)) / 3
+V = torch.randn(320, 320, generator=torch.Generator().manual_seed(3)) / 9
+B = torch.randn(320, generator=torch.Generator().manual_seed(4))
+G = torch.rand(8, generator=torch.Generator().manual_seed(5)) + 0.5
+H = torch.randn(8, generator=torch.Generator().manual_seed(6))
+ROWS, WIDE = 30, 320
 
+
+def norm(s, x):
+    return F.layer_norm(x, (8,), s.g, s.h)
+
+
+def three_readers(s, x):
+    h = norm(s, x * 2)
+    return F.linear(h, s.w) + F.linear(h, s.w.flip(0)) * F.linear(h, s.w) + h.sum()
+
+
+# Each with the accuracy it is captured for, and the bytes that need not be saved.
 RECOMPUTED = {
-    "gelu": lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v, s.b),
-    "gelu tanh": lambda s, x: F.linear(F.gelu(F.linear(x, s.w), approximate="tanh"), s.v, s.b),
-    "silu": lambda s, x: F.linear(F.silu(F.linear(x, s.w)), s.v),
-    "conv1d of gpt2": lambda s, x: torch.addmm(s.b, F.gelu(F.linear(x, s.w)).view(-1, 16), s.v.t()).view(6, 5, 4),
+    "gelu": (AUTOCAST, ROWS * WIDE * 2, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v, s.b)),
+    "gelu, fast": (FAST, ROWS * WIDE * 2, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v, s.b)),
+    "silu": (AUTOCAST, ROWS * WIDE * 2, lambda s, x: F.linear(F.silu(F.linear(x, s.w)), s.v)),
+    "gelu by tanh": (FAST, ROWS * WIDE * 2, lambda s, x: F.linear(F.gelu(F.linear(x, s.w), approximate="tanh"), s.v)),
+    "conv1d of gpt2": (
+        AUTOCAST,
+        ROWS * WIDE * 2,
+        lambda s, x: torch.addmm(s.b, F.gelu(F.linear(x, s.w)).view(-1, WIDE), s.v.t()).view(6, 5, WIDE),
+    ),
+    "a slice": (AUTOCAST, ROWS * WIDE * 2, lambda s, x: F.linear(F.gelu(F.linear(x, s.w))[1:], s.v)),
+    "norm in full": (FAST, ROWS * 8 * 2, lambda s, x: F.linear(norm(s, x * 2), s.w)),
+    "norm in low": (FAST, ROWS * 8 * 2, lambda s, x: F.linear(norm(s, F.linear(x, s.w[:8])), s.w)),
+    "norm, three readers": (FAST, ROWS * 8 * 2, three_readers),
 }
 
 
@@ -29,121 +57,277 @@ def in_autocast(s, x):
         return F.linear(F.gelu(F.linear(x, s.w)), s.v)
 
 
+def returned(s, x):
+    h = F.gelu(F.linear(x, s.w))
+    return F.linear(h, s.v), h
+
+
 KEPT = {
-    "inside the user's autocast": in_autocast,
-    "two readers": lambda s, x: F.linear(h := F.gelu(F.linear(x, s.w)), s.v) + h.sum(),
-    "relu, which saves its result": lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.v),
-    "written before": lambda s, x: F.linear(F.gelu(F.linear(x, s.w).mul_(2)), s.v),
-    "written after": lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).mul_(2), s.v),
-    "scaled addmm": lambda s, x: torch.addmm(s.b, F.gelu(F.linear(x, s.w)).view(-1, 16), s.v.t(), beta=2),
-    "other rows": lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).view(-1, 8), s.w),
+    "inside the user's autocast": (FAST, in_autocast),
+    "a reader that saves it": (FAST, lambda s, x: F.linear(h := F.gelu(F.linear(x, s.w)), s.v).sum() * h),
+    "returned": (FAST, returned),
+    "relu of a linear, which saves its result": (FAST, lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.v)),
+    "written later": (FAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).mul_(2), s.v)),
+    "narrow": (FAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v[:255])),
+    "a norm": (AUTOCAST, lambda s, x: F.linear(norm(s, x * 2), s.w)),
+    "a gelu by tanh": (AUTOCAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w), approximate="tanh"), s.v)),
 }
 
 
-def recomputed(function, x=X, narrowest=1):
-    graph = capture_function(function, x, w=W, v=V, b=B)
-    plain, ours = (graph.through(passes_before(RecomputeActivations, FAST))[0] for _ in range(2))
-    (done,) = run_passes(ours, [RecomputeActivations(narrowest)], checked=True)
-    return plain, ours, graph.given, done.result.changes
+def both(graph, policy, **options):
+    """Return the graph without and with the pass, and what the pass did."""
+    plain, ours = (graph.through(standard_passes(policy))[0] for _ in range(2))
+    options = {"thorough": "fast" in policy, **options}
+    (done,) = run_passes(ours, [RecomputeActivations(**options)], checked=True)
+    assert not run_passes(ours, [RecomputeActivations(**options)], checked=True)[0].result.changes
+    return plain, ours, done.result.changes
 
 
-def saved(gm, given):
+def captured(function):
+    return capture_function(function, X, w=W, v=V, b=B, g=G, h=H)
+
+
+def saved(run, given):
+    """Return the bytes of activations that are saved: what somebody holds, and the inputs do not."""
+    known = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
     seen = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.setdefault(t.data_ptr(), t), lambda t: t):
-        out = gm(*given)
-    return sum(t.numel() * t.itemsize for t in seen.values()), out
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in known and not t.shape == W.shape[::-1]:
+            seen.setdefault(t.untyped_storage().data_ptr(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run(*given)
+    return sum(t.untyped_storage().nbytes() for t in seen.values()), out
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_no_bit_changes_and_one_tensor_less_is_saved(name):
-    plain, ours, given, changes = recomputed(RECOMPUTED[name])
+    policy, less, function = RECOMPUTED[name]
+    graph = captured(function)
+    plain, ours, changes = both(graph, policy)
     assert len(changes) == 1
-    assert not differences(run_step(ours, given), run_step(plain, given))
-    assert saved(plain, given)[0] - saved(ours, given)[0] == 6 * 5 * 16 * 2
+    assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
+    assert saved(plain, graph.given)[0] - saved(ours, graph.given)[0] == less
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_left_alone(name):
-    plain, ours, given, changes = recomputed(KEPT[name])
+    policy, function = KEPT[name]
+    graph = captured(function)
+    plain, ours, changes = both(graph, policy)
     assert not changes
-    assert not differences(run_step(ours, given), run_step(plain, given))
+    assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
 
 
-def test_a_narrow_linear_is_left_alone():
-    assert not recomputed(RECOMPUTED["gelu"], narrowest=5)[3]
-    assert recomputed(RECOMPUTED["gelu"], narrowest=4)[3]
+# -- images -----------------------------------------------------------------------------------------------
 
 
-def test_control_another_activation_is_seen(monkeypatch):
-    plain, ours, given, _ = recomputed(RECOMPUTED["gelu"])
-    monkeypatch.setitem(ACTIVATIONS, "gelu", lambda x: F.gelu(x, approximate="tanh"))
-    assert differences(run_step(ours, given), run_step(plain, given))
+class Block(nn.Module):
+    """A residual block; ``inplace`` as torchvision writes it."""
+
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.inplace = inplace
+        self.conv1, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), self.inplace)))
+        if self.inplace:
+            h += x
+            return F.relu(h, inplace=True)
+        return (h + x).relu()
 
 
-def test_without_gradients_nothing_is_kept():
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        out = linear_of_activation(F.gelu(x), W, None, x, "gelu")
-    assert out.grad_fn is None
-    assert torch.equal(out, F.linear(F.gelu(x), W))
-
-
-def _linear(x, w, b):
-    return linear_of_activation(F.gelu(x), w, b, x, "gelu").sin()
-
-
-def _norm(x, w, b):
-    return layer_norm_low(x, (8,), w[0], b, 1e-5).sin()
-
-
-def _shared(x, w, b):
-    wide, one, two = shared_cast(x.exp(), torch.bfloat16, 2, True)
-    return wide.sin() + one * two
-
-
-@pytest.mark.parametrize(
-    ("ours", "plain"),
-    [
-        (_linear, lambda x, w, b: F.linear(F.gelu(x), w, b).sin()),
-        (_norm, lambda x, w, b: F.layer_norm(x, (8,), w[0], b).sin()),
-        (_shared, lambda x, w, b: (h := x.exp()).sin() + h.bfloat16() * h.bfloat16()),
-    ],
-)
-def test_second_derivatives(ours, plain):
-    def penalty(function):
-        x, w, b = (
-            torch.randn(4, 8).requires_grad_(),
-            torch.randn(8, 8).requires_grad_(),
-            torch.randn(8).requires_grad_(),
-        )
-        first = torch.autograd.grad(function(x, w, b).sum(), x, create_graph=True)[0]
-        return torch.autograd.grad(first.pow(2).sum(), [x, w, b], allow_unused=True)
-
+def residual(blocks=3, inplace=True):
     torch.manual_seed(0)
-    expected = penalty(plain)
-    torch.manual_seed(0)
-    for a, b in zip(penalty(ours), expected, strict=True):
-        if b is None or not b.any():
-            assert a is None or not a.any()
-        else:
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+    stem = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.MaxPool2d(2)]
+    parts = [*stem, *(Block(inplace) for _ in range(blocks))]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("policy", ["bf16", FAST])
-def test_a_gradient_penalty_trains(policy):
-    def gradients(model):
-        x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
-        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        model.zero_grad()
-        (first.norm(dim=1) - 1).pow(2).mean().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(7))
+IMAGE = 2 * 16 * 8 * 8 * 2  # bytes of an image behind the pool
 
-    def make():
-        torch.manual_seed(0)
-        parts = [torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 32), torch.nn.GELU()]
-        return torch.nn.Sequential(*parts, torch.nn.Linear(32, 1))
 
-    plain, ours = gradients(make()), gradients(amp_graph.convert(make(), policy))
-    assert len(plain) == len(ours)
-    for a, b in zip(ours, plain, strict=True):
-        assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("policy", "images", "count"), [(AUTOCAST, 4 + 3, 4), (FAST, 4 + 5, 6)])
+def test_norms_with_relus_are_computed_again_and_statistics_move_once(policy, images, count, training, inplace):
+    """The first block adds what a pool returns, which nobody computes again."""
+    graph = capture(residual(inplace=inplace).train(training), IMAGES)
+    plain, ours, changes = both(graph, policy)
+    a, b = run_step(ours, graph.given), run_step(plain, graph.given)
+    assert len(changes) == count
+    assert not differences(a, b), "running statistics are among the inputs"
+    assert any(not torch.equal(x, y) for x, y in zip(a.inputs, graph.given, strict=True)) is training
+    assert saved(plain, graph.given)[0] - saved(ours, graph.given)[0] == images * IMAGE
+
+
+def test_blocks_are_computed_from_each_other_up_to_the_longest():
+    graph = capture(residual(5), IMAGES)
+    plain, ours, changes = both(graph, FAST, longest=2)
+    assert len(changes) == 1 + 5 + 3, "the stem, inner ones, of the blocks two, then one behind one that is kept"
+    assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
+
+
+def unsummed(s, x):
+    h = F.batch_norm(F.conv2d(x, s.k), None, None, s.g, s.h, True)
+    return F.conv2d(F.relu(h) * 2, s.k), F.conv2d(h, s.k)
+
+
+def without_parameters(s, x):
+    return F.conv2d(F.relu(F.batch_norm(F.conv2d(x, s.k), None, None, None, None, True)), s.k)
+
+
+@pytest.mark.parametrize("function", [unsummed, without_parameters])
+def test_relus_that_are_left_alone(function):
+    x, k = torch.randn(2, 8, 9, 9), torch.randn(8, 8, 3, 3) / 9
+    graph = capture_function(function, x, k=k, g=G, h=H)
+    plain, ours, changes = both(graph, FAST)
+    assert not changes
+    assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
+
+
+# -- controls, and what may happen around a backward ------------------------------------------------------
+
+
+WRONG = {
+    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate="tanh"),
+    "NativeBatchNormBackward0": lambda node: torch.zeros_like(node._saved_input),
+    "_LowLayerNormBackward": lambda node: torch.zeros_like(node.saved_tensors[0]),
+    "AddBackward0": lambda node: compute_again.value_of(node.next_functions[0][0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_control_another_value_is_seen(name, monkeypatch):
+    graphs = {"GeluBackward0": RECOMPUTED["gelu"][2], "_LowLayerNormBackward": RECOMPUTED["norm in low"][2]}
+    graph = captured(graphs[name]) if name in graphs else capture(residual(), IMAGES)
+    plain, ours, _ = both(graph, FAST)
+    monkeypatch.setitem(compute_again.COMPUTE, name, WRONG[name])
+    assert differences(run_step(ours, graph.given), run_step(plain, graph.given))
+
+
+def gradients(graph, run, work):
+    """Return what ``work`` makes of the output, and of the inputs that train."""
+    given = [
+        t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in graph.given
+    ]
+    (out,) = run(*given)
+    return work(out, [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad])
+
+
+def twice(out, leaves):
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    again = torch.autograd.grad(out.sum(), leaves)
+    return [*first, *again]
+
+
+def of_second_order(out, leaves):
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+
+def in_an_autocast_region(out, leaves):
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.autograd.grad(out.sum(), leaves)
+
+
+def of_a_batch(out, leaves):
+    seeds = torch.stack([torch.ones_like(out), torch.linspace(0, 1, out.numel()).view_as(out).to(out.dtype)])
+    return torch.autograd.grad(out, leaves[:1], seeds, is_grads_batched=True)
+
+
+def a_part_first(out, leaves):
+    return [*torch.autograd.grad(out.sum(), leaves[-1], retain_graph=True), *torch.autograd.grad(out.sum(), leaves)]
+
+
+@pytest.mark.parametrize("work", [twice, of_second_order, in_an_autocast_region, a_part_first])
+@pytest.mark.parametrize("model", ["mlp", "images", "norm"])
+def test_gradients_are_those_of_the_graph_without(model, work):
+    graphs = {"mlp": RECOMPUTED["gelu"][2], "norm": RECOMPUTED["norm in full"][2]}
+    graph = captured(graphs[model]) if model in graphs else capture(residual(), IMAGES)
+    plain, ours, changes = both(graph, FAST)
+    assert changes
+    results = [gradients(graph, run.forward, work) for run in (ours, plain)]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_batched_gradients_are_those_of_the_graph_without():
+    graph = captured(RECOMPUTED["gelu"][2])
+    plain, ours, _ = both(graph, FAST)
+    results = [gradients(graph, run.forward, of_a_batch) for run in (ours, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_second_backward_and_a_write_are_refused_as_ever():
+    x = torch.randn(4, 8, requires_grad=True)
+    linear, w = computing_again(F.linear), torch.randn(8, 8, requires_grad=True)
+    a = x * 1
+    out = linear(gelu_computed_again(a), w)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    for written in (a := x * 1, w):
+        out = linear(gelu_computed_again(a), w)
+        with torch.no_grad():
+            written.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_other_hooks_save_what_is_left_to_save():
+    """A checkpoint, or a copy to another memory, must hold all that is held, and be asked for it."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    packed, asked = [], []
+
+    def pack(t):
+        packed.append(t)
+        return t
+
+    def unpack(t):
+        asked.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = computing_again(F.linear)(gelu_computed_again(a := x * 1), w)
+    shapes = [t.data_ptr() for t in packed]
+    out.sum().backward()
+    assert sorted(shapes) == sorted([x.data_ptr() * 0 + a.data_ptr(), w.data_ptr()])
+    assert len(asked) >= 2
+
+
+def test_nothing_is_held_by_a_cycle():
+    graph = capture(residual(), IMAGES)
+    _, ours, _ = both(graph, FAST)
+    gc.collect()
+    gc.disable()
+    try:
+        (out,) = ours(*graph.given)
+        node = out.grad_fn
+        while not node.name().startswith("Relu"):
+            node = node.next_functions[1 if node.name() == "AddmmBackward0" else 0][0]
+        held = weakref.ref(node.metadata[KEY])
+        del node
+        assert held() is not None
+        out.sum().backward()
+        del out
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_without_gradients_and_in_transforms_nothing_is_marked():
+    x, w = torch.randn(3, 8), torch.randn(8, 8)
+    linear = computing_again(F.linear)
+
+    def loss(x):
+        return linear(gelu_computed_again(x), w).sum()
+
+    assert loss(x).grad_fn is None
+    expected = torch.func.grad(lambda x: F.linear(F.gelu(x), w).sum())(x)
+    assert torch.equal(torch.func.grad(loss)(x), expected)

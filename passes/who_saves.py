@@ -1,0 +1,116 @@
+"""Who reads a value of a graph, and would save it for backward.
+
+Before: ``h = relu(z); y = conv2d(h, w); s = h + x``. After: ``readers_of(h)``: the convolution
+saves it, the sum does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.passes import facts
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import REGION
+from amp_graph.passes.runtime import shared_cast
+from amp_graph.passes.torch_private import concrete_size
+
+PRODUCTS = frozenset({"aten.linear", "aten.addmm", "aten.matmul", "aten.mm"})
+CONVOLUTIONS = frozenset(f"aten.conv{d}d" for d in (1, 2, 3))
+TRANSPOSED = frozenset(f"aten.conv_transpose{d}d" for d in (1, 2, 3))
+POOLS = frozenset(f"aten.{kind}_pool2d" for kind in ("max", "avg", "adaptive_avg"))
+SAVES_NOTHING = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "cat", "stack", "mean", "sum"))
+CASTS = frozenset({"aten.to", "aten._to_copy"})
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The readers that save a value, or a view or a low-precision copy of it, and could do without.
+
+    products: multiplications that they make for each of its elements. reason: why one of all its readers could not.
+    """
+
+    readers: tuple[Node, ...] = ()
+    products: float = 0.0
+    reason: str = ""
+
+
+def readers_of(node: Node) -> Readers:
+    """Find out who saves the value of ``node``."""
+    readers: list[Node] = []
+    stack = [(node, True)]
+    while stack:
+        source, whole = stack.pop()
+        for user in source.users:
+            reason = _why_kept(user)
+            if reason:
+                return Readers(reason=reason)
+            names = names_of(user)
+            if _is_view(user) or _is_low_copy(user, whole):
+                stack.append((user, whole and user.target is shared_cast))
+            elif names and names[0] in PRODUCTS | CONVOLUTIONS | TRANSPOSED | POOLS and len(names) == 1:
+                if user.op != "call_function":
+                    return Readers(reason=f"{user.name} saves it")
+                readers.append(user)
+            elif not SAVES_NOTHING.issuperset(names) or not names:
+                return Readers(reason=f"{user.name} saves it")
+    found = tuple(dict.fromkeys(readers))
+    return Readers(found, sum(_products(r) for r in found) / max(1, _numel(value(node))))
+
+
+def _why_kept(user: Node) -> str:
+    if user.op == "output":
+        return "it is returned"
+    if CHECKPOINT in user.meta or REGION in user.meta:
+        return f"{user.name} is in a checkpoint or in the user's own autocast"
+    return ""
+
+
+def _is_view(user: Node) -> bool:
+    """Say whether ``user`` only looks at memory that is there."""
+    if is_part(user):
+        return True
+    identity = user.meta.get(OPS)
+    known = isinstance(identity, Identity) and bool(identity.operations)
+    return known and all(facts.is_view(o.op) for o in identity.operations)  # type: ignore[union-attr]
+
+
+def _is_low_copy(user: Node, whole: bool) -> bool:
+    """Say whether ``user`` rounds a whole value, which can be done again."""
+    if not whole:
+        return False
+    if user.target is shared_cast:
+        return True
+    names, made = names_of(user), value(user)
+    cast = CAST in user.meta if not names else CASTS.issuperset(names)
+    source = value(user.all_input_nodes[0]) if user.all_input_nodes else None
+    low = isinstance(made, torch.Tensor) and isinstance(source, torch.Tensor)
+    return cast and low and made.dtype.itemsize == 2 and source.dtype == torch.float32
+
+
+def _products(reader: Any) -> float:
+    """Return how many multiplications a product makes in forward; of a pool, whose kernel is slower, enough."""
+    names, x = names_of(reader)[0], value(reader.all_input_nodes[0])
+    if names in POOLS:
+        return math.inf
+    weights = [v for v in map(value, reader.all_input_nodes) if isinstance(v, torch.Tensor) and v.dim() > 1][1:]
+    if not weights:
+        return 0.0
+    out, weight = value(reader), weights[0]
+    if names in TRANSPOSED:
+        return _numel(x) * _numel(weight) / concrete_size(weight.shape[0])
+    if names in CONVOLUTIONS:
+        return _numel(out) * _numel(weight) / concrete_size(weight.shape[0])
+    wide = value(reader.args[1]) if names == "aten.addmm" else x
+    return _numel(out) * concrete_size(wide.shape[-1])
+
+
+def _numel(x: torch.Tensor) -> int:
+    return math.prod(map(concrete_size, x.shape))

@@ -156,3 +156,15 @@ def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
     for: a copy of the weight, and one of the logits' gradient. It does not pay there.
     """
     return device == "cuda" and dtype in (torch.float16, torch.bfloat16) and products >= LEAST_ALIGNED
+
+
+# Elements of weights with low-precision copies below which compiling, a second once a machine, is not worth its time.
+FEWEST_UPDATED = 1 << 20
+
+
+def one_pass_pays(device: str, elements: int) -> bool:
+    """Say whether an update of ``elements`` weights in one pass of compiled C is worth a C compiler's second.
+
+    CPU: see ``benchmarks/update_time.py``.
+    """
+    return device == "cpu" and elements >= FEWEST_UPDATED

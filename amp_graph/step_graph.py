@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.embedding_rows import rows_instead_of_tables
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
@@ -222,6 +223,8 @@ def trace_step(
         node.meta["amp_input"] = name
     if parts.ranks is not None:
         start_early(gm)
+    if parts.options.one_pass is not None:
+        rows_instead_of_tables(gm)
     make_workspaces(gm)
     done = run_passes(gm, passes)
     run = lower(gm, given)

@@ -17,6 +17,7 @@
 #define SGD 2
 #define ADAGRAD 3
 #define MOST_THREADS 256
+#define CHUNK 1024
 #define LANES 32 /* sums at a time: one would wait for each addition */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -63,6 +64,9 @@ typedef struct { /* all of one layout and without gaps; pointers are null where 
   float *first, *second, *largest, *step;
   Low* low;
   int64_t size, grad_is_low;
+  const int32_t* slots; /* of a table: where in `rows` to find what is added to the gradient of each row, or -1 */
+  const float* rows;
+  int64_t width; /* of a row */
 } Parameter;
 
 typedef struct {
@@ -191,15 +195,48 @@ typedef struct {
   double squares;
 } Share;
 
-static void do_range(Share* mine, const Parameter* p, int64_t begin, int64_t end) {
+static void do_range(Share* mine, const Scalars* s, const Parameter* p, int64_t begin, int64_t end) {
   if (mine->work == UPDATE) {
-    const Scalars s = scalars_of(p, mine->options, mine->now);
-    update_range(p, &s, begin, end);
+    update_range(p, s, begin, end);
   } else if (mine->work == LOOK) {
     mine->squares += p->grad_is_low ? squares_as(p->grad, begin, end, 1) : squares_as(p->grad, begin, end, 0);
   } else {
     if (p->grad_is_low) add_as(p, begin, end, 1);
     else add_as(p, begin, end, 0);
+  }
+}
+
+INLINE Parameter moved(const Parameter* p, int64_t by) {
+  Parameter q = *p;
+  q.value += by;
+  q.first = q.first ? q.first + by : 0;
+  q.second = q.second ? q.second + by : 0;
+  q.largest = q.largest ? q.largest + by : 0;
+  q.low = q.low ? q.low + by : 0;
+  return q;
+}
+
+/* A table, row by row: where something is added to a gradient, the sum is made on the stack. */
+static void do_rows(Share* mine, const Scalars* s, const Parameter* p, int64_t i, int64_t end) {
+  float sum[CHUNK];
+  while (i < end) {
+    const int64_t row = i / p->width, place = i % p->width, slot = p->slots[row];
+    int64_t count = p->width - place < end - i ? p->width - place : end - i;
+    if (slot < 0 && p->grad) {
+      do_range(mine, s, p, i, i + count);
+    } else {
+      count = count < CHUNK ? count : CHUNK;
+      const float* added = slot < 0 ? 0 : p->rows + slot * p->width + place;
+      for (int64_t k = 0; k < count; ++k) {
+        const float g = p->grad ? element(p->grad, p->grad_is_low, i + k) : 0.0f;
+        sum[k] = added ? added[k] + g : g;
+      }
+      Parameter q = moved(p, i);
+      q.grad = sum;
+      q.grad_is_low = 0;
+      do_range(mine, s, &q, 0, count);
+    }
+    i += count;
   }
 }
 
@@ -210,7 +247,11 @@ static void* do_share(void* given) {
     const int64_t size = mine->all[k].size;
     const int64_t begin = mine->from > start ? mine->from - start : 0;
     const int64_t end = mine->to - start < size ? mine->to - start : size;
-    if (begin < end) do_range(mine, &mine->all[k], begin, end);
+    if (begin >= end) continue;
+    const Parameter* p = &mine->all[k];
+    const Scalars s = mine->work == UPDATE ? scalars_of(p, mine->options, mine->now) : (Scalars){0};
+    if (p->slots) do_rows(mine, &s, p, begin, end);
+    else do_range(mine, &s, p, begin, end);
   }
   return 0;
 }
@@ -256,4 +297,23 @@ void look(const Parameter* all, int64_t count, int64_t threads, float* found_inf
 /* Adds each gradient to the fp32 sum that `value` points to. */
 void add(const Parameter* all, int64_t count, int64_t threads) {
   in_shares((Share){.work = ADD, .all = all, .count = count}, threads);
+}
+
+/* Adds up the gradients of the rows of a table, as many as `ids` names, each once: slots[row] says where, or is -1. */
+void gather(const float* grad, const int64_t* ids, int64_t count, int64_t width, int64_t table, int64_t padding,
+            int32_t* slots, float* rows) {
+  int32_t used = 0;
+  for (int64_t r = 0; r < table; ++r) slots[r] = -1;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t id = ids[n];
+    if (id == padding || id < 0 || id >= table) continue;
+    const float* from = grad + n * width;
+    if (slots[id] < 0) {
+      slots[id] = used++;
+      memcpy(rows + slots[id] * width, from, width * sizeof *from);
+    } else {
+      float* to = rows + slots[id] * width;
+      for (int64_t k = 0; k < width; ++k) to[k] += from[k];
+    }
+  }
 }

@@ -23,6 +23,10 @@ class ScaleError(AmpGraphError, RuntimeError):
     """Loss scaling used out of order, with options that make no sense, or with state that is not its own."""
 
 
+class CompilerError(AmpGraphError):
+    """C code that could not be compiled, or not be loaded, on this machine."""
+
+
 class AllocatorError(AmpGraphError, ValueError):
     """Thresholds of the memory allocator that it cannot have."""
 

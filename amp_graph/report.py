@@ -118,7 +118,8 @@ def _of_step(step: TrainStep) -> Report:
 
 
 def _of_passes(captured: CapturedStep) -> Iterator[str]:
-    """Say what the passes over the whole step did, each in a line."""
+    """Say how a step updates, and what the passes over the whole of it did, each in a line."""
+    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.embedding_rows import rows_instead_of_tables
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
@@ -26,19 +27,7 @@ from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
 from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does beside computing gradients."""
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    micro_batches: int = 1
-    last: bool = True  # whether this graph is of the last micro-batch, the one that updates
-    loss: int = 0  # which output of the captured graph is the loss
-    outside: bool = False  # whether the optimizer is called behind the graph, which then returns the gradients
-    pointwise: bool = False  # whether the update is written in pointwise operations, for a compiler to fuse
+from amp_graph.step_update import AtUpdate, StepOptions, StepUpdate, lows_of
 
 
 @dataclass
@@ -53,6 +42,7 @@ class StepGraph:
     first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
     passes: tuple[Timed, ...] = ()
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
+    update: str = ""  # how it updates, in words; "" where it does not
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -122,12 +112,11 @@ class StepParts:
         outputs, grads = self._gradients(args, copies, targets, scale[0] if scale else None)
         found_inf = None
         if sums:
-            torch._foreach_add_(sums, grads)
+            self._add(sums, grads)
             grads = [s.clone() for s in sums] if self.options.outside and self.options.last else sums
         if self.options.last and grads:
-            found_inf = self._finish(targets, grads, scale, rates, states)
-            if not self.options.outside:
-                self._write_copies(args, targets, copies)
+            now = AtUpdate(targets, grads, scale, rates, states, lows_of(args, self.trained, copies, self.masters))
+            found_inf = self._update().run(now)
             if sums:
                 torch._foreach_zero_(sums)
         if not self.options.outside or not self.options.last:
@@ -152,16 +141,36 @@ class StepParts:
             sources = [(i, args[i]) for i in self.trained]
             sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in targets]
             found = torch.autograd.grad(scaled, [leaf for _, leaf in sources], allow_unused=True) if sources else ()
-        grads: dict[int, Tensor] = {}
+        parts: dict[int, list[Tensor]] = {}
         for (i, _), grad in zip(sources, found, strict=True):
             if grad is not None:
                 self._refuse_sparse(i, grad)
-                wide = grad.float() if grad.dtype.itemsize < 4 else grad
-                grads[i] = grads[i] + wide if i in grads else wide
+                parts.setdefault(i, []).append(grad)
         made = [
-            _laid_out_as(targets[i], grads[i]) if i in grads else torch.zeros_like(targets[i]) for i in self.trained
+            _laid_out_as(targets[i], self._added(parts[i])) if i in parts else torch.zeros_like(targets[i])
+            for i in self.trained
         ]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
+
+    def _added(self, parts: list[Tensor]) -> Tensor:
+        """Return the sum of a parameter's gradients in fp32; one alone as it is, where the update reads that."""
+        one_pass = self.options.one_pass
+        if one_pass is not None and self.ranks is None and len(parts) == 1:
+            return one_pass.takes(parts[0])
+        total, *others = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in parts]
+        for other in others:
+            total = total + other
+        return total
+
+    def _update(self) -> StepUpdate:
+        numbers = {id(self.args[i]): i for i in self.trained}
+        return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
+
+    def _add(self, sums: list[Tensor], grads: list[Tensor]) -> None:
+        if self.options.one_pass is not None:
+            self.options.one_pass.add(sums, grads)
+        else:
+            torch._foreach_add_(sums, grads)
 
     def first_bad(self, args: Sequence[Any]) -> str:
         """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""
@@ -181,39 +190,6 @@ class StepParts:
                 "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
             )
 
-    def _finish(
-        self, targets: dict[int, Tensor], grads: list[Tensor], scale: list[Tensor], rates: list[Tensor], states: Any
-    ) -> Tensor | None:
-        """Average, unscale, clip, update and move the scale; gradients are in the order of ``trained``."""
-        if self.ranks is not None:
-            grads[:] = self.ranks.average(grads)
-        found_inf = None
-        if self.scale is not None:
-            found_inf = torch.zeros_like(scale[0])
-            inverse = scale[0].double().reciprocal().float()
-            OPS.check_finite_and_unscale_(grads, inverse, found_inf)
-        _clip(grads, self.options)
-        by_parameter = {id(self.args[i]): (targets[i], grad) for i, grad in zip(self.trained, grads, strict=True)}
-        for update, lr, state in zip(self.updates, rates, states, strict=True):
-            pairs = [by_parameter[id(p)] for p in update.params]
-            apply = update.apply_pointwise if self.options.pointwise else update.apply
-            apply([p for p, _ in pairs], [g.to(p.dtype) for p, g in pairs], state, lr, found_inf)
-        if self.scale is not None and found_inf is not None:
-            OPS.update_loss_scale_(*scale, found_inf, *self.scale.options())
-        return found_inf
-
-    def _write_copies(
-        self, args: list[Any], targets: dict[int, Tensor], copies: dict[tuple[int, torch.dtype], Tensor]
-    ) -> None:
-        """Round what was updated into the copies that the next forward reads."""
-        pairs = [(low, targets[i]) for (i, _), low in copies.items() if i in targets]
-        pairs += [(args[i], targets[i]) for i in self.masters]
-        if self.options.pointwise:
-            for low, full in pairs:
-                low.copy_(full)
-        elif pairs:
-            torch._foreach_copy_([low for low, _ in pairs], [full for _, full in pairs])
-
 
 def _one_each(copies: list[Tensor]) -> list[Tensor]:
     """Return a leaf for each of ``copies``, so that the gradients of two casts of one weight add up in fp32."""
@@ -230,18 +206,9 @@ def _laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
 
     Convolutions of channels_last images give their weights gradients in that layout.
     """
-    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-
-
-def _clip(grads: list[Tensor], options: StepOptions) -> None:
-    """Clip as ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` do, operation by operation."""
-    if options.clip_norm is not None:
-        norms = torch._foreach_norm(grads, 2.0)
-        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-        torch._foreach_mul_(grads, torch.clamp(options.clip_norm / (total + 1e-6), max=1.0))
-    if options.clip_value is not None:
-        torch._foreach_clamp_min_(grads, -options.clip_value)
-        torch._foreach_clamp_max_(grads, options.clip_value)
+    if grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 def trace_step(
@@ -256,6 +223,8 @@ def trace_step(
         node.meta["amp_input"] = name
     if parts.ranks is not None:
         start_early(gm)
+    if parts.options.one_pass is not None:
+        rows_instead_of_tables(gm)
     make_workspaces(gm)
     done = run_passes(gm, passes)
     run = lower(gm, given)

@@ -24,6 +24,7 @@ from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.name_nodes import name_nodes
+from amp_graph.one_pass_update import check_way, plan_one_pass
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.text import graph_text
@@ -32,7 +33,7 @@ from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.rewrite import Rewritten, device_of, passes_of_step, rewrite_in_place
-from amp_graph.step_graph import StepGraph, StepOptions, StepParts, mark_loss, take_loss_mark, trace_step
+from amp_graph.step_graph import StepGraph, StepParts, mark_loss, take_loss_mark, trace_step
 from amp_graph.step_inputs import (
     call_model,
     forward_of,
@@ -44,6 +45,7 @@ from amp_graph.step_inputs import (
     split_batch,
 )
 from amp_graph.step_state import StepState
+from amp_graph.step_update import StepOptions, lows_of
 from amp_graph.update_masters import step_with_gradients
 
 
@@ -73,13 +75,16 @@ class TrainStep:
     at_floor: "warn" or "error" where gradients stay infinite at the smallest scale (on the CPU).
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on, whose kernels are
     launched all at once; the results of a step are copies, its temporaries stay allocated.
+    update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled
+    for the CPU at hand; "torch" takes PyTorch's kernels, between casts; "auto" the former where it pays, and there is a
+    compiler. The report says which.
 
     Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
     eval and other guards capture anew. Raises CaptureError (not one graph, a loss that is no scalar, parameters
-    that are not the optimizer's), ScaleError, PolicyError.
+    that are not the optimizer's), ScaleError, PolicyError; CompilerError for "one_pass" without a C compiler.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class TrainStep:
         reduce_dtype: torch.dtype | None = None,
         at_floor: str = "warn",
         cuda_graph: bool = False,
+        update: str = "auto",
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -108,6 +114,8 @@ class TrainStep:
         refuse(model, optimizer, self.policy, micro_batches)
         check_compile(compile)
         check_at_floor("TrainStep", at_floor)
+        check_way(update, compile)
+        self.update = update
         self.at_floor, self._calls = at_floor, 0
         self._ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, self._ranks)
@@ -231,6 +239,10 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
         sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
+        copies = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
+        masters = {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]}
+        lows = {id(args[i]): low for i, low in lows_of(args, trained, copies, masters).items()}
+        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows)
         parts = StepParts(
             gm.forward,
             args,
@@ -247,11 +259,12 @@ class TrainStep:
                 captured.loss,
                 outside=bool(self._why_outside),
                 pointwise=self.compile != "eager",
+                one_pass=one_pass,
             ),
             [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)],
             hoisted,
-            {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted},
-            {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
+            copies,
+            masters,
             self._ranks,
         )
         device = device_of(gm)
@@ -259,6 +272,7 @@ class TrainStep:
         step = trace_step(parts, self._lower, passes)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
+        step.update = how if self._last else ""
         step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
         return step
 

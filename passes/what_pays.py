@@ -170,3 +170,15 @@ def computing_again_pays(of_relu: bool, products: float) -> bool:
     cache for who wants it, and what is not saved need not be written to memory and paged in.
     """
     return products >= (LEAST_PRODUCTS_OF_RELU if of_relu else LEAST_PRODUCTS)
+
+
+# Elements of weights with low-precision copies below which compiling, a second once a machine, is not worth its time.
+FEWEST_UPDATED = 1 << 20
+
+
+def one_pass_pays(device: str, elements: int) -> bool:
+    """Say whether an update of ``elements`` weights in one pass of compiled C is worth a C compiler's second.
+
+    CPU: see ``benchmarks/update_time.py``.
+    """
+    return device == "cpu" and elements >= FEWEST_UPDATED

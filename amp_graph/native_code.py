@@ -1,0 +1,87 @@
+"""C that is compiled once on the machine that it runs on, for its instructions, and kept in a folder.
+
+Before: ``update_kernel.c`` and macros. After: ``load("update_kernel.c", ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import uuid
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from amp_graph.errors import CompilerError
+
+FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
+SECONDS = 120  # that a compiler may take; it needs half a second
+# No product fused with a sum that the source does not fuse.
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+# What torch itself asks of a CPU before it calls it by these names; more would not run on another machine of the name.
+INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+}
+
+
+@lru_cache
+def load(name: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile ``name``, a C file of this package, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
+
+    Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
+    """
+    source = Path(__file__).with_name(name)
+    options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
+    told = "\n".join((source.read_text(), *options, platform.machine(), *platform.libc_ver()))
+    made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
+    try:
+        if not made.is_file():
+            _compile(source, options, made)
+        return ctypes.CDLL(str(made))
+    except OSError as error:
+        raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
+
+
+def folder() -> Path:
+    """Return where compiled code is kept: ``AMP_GRAPH_CACHE``, or a folder of the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(FOLDER) or Path(base) / "amp_graph")
+
+
+def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
+    """Write ``made`` as a whole: another process may be about to load it."""
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = made.with_name(f"{made.stem}.{uuid.uuid4().hex}.part")
+    command = [*_compiler(), *options, "-shared", "-fPIC", "-pthread", str(source), "-o", str(part), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            raise _refusal(f"{shlex.join(command)}\n{done.stderr.strip()[:2000]}", "another compiler: CC=gcc")
+        os.replace(part, made)
+    except subprocess.TimeoutExpired as error:
+        raise _refusal(f"{command[0]} took more than {SECONDS} seconds", "another compiler: CC=gcc") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _compiler() -> list[str]:
+    """Return the C compiler's command: ``CC``, or the first of the usual ones that is there."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise _refusal(f"no C compiler: {given[0] if given else 'cc, gcc and clang'} not found", "install one, or set CC")
+
+
+def _refusal(what: str, fix: str) -> CompilerError:
+    return CompilerError(
+        f"compiling for this CPU: {what}\n  legal: a C compiler that makes shared libraries\n"
+        f"  fix:   {fix}; or TrainStep(..., update='torch')"
+    )

@@ -1,0 +1,220 @@
+"""The operators of the one-pass update, by names that graphs show, over compiled C.
+
+Before: gradients widened one by one, checked, a fused kernel, weights rounded one by one. After:
+``look_at_gradients`` and ``one_pass_update_``, which read low-precision gradients and write low-precision copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.native_code import load
+from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.operators import define_operator
+
+SOURCE = "update_kernel.c"
+RULES = ("adam", "sgd", "adagrad")
+FLAGS = ("decoupled", "decay", "amsgrad", "momentum", "nesterov")
+LOWS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
+INFINITE = float("inf")
+
+
+@lru_cache
+def library(rule: str) -> ctypes.CDLL:
+    """Return what is compiled for ``rule``: words of RULES, FLAGS and LOWS, as in "adam decoupled bf16"."""
+    words = rule.split()
+    flags = [f"-D{flag.upper()}={int(flag in words)}" for flag in FLAGS]
+    low = ["-DLOW_FP16"] if "fp16" in words else []
+    return load(SOURCE, (f"-DRULE={words[0].upper()}", *flags, *low))
+
+
+def one_pass_update_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[Tensor],
+    steps: list[Tensor],
+    lows: list[Tensor],
+    with_low: list[int],
+    lr: Tensor,
+    found_inf: Tensor | None,
+    unscale: Tensor | None,
+    clip: Tensor | None,
+    *,
+    rule: str,
+    weight_decay: float = 0.0,
+    eps: float = 0.0,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    momentum: float = 0.0,
+    lr_decay: float = 0.0,
+    maximize: bool = False,
+    clip_value: float | None = None,
+    rows: list[Tensor] | None = None,
+    with_rows: list[int] | None = None,
+    alone: list[int] | None = None,
+) -> None:
+    """Update parameters, state and low-precision copies in place; nothing changes where ``found_inf`` is above 0.
+
+    params: fp32. grads: fp32 or the low precision of ``rule``. states: fp32, for each kind of state one a parameter.
+    steps: 0-d fp32, one a parameter or none. lows: the copies of those parameters that ``with_low`` numbers.
+    A parameter and all that is its own have one layout without gaps. lr: 0-d fp64. found_inf, unscale, clip: 0-d fp32;
+    gradients are multiplied by ``unscale`` and ``clip``, one after the other, then held within ``clip_value``.
+    rows: what ``gradient_rows`` returned, slots and sums in turn, to be added to the gradients that ``with_rows``
+    numbers; those that ``alone`` numbers have nothing else.
+    """
+    count = len(params)
+    kinds = [_addresses(states[i : i + count]) for i in range(0, len(states), count)]
+    copies = [0] * count
+    for i, low in zip(with_low, lows, strict=True):
+        copies[i] = low.data_ptr()
+    columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), _addresses(steps) if steps else repeat(0), copies)
+    table = _table(params, grads, Rows(rows, with_rows, alone), *columns)
+    sign, limit = -1.0 if maximize else 1.0, INFINITE if clip_value is None else clip_value
+    options = array("d", (weight_decay, eps, beta1, beta2, momentum, lr_decay, sign, limit))
+    now = array("q", _addresses((lr, found_inf, unscale, clip)))
+    given = (_place(table), count, _threads(params), _place(options), _place(now))
+    library(rule).update(*given)
+
+
+def look_at_gradients(
+    grads: list[Tensor],
+    rule: str,
+    rows: list[Tensor] | None = None,
+    with_rows: list[int] | None = None,
+    alone: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return whether an element of ``grads`` is infinite or NaN (1.0 or 0.0), and the norm of all, 0-d fp32.
+
+    rows, with_rows, alone: as for ``one_pass_update_``.
+    """
+    found_inf, norm = torch.zeros(()), torch.zeros(())
+    table = _table(grads, grads, Rows(rows, with_rows, alone))
+    library(rule).look(_place(table), len(grads), _threads(grads), *map(_pointer, (found_inf, norm)))
+    return found_inf, norm
+
+
+def add_gradients_(
+    sums: list[Tensor],
+    grads: list[Tensor],
+    rule: str,
+    rows: list[Tensor] | None = None,
+    with_rows: list[int] | None = None,
+    alone: list[int] | None = None,
+) -> None:
+    """Add ``grads``, fp32 or in the low precision of ``rule``, to ``sums``, fp32 and of the same layouts, in place.
+
+    rows, with_rows, alone: as for ``one_pass_update_``.
+    """
+    table = _table(sums, grads, Rows(rows, with_rows, alone))
+    library(rule).add(_place(table), len(sums), _threads(sums))
+
+
+def gradient_rows(grad: Tensor, ids: Tensor, table: int, padding: int, rule: str) -> tuple[Tensor, Tensor]:
+    """Return what ``embedding_dense_backward`` does without a table of zeros: where each row is, and the rows.
+
+    grad: fp32, [*, width]; ids: integers, [*]. slots: int32, [table], -1 for rows that ``ids`` does not name and for
+    ``padding``. rows: fp32, [elements of ids, width], of which those that slots name are written.
+    """
+    given, flat = grad.contiguous(), ids.long().contiguous()
+    width = grad.shape[-1]
+    slots, rows = torch.empty(table, dtype=torch.int32), torch.empty(flat.numel(), width)
+    sizes = map(ctypes.c_int64, (flat.numel(), width, table, padding))
+    library(rule).gather(_pointer(given), _pointer(flat), *sizes, _pointer(slots), _pointer(rows))
+    return slots, rows
+
+
+class Rows:
+    """What is added to some gradients row by row, as ``one_pass_update_`` takes it."""
+
+    def __init__(self, tensors: list[Tensor] | None, numbers: list[int] | None, alone: list[int] | None) -> None:
+        pairs = zip((tensors or ())[::2], (tensors or ())[1::2], strict=True)
+        self.by_number = dict(zip(numbers or (), pairs, strict=True))
+        self.alone = set(alone or ())
+
+    def words(self, number: int) -> tuple[int, int, int]:
+        """Return the addresses of slots and rows, and a row's width; zeros where nothing is added."""
+        if number not in self.by_number:
+            return 0, 0, 0
+        slots, rows = self.by_number[number]
+        return slots.data_ptr(), rows.data_ptr(), rows.shape[1]
+
+    def size(self, number: int, like: Tensor) -> int:
+        """Return how many elements the gradient has: those of ``like``, or of the whole table."""
+        if number not in self.by_number:
+            return like.numel()
+        slots, rows = self.by_number[number]
+        return slots.numel() * rows.shape[1]
+
+
+def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *columns: Iterable[int]) -> array[int]:
+    """Return what C calls an array of Parameter: twelve words each."""
+    columns = columns or (repeat(0),) * 5
+    places = (0 if i in rows.alone else g.data_ptr() for i, g in enumerate(grads))
+    sizes, are_low = (rows.size(i, p) for i, p in enumerate(params)), (g.dtype.itemsize < 4 for g in grads)
+    own = zip(_addresses(params), places, *columns, sizes, are_low, strict=False)
+    return array("q", chain.from_iterable((*words, *rows.words(i)) for i, words in enumerate(own)))
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _place(words: array[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(words.buffer_info()[0])
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _threads(tensors: Sequence[Tensor]) -> int:
+    share = sum(t.numel() for t in tensors) // LEAST_OF_A_THREAD
+    return max(1, min(torch.get_num_threads(), share))
+
+
+ROWS = "Tensor[]? rows=None, int[]? with_rows=None, int[]? alone=None"
+
+
+def _define() -> None:
+    define_operator(
+        "one_pass_update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "
+        "Tensor(d!)[] lows, int[] with_low, Tensor lr, Tensor? found_inf, Tensor? unscale, Tensor? clip, *, str rule, "
+        "float weight_decay=0.0, float eps=0.0, float beta1=0.0, float beta2=0.0, float momentum=0.0, "
+        f"float lr_decay=0.0, bool maximize=False, float? clip_value=None, {ROWS}) -> ()",
+        one_pass_update_,
+        lambda *given, **options: None,
+    )
+    define_operator(
+        f"look_at_gradients(Tensor[] grads, str rule, *, {ROWS}) -> (Tensor, Tensor)",
+        look_at_gradients,
+        lambda grads, rule, **options: (_scalar_like(grads[0]), _scalar_like(grads[0])),
+    )
+    define_operator(
+        f"add_gradients_(Tensor(a!)[] sums, Tensor[] grads, str rule, *, {ROWS}) -> ()",
+        add_gradients_,
+        lambda *given, **options: None,
+    )
+    define_operator(
+        "gradient_rows(Tensor grad, Tensor ids, int table, int padding, str rule) -> (Tensor, Tensor)",
+        gradient_rows,
+        lambda grad, ids, table, padding, rule: (
+            grad.new_empty(table, dtype=torch.int32),
+            grad.new_empty(ids.numel(), grad.shape[-1]),
+        ),
+    )
+
+
+def _scalar_like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((), dtype=torch.float32)
+
+
+_define()

@@ -1,0 +1,319 @@
+/* One pass over the parameters of a model: gradients in; values, state and low-precision copies out.
+
+   Before: a cast of each gradient, a check, torch's fused kernel, a cast of each weight. After: `update`, which reads
+   and writes every tensor once.
+
+   native_code.py compiles this file with macros: LOW_FP16 (else bf16), RULE one of ADAM, SGD, ADAGRAD, and DECOUPLED,
+   DECAY, AMSGRAD, MOMENTUM, NESTEROV, each 0 or 1. In C, whose headers take a compiler a tenth of C++'s time.
+   Source of the rules, operation by operation: aten/src/ATen/native/cpu/Fused{Adam,SGD,Adagrad}Kernel.cpp. */
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ADAM 1
+#define SGD 2
+#define ADAGRAD 3
+#define MOST_THREADS 256
+#define CHUNK 1024
+#define LANES 32 /* sums at a time: one would wait for each addition */
+#define INLINE static inline __attribute__((always_inline))
+
+/* -- precisions ------------------------------------------------------------------------------------------------- */
+
+#ifdef LOW_FP16
+typedef _Float16 Low;
+INLINE float widen(Low x) { return (float)x; }
+INLINE Low narrow(float x) { return (Low)x; }
+#else
+typedef uint16_t Low;
+INLINE float widen(Low x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float found;
+  memcpy(&found, &bits, sizeof found);
+  return found;
+}
+INLINE Low narrow(float x) { /* to the nearest, ties to even */
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (Low)(x != x ? 0x7fc0u : rounded);
+}
+#endif
+
+INLINE float element(const void* grad, int is_low, int64_t i) {
+  return is_low ? widen(((const Low*)grad)[i]) : ((const float*)grad)[i];
+}
+
+/* a * b + c, rounded once where the CPU can: where torch's kernels are contracted, too. */
+INLINE float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* -- what is given ---------------------------------------------------------------------------------------------- */
+
+typedef struct { /* all of one layout and without gaps; pointers are null where there is nothing */
+  float* value;
+  const void* grad;
+  float *first, *second, *largest, *step;
+  Low* low;
+  int64_t size, grad_is_low;
+  const int32_t* slots; /* of a table: where in `rows` to find what is added to the gradient of each row, or -1 */
+  const float* rows;
+  int64_t width; /* of a row */
+} Parameter;
+
+typedef struct {
+  double weight_decay, eps, beta1, beta2, momentum, lr_decay, sign, clip_value;
+} Options;
+
+typedef struct { /* of the whole step; null for none, but for lr */
+  const double* lr;
+  const float *found_inf, *unscale, *clip;
+} Step;
+
+typedef struct { /* what is the same for all elements of a parameter */
+  float unscale, clip, limit, sign, decay, keep, first, second, beta2, root, eps, rate;
+} Scalars;
+
+static Scalars scalars_of(const Parameter* p, const Options* o, const Step* now) {
+  const double lr = *now->lr, step = p->step ? *p->step + 1.0 : 1.0;
+  Scalars s = {0};
+  s.unscale = now->unscale ? *now->unscale : 1.0f;
+  s.clip = now->clip ? *now->clip : 1.0f;
+  s.limit = (float)o->clip_value;
+  s.sign = (float)o->sign;
+  s.decay = (float)o->weight_decay;
+  s.keep = DECOUPLED ? (float)(1 - lr * o->weight_decay) : 1.0f;
+  s.eps = (float)o->eps;
+  s.first = (float)(RULE == ADAM ? 1 - o->beta1 : o->momentum);
+  s.second = (float)(1 - o->beta2);
+  s.beta2 = (float)o->beta2;
+  s.root = (float)sqrt(1 - pow(o->beta2, step));
+  s.rate = (float)(RULE == ADAM ? -(lr / (1 - pow(o->beta1, step))) : -(lr / (1 + (step - 1) * o->lr_decay)));
+  return s;
+}
+
+/* -- one element ------------------------------------------------------------------------------------------------ */
+
+INLINE float prepared(float g, const Scalars* s) {
+  g = g * s->unscale * s->clip;
+  g = g < -s->limit ? -s->limit : g; /* NaN stays */
+  g = g > s->limit ? s->limit : g;
+  return g * s->sign;
+}
+
+INLINE float by_adam(float p, float g, float* first, float* second, float* largest, const Scalars* s) {
+  const int near = s->first < 0.5f;
+  *first = fused(near ? s->first : s->first - 1.0f, g - *first, near ? *first : g);
+  *second = fused(s->second * g, g, *second * s->beta2);
+  float square = *second;
+  if (AMSGRAD) {
+    square = *largest > square ? *largest : square;
+    *largest = square = *largest != *largest ? *largest : square;
+  }
+  return p * s->keep + s->rate * *first / (sqrtf(square) / s->root + s->eps);
+}
+
+INLINE float by_adagrad(float p, float g, float* total, const Scalars* s) {
+  *total = fused(g, g, *total);
+  return p + s->rate * g / (sqrtf(*total) + s->eps);
+}
+
+INLINE float by_sgd(float p, float g, float* buffer, const Scalars* s) {
+  if (MOMENTUM) {
+    *buffer = *buffer * s->first + g;
+    g = NESTEROV ? fused(*buffer, s->first, g) : *buffer;
+  }
+  return fused(s->rate, g, p);
+}
+
+/* -- a range of one parameter ----------------------------------------------------------------------------------- */
+
+INLINE void update_as(const Parameter* p, const Scalars* s, int64_t i, int64_t end, int grad_is_low, int has_low) {
+  const int has_first = RULE != SGD || MOMENTUM, has_second = RULE == ADAM;
+  float *restrict value = p->value, *restrict first = p->first, *restrict second = p->second;
+  float* restrict largest = p->largest;
+  Low* restrict low = p->low;
+  for (; i < end; ++i) {
+    float g = prepared(element(p->grad, grad_is_low, i), s);
+    if (DECAY) g = fused(value[i], s->decay, g);
+    float a = has_first ? first[i] : 0, b = has_second ? second[i] : 0, c = AMSGRAD ? largest[i] : 0;
+    const float made = RULE == ADAM      ? by_adam(value[i], g, &a, &b, &c, s)
+                       : RULE == ADAGRAD ? by_adagrad(value[i], g, &a, s)
+                                         : by_sgd(value[i], g, &a, s);
+    if (has_first) first[i] = a;
+    if (has_second) second[i] = b;
+    if (AMSGRAD) largest[i] = c;
+    value[i] = made;
+    if (has_low) low[i] = narrow(made);
+  }
+}
+
+static void update_range(const Parameter* p, const Scalars* s, int64_t begin, int64_t end) {
+  if (p->grad_is_low && p->low) update_as(p, s, begin, end, 1, 1);
+  else if (p->grad_is_low) update_as(p, s, begin, end, 1, 0);
+  else if (p->low) update_as(p, s, begin, end, 0, 1);
+  else update_as(p, s, begin, end, 0, 0);
+}
+
+/* Squares of fp32 do not overflow in fp64: their sum is finite where all elements are. */
+INLINE double squares_as(const void* grad, int64_t begin, int64_t end, int is_low) {
+  double lanes[LANES] = {0}, sum = 0;
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES)
+    for (int k = 0; k < LANES; ++k) {
+      const double g = element(grad, is_low, i + k);
+      lanes[k] += g * g;
+    }
+  for (; i < end; ++i) sum += (double)element(grad, is_low, i) * element(grad, is_low, i);
+  for (int k = 0; k < LANES; ++k) sum += lanes[k];
+  return sum;
+}
+
+INLINE void add_as(const Parameter* p, int64_t i, int64_t end, int grad_is_low) {
+  float* restrict sum = p->value;
+  for (; i < end; ++i) sum[i] += element(p->grad, grad_is_low, i);
+}
+
+/* -- several threads: equal shares of the elements of all parameters; who computes an element changes nothing ------ */
+
+typedef enum { UPDATE, LOOK, ADD } Work;
+
+typedef struct {
+  Work work;
+  const Parameter* all;
+  int64_t count, from, to;
+  const Options* options;
+  const Step* now;
+  double squares;
+} Share;
+
+static void do_range(Share* mine, const Scalars* s, const Parameter* p, int64_t begin, int64_t end) {
+  if (mine->work == UPDATE) {
+    update_range(p, s, begin, end);
+  } else if (mine->work == LOOK) {
+    mine->squares += p->grad_is_low ? squares_as(p->grad, begin, end, 1) : squares_as(p->grad, begin, end, 0);
+  } else {
+    if (p->grad_is_low) add_as(p, begin, end, 1);
+    else add_as(p, begin, end, 0);
+  }
+}
+
+INLINE Parameter moved(const Parameter* p, int64_t by) {
+  Parameter q = *p;
+  q.value += by;
+  q.first = q.first ? q.first + by : 0;
+  q.second = q.second ? q.second + by : 0;
+  q.largest = q.largest ? q.largest + by : 0;
+  q.low = q.low ? q.low + by : 0;
+  return q;
+}
+
+/* A table, row by row: where something is added to a gradient, the sum is made on the stack. */
+static void do_rows(Share* mine, const Scalars* s, const Parameter* p, int64_t i, int64_t end) {
+  float sum[CHUNK];
+  while (i < end) {
+    const int64_t row = i / p->width, place = i % p->width, slot = p->slots[row];
+    int64_t count = p->width - place < end - i ? p->width - place : end - i;
+    if (slot < 0 && p->grad) {
+      do_range(mine, s, p, i, i + count);
+    } else {
+      count = count < CHUNK ? count : CHUNK;
+      const float* added = slot < 0 ? 0 : p->rows + slot * p->width + place;
+      for (int64_t k = 0; k < count; ++k) {
+        const float g = p->grad ? element(p->grad, p->grad_is_low, i + k) : 0.0f;
+        sum[k] = added ? added[k] + g : g;
+      }
+      Parameter q = moved(p, i);
+      q.grad = sum;
+      q.grad_is_low = 0;
+      do_range(mine, s, &q, 0, count);
+    }
+    i += count;
+  }
+}
+
+static void* do_share(void* given) {
+  Share* mine = given;
+  int64_t start = 0;
+  for (int64_t k = 0; k < mine->count; start += mine->all[k++].size) {
+    const int64_t size = mine->all[k].size;
+    const int64_t begin = mine->from > start ? mine->from - start : 0;
+    const int64_t end = mine->to - start < size ? mine->to - start : size;
+    if (begin >= end) continue;
+    const Parameter* p = &mine->all[k];
+    const Scalars s = mine->work == UPDATE ? scalars_of(p, mine->options, mine->now) : (Scalars){0};
+    if (p->slots) do_rows(mine, &s, p, begin, end);
+    else do_range(mine, &s, p, begin, end);
+  }
+  return 0;
+}
+
+/* Does all shares, each in its thread, and returns what was seen in the whole. */
+static Share in_shares(Share whole, int64_t threads) {
+  pthread_t ids[MOST_THREADS];
+  Share shares[MOST_THREADS];
+  int started[MOST_THREADS] = {0};
+  threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+  for (int64_t k = 0; k < whole.count; ++k) whole.to += whole.all[k].size;
+  for (int64_t t = threads - 1; t >= 0; --t) {
+    shares[t] = whole;
+    shares[t].from = whole.to * t / threads;
+    shares[t].to = whole.to * (t + 1) / threads;
+    started[t] = t && !pthread_create(&ids[t], 0, do_share, &shares[t]);
+    if (!started[t]) do_share(&shares[t]);
+  }
+  for (int64_t t = 0; t < threads; ++t) {
+    if (started[t]) pthread_join(ids[t], 0);
+    whole.squares += shares[t].squares;
+  }
+  return whole;
+}
+
+/* -- what Python calls ------------------------------------------------------------------------------------------- */
+
+/* Updates all parameters and their steps, or nothing where *found_inf is above 0. */
+void update(const Parameter* all, int64_t count, int64_t threads, const Options* options, const Step* now) {
+  if (now->found_inf && *now->found_inf > 0) return;
+  in_shares((Share){.work = UPDATE, .all = all, .count = count, .options = options, .now = now}, threads);
+  for (int64_t k = 0; k < count; ++k)
+    if (all[k].step) *all[k].step += 1.0f;
+}
+
+/* Sets *found_inf to 1 where a gradient has an element that is not finite, and *norm to the norm of them all. */
+void look(const Parameter* all, int64_t count, int64_t threads, float* found_inf, float* norm) {
+  const Share seen = in_shares((Share){.work = LOOK, .all = all, .count = count}, threads);
+  if (!(seen.squares <= DBL_MAX)) *found_inf = 1.0f;
+  *norm = (float)sqrt(seen.squares);
+}
+
+/* Adds each gradient to the fp32 sum that `value` points to. */
+void add(const Parameter* all, int64_t count, int64_t threads) {
+  in_shares((Share){.work = ADD, .all = all, .count = count}, threads);
+}
+
+/* Adds up the gradients of the rows of a table, as many as `ids` names, each once: slots[row] says where, or is -1. */
+void gather(const float* grad, const int64_t* ids, int64_t count, int64_t width, int64_t table, int64_t padding,
+            int32_t* slots, float* rows) {
+  int32_t used = 0;
+  for (int64_t r = 0; r < table; ++r) slots[r] = -1;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t id = ids[n];
+    if (id == padding || id < 0 || id >= table) continue;
+    const float* from = grad + n * width;
+    if (slots[id] < 0) {
+      slots[id] = used++;
+      memcpy(rows + slots[id] * width, from, width * sizeof *from);
+    } else {
+      float* to = rows + slots[id] * width;
+      for (int64_t k = 0; k < width; ++k) to[k] += from[k];
+    }
+  }
+}

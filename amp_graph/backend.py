@@ -13,12 +13,15 @@ from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
+from amp_graph.passes.keep_recurrent import KeepRecurrent
+from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import plain_forward
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
 Runner = Callable[..., Any]
 Compile = str | Callable[..., Runner]
+PASSES_FOR_COMPILERS = (KeepRecurrent(),)
 
 
 def amp_graph(
@@ -65,6 +68,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> R
         _run_selective_checkpoints(gm)
         return plain_forward(gm)
     tag_checkpoints(gm)
+    run_passes(gm, PASSES_FOR_COMPILERS)
     backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
     return backend(gm, list(example_inputs))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.backend import PASSES_FOR_COMPILERS, Compile, Runner, check_compile
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
@@ -25,6 +25,7 @@ from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_f
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
+from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object, weakly
 from amp_graph.passes.weight_copies import weights_were_written
@@ -182,6 +183,8 @@ class TrainStep:
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
         rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=self.compile == "eager")
+        if self.compile != "eager":
+            run_passes(gm, PASSES_FOR_COMPILERS)
         captured = CapturedStep(rewritten, take_loss_mark(gm))
         self.captured.append(captured)
 

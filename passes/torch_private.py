@@ -31,6 +31,7 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of it
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # 2.11 - 2.13: no tracer, no fakes
 
 __all__ = [
     "FakeTensor",
@@ -66,6 +67,7 @@ __all__ = [
     "multiplies_bf16",
     "on_every_optimizer_step",
     "outside_dynamo",
+    "outside_modes",
     "own_code_object",
     "pack_convolution_weight",
     "pack_linear_weight",

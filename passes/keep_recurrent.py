@@ -24,8 +24,8 @@ NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectiona
 class KeepRecurrent(Pass):
     """Replaces ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` with ``recurrent_whole``.
 
-    Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact; gradients
-    of LSTMs that oneDNN trains are its own as well.
+    Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact;
+    gradients rounding-equal, with their sums in another order.
     """
 
     name: ClassVar[str] = "keep-recurrent"

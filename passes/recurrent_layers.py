@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.recurrent import lstm_layer, onednn_trains
+from amp_graph.passes.torch_private import autograd_inside
 
 KINDS: dict[str, Any] = {
     "lstm": torch.lstm,
@@ -62,8 +63,8 @@ def recurrent_whole(
 
     kind: the name of that function. x: [length, batch, width], or [batch, length, width] with ``batch_first``; hidden:
     the first states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
-    Forward is torch's own, bit for bit; so is backward, which runs the forward again, except for LSTMs that oneDNN
-    trains. Dropout between layers is drawn where torch draws it.
+    Forward is torch's own, bit for bit, and so are gradients, but for the order of sums; backward runs the forward
+    again, except for LSTMs that oneDNN trains. Dropout between layers is drawn where torch draws it.
     """
     how = Recurrence(kind, has_biases, num_layers, bidirectional)
     x = x.transpose(0, 1) if batch_first else x
@@ -167,7 +168,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Return the gradients of those of ``x``, ``hidden`` and ``params`` that are ``needed``, by another forward."""
     given = [x, *hidden, *params]
-    with torch.enable_grad():
+    with torch.enable_grad() if again else autograd_inside():
         if not again:
             given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
         count = 1 + len(hidden)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
+from amp_graph.passes.inductor import compile_with_inductor
+from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import plain_forward
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite_in_place
+from amp_graph.rewrite import device_of, passes_for_compilers, passes_in_inductor, rewrite_in_place
 
 Runner = Callable[..., Any]
 Compile = str | Callable[..., Runner]
@@ -42,8 +45,9 @@ def amp_graph(
             "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
         )
     check_compile(given["compile"])
-    rewrite_in_place(gm, Policy.parse(given["policy"]), eager=given["compile"] == "eager")
-    return lower(gm, example_inputs, given["compile"])
+    read = Policy.parse(given["policy"])
+    rewrite_in_place(gm, read, eager=given["compile"] == "eager")
+    return lower(gm, example_inputs, given["compile"], read)
 
 
 def check_compile(compile: Compile) -> None:
@@ -58,15 +62,22 @@ def check_compile(compile: Compile) -> None:
         )
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile) -> Runner:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
     """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
         return plain_forward(gm)
     tag_checkpoints(gm)
-    backend = torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
-    return backend(gm, list(example_inputs))
+    run_passes(gm, passes_for_compilers(policy))
+    return compiler_of(compile, policy, device_of(gm))(gm, list(example_inputs))
+
+
+def compiler_of(compile: Compile, policy: Policy, device: str) -> Callable[..., Runner]:
+    """Return what compiles a graph: Inductor with our own passes, another backend of Dynamo, or the function given."""
+    if compile == "inductor":
+        return functools.partial(compile_with_inductor, passes=passes_in_inductor(policy, device))
+    return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
 
 
 def _run_selective_checkpoints(gm: GraphModule) -> None:

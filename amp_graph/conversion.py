@@ -248,7 +248,7 @@ class Conversion:
         if broken:
             record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)
         self.graphs.append(record)
-        run = lower(gm, example_inputs, self.compile)
+        run = lower(gm, example_inputs, self.compile, policy)
 
         first, owner = True, weakref.ref(self)
 

@@ -27,9 +27,11 @@ from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.fold_norms import FoldNorms
+from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.keep_recurrent import KeepRecurrent
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
@@ -176,6 +178,16 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *(kernels if ours else []),
     ]
     return _wanted(found, policy)
+
+
+def passes_for_compilers(policy: Policy) -> list[Pass]:
+    """Return the passes over a rewritten graph that a compiler will take apart."""
+    return _wanted([KeepRecurrent()], policy)
+
+
+def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
+    """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
+    return _wanted([FuseBias()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

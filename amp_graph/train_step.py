@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.backend import Compile, Runner, check_compile, compiler_of
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import Replayed, check_cuda_graph
@@ -27,12 +27,13 @@ from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import check_way, plan_one_pass
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
+from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
-from amp_graph.passes.torch_private import capture_with_dynamo, own_code_object, weakly
+from amp_graph.passes.torch_private import Find, capture_with_dynamo, compiled_frames, own_code_object, weakly
 from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
-from amp_graph.rewrite import Rewritten, device_of, passes_of_step, rewrite_in_place
+from amp_graph.rewrite import Rewritten, device_of, passes_for_compilers, passes_of_step, rewrite_in_place
 from amp_graph.step_graph import StepGraph, StepParts, mark_loss, take_loss_mark, trace_step
 from amp_graph.step_inputs import (
     call_model,
@@ -158,7 +159,8 @@ class TrainStep:
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._last = last
         try:
-            result = self._run(*batch)
+            found = self._find({"batch": tuple(batch), **self._free})
+            result = (found or self._run)(*batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -183,6 +185,8 @@ class TrainStep:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
+        self._find: Find = compiled_frames(function)
+        self._free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
         return capture_with_dynamo(
             function,
             weakly(self._backend),
@@ -196,6 +200,8 @@ class TrainStep:
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
         rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=self.compile == "eager")
+        if self.compile != "eager":
+            run_passes(gm, passes_for_compilers(policy))
         captured = CapturedStep(rewritten, take_loss_mark(gm))
         self.captured.append(captured)
 
@@ -300,9 +306,8 @@ class TrainStep:
     def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
         if self.compile == "eager":
             return gm.forward
-        backend = torch._dynamo.lookup_backend(self.compile) if isinstance(self.compile, str) else self.compile
         with torch.no_grad():
-            return backend(gm, given)
+            return compiler_of(self.compile, self.policy, device_of(gm))(gm, given)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
         """Call an optimizer that is no part of the graph, unless a gradient was infinite."""

@@ -32,6 +32,7 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of it
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # 2.11 - 2.13: no tracer, no fakes
 
 __all__ = [
     "FakeTensor",
@@ -42,6 +43,7 @@ __all__ = [
     "StorageWeakRef",
     "all_bytes_of",
     "allow_in_graph",
+    "autograd_inside",
     "being_traced",
     "borrow",
     "break_reasons",
@@ -62,12 +64,14 @@ __all__ = [
     "is_dense_fp32",
     "is_sharded",
     "linear_of_packed_weight",
+    "linear_pointwise",
     "load_optimizer_states_as",
     "make_fx",
     "multiplies_bf16",
     "on_every_optimizer_step",
     "outer_saved_tensors_hooks",
     "outside_dynamo",
+    "outside_modes",
     "own_code_object",
     "pack_convolution_weight",
     "pack_linear_weight",
@@ -98,6 +102,16 @@ def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[Non
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
     python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
     with tracing(None), guards, python, mode:
+        yield
+
+
+@contextlib.contextmanager
+def autograd_inside() -> Iterator[None]:
+    """Let autograd record inside of an operator's kernel, from which dispatch keeps it away; 2.11 to 2.13."""
+    kept = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        kept = kept.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept), torch.enable_grad():
         yield
 
 
@@ -468,7 +482,9 @@ def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default._op if torch.backends.mkldnn.is_available() else None
+# Called as (x, weight, bias, "none" or "relu", [], ""); 2.11 - 2.13.
+linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_linear_pointwise = linear_pointwise._op if linear_pointwise is not None else None
 
 
 def linear_of_packed_weight(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -86,6 +86,15 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
     )
 
 
+def bias_in_product_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """Say whether a product's kernel should add the bias itself, instead of to a result that starts as the bias.
+
+    bf16 on CPU with dot products, weights as they lie: 1.08 times as fast for 512 rows of 768 x 3072, 1.10 for 788 of
+    384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256.
+    """
+    return packing_pays(device, dtype, outputs, inputs)
+
+
 def folding_pays(device: str, dtype: torch.dtype) -> bool:
     """Say whether a batch norm in evaluation is better folded into its convolution on ``device``.
 

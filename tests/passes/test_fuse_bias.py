@@ -1,0 +1,124 @@
+"""A product whose kernel adds the bias: the same sum, rounded once; what it cannot take stays."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes import what_pays
+from amp_graph.passes.fuse_bias import FuseBias
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.operators import OPS
+from amp_graph.passes.torch_private import linear_pointwise, make_fx
+
+pytestmark = pytest.mark.skipif(linear_pointwise is None, reason="needs oneDNN")
+BF16 = torch.bfloat16
+ATEN = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _on_any_machine(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+
+
+def drawn(*shape, dtype=BF16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def passed(function, *given):
+    """The graph of ``function`` before and after the pass, and how many products changed."""
+    plain, ours = (make_fx(function, tracing_mode="fake")(*given) for _ in range(2))
+    (done,) = run_passes(ours, [FuseBias()], checked=True)
+    return plain, ours, len(done.result.changes)
+
+
+X, W, B = drawn(6, 32), drawn(24, 32), drawn(24)
+
+
+def test_the_bias_is_added_before_the_sum_is_rounded():
+    plain, ours, count = passed(F.linear, X, W, B)
+    assert count == 1
+    assert [n.target for n in ours.graph.nodes if n.op == "call_function"] == [OPS.linear_bias.default]
+    exact = F.linear(X.double(), W.double(), B.double())
+    spacing = torch.finfo(BF16).eps * exact.abs() + 1e-6
+    assert ((ours(X, W, B).double() - exact).abs() <= 0.51 * spacing).all()
+    assert ((plain(X, W, B).double() - exact).abs() <= 0.51 * spacing).all()
+    rounded_twice = (F.linear(X, W) + B).double()
+    assert not ((rounded_twice - exact).abs() <= 0.51 * spacing).all()
+
+
+def test_a_relu_that_alone_reads_the_result_goes_into_the_call():
+    def alone(x, w, b):
+        return F.linear(x, w, b).relu()
+
+    def shared(x, w, b):
+        y = F.linear(x, w, b)
+        return y.relu(), y
+
+    _, ours, _ = passed(alone, X, W, B)
+    assert not ours.graph.find_nodes(op="call_function", target=ATEN.relu.default)
+    assert torch.equal(ours(X, W, B), passed(F.linear, X, W, B)[1](X, W, B).relu())
+    _, ours, count = passed(shared, X, W, B)
+    assert count == 1
+    assert len(ours.graph.find_nodes(op="call_function", target=ATEN.relu.default)) == 1
+
+
+LEFT = {
+    "fp32": (F.linear, (X.float(), W.float(), B.float())),
+    "a weight that does not lie in rows": (lambda x, w, b: torch.addmm(b, x, w), (X, W.t().contiguous(), B)),
+    "a bias of rows": (lambda x, w, b: torch.addmm(b, x, w.t()), (X, W, drawn(6, 24))),
+    "one number as the bias": (lambda x, w, b: torch.addmm(b, x, w.t()), (X, W, drawn(1))),
+    "a factor": (lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5), (X, W, B)),
+    "few outputs": (F.linear, (X, W[:8], B[:8])),
+    "images that do not lie in rows": (F.linear, (drawn(32, 6).t(), W, B)),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_the_kernel_does_not_take_stays(case):
+    function, given = LEFT[case]
+    plain, ours, count = passed(function, *given)
+    assert count == 0
+    assert torch.equal(plain(*given), ours(*given))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def compiled_gradients(policy):
+    torch.manual_seed(0)
+    model = amp_graph.convert(Net(), policy, compile="inductor")
+    model(X.float()).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_code_calls_the_kernel(monkeypatch):
+    seen = []
+    kept = FuseBias.run
+
+    def run(self, gm):
+        seen.append(kept(self, gm))
+        return seen[-1]
+
+    monkeypatch.setattr(FuseBias, "run", run)
+    torch.manual_seed(0)
+    plain = Net()
+    plain(X.float()).backward()
+    caches = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch._inductor.config.patch(fx_graph_cache=False), caches:
+        ours = compiled_gradients("bf16")
+        counts = [len(result.changes) for result in seen]
+        without = compiled_gradients("bf16,skip=fuse_bias")
+    assert counts == [2, 0], "two linears in forward, none in backward"
+    assert len(seen) == 2
+    for got, other, wanted in zip(ours, without, [p.grad for p in plain.parameters()], strict=True):
+        assert (got - wanted).norm() <= 2e-2 * wanted.norm()
+        assert (got - other).norm() <= 1e-2 * wanted.norm()

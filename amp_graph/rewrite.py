@@ -176,7 +176,7 @@ def passes_in_eager(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` for graphs that run as they are: compilers fuse this by themselves."""
     if policy.op_list(device).unlisted != "opaque":
         return []
-    again = RecomputeActivations(thorough=policy.accuracy == "fast")
+    again = RecomputeActivations(thorough=policy.recomputes_all)
     return _wanted([PointwiseConv(), LinearCrossEntropy(), again], policy)
 
 

@@ -74,7 +74,7 @@ def _batch_norm(node: Any) -> Tensor:
     be asked for, they are taken again.
     """
     again, training, eps = node.metadata[KEY], node._saved_training, node._saved_eps
-    kernel = torch.native_batch_norm
+    kernel: Any = torch.native_batch_norm
     if again.inputs is not None:
         x, weight, bias, mean, var = again.inputs()
         return kernel(x, weight, bias, *((None, None) if training else (mean, var)), training, 0.0, eps)[0]

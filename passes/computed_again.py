@@ -20,9 +20,10 @@ from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
 def _marked(out: Tensor, given: tuple[Any, ...], extra: Any = None) -> Tensor:
     """Note at the node that made ``out`` from ``given`` that it can be computed again."""
-    if out.grad_fn is not None and out.grad_fn.name() in COMPUTE:
+    node: Any = out.grad_fn
+    if node is not None and node.name() in COMPUTE:
         hooks = outer_saved_tensors_hooks()
-        out.grad_fn.metadata[KEY] = Again(extra, None if hooks is None else _kept_by(hooks, given))
+        node.metadata[KEY] = Again(extra, None if hooks is None else _kept_by(hooks, given))
     return out
 
 
@@ -47,8 +48,8 @@ def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
         out = F.relu(x, inplace)
     for source in sources_of(before):
         source.readers += 1
-    assert out.grad_fn is not None, "its input has one"
-    out.grad_fn.metadata[KEY] = again
+    node: Any = out.grad_fn
+    node.metadata[KEY] = again
     return out
 
 

@@ -50,7 +50,7 @@ class _Left:
 
 def _root_of(given: Tensor) -> _Root | None:
     """Return what ``given`` is, or is a view of, where that can be computed again."""
-    node = given.grad_fn
+    node: Any = given.grad_fn
     if node is None:
         return None
     tensor = given

@@ -114,7 +114,8 @@ class _Work:
             _replace(one, relu_kept)
         _replace(node, relu_computed_again)
         for reader in found.readers:
-            reader.target = computing_again(reader.target)
+            target: Any = reader.target
+            reader.target = computing_again(target)
         if kind == "relu":
             self.note(node)
         names = ", ".join(r.name for r in found.readers)

@@ -101,8 +101,9 @@ def _is_low_copy(user: Node, whole: bool) -> bool:
     names, made = names_of(user), value(user)
     cast = CAST in user.meta if not names else CASTS.issuperset(names)
     source = value(user.all_input_nodes[0]) if user.all_input_nodes else None
-    low = isinstance(made, torch.Tensor) and isinstance(source, torch.Tensor)
-    return cast and low and made.dtype.itemsize == 2 and source.dtype == torch.float32
+    if not cast or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    return made.dtype.itemsize == 2 and source.dtype == torch.float32
 
 
 def _products(reader: Any) -> float:

@@ -28,6 +28,7 @@ SKIPPABLE = (
     "eliminate_casts", "fold_norms", "fuse_bias", "fuse_gelu", "keep_recurrent", "linear_cross_entropy",
     "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
+RECOMPUTED = ("some", "all")
 PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -49,6 +50,8 @@ class Policy:
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
+    recompute: what backward computes again instead of saving it: "some" (what costs next to no time) or "all" that a
+    kernel computes anew; empty for "all" with accuracy "fast", else for "some". See docs/policy.md.
     planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
     and for "mincut" with an error budget, which painting cannot keep.
     skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
@@ -70,6 +73,7 @@ class Policy:
     weight_copies: bool = True
     device: str = ""
     skip: tuple[str, ...] = ()
+    recompute: str = ""
     planner: str = ""
     skip_unprofitable: bool = False
 
@@ -82,6 +86,7 @@ class Policy:
         object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
         for name in self.skip:
             _check("skip", name, SKIPPABLE)
+        _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
@@ -101,6 +106,11 @@ class Policy:
     def budget(self) -> float | None:
         """The error budget, where ``accuracy`` is a number."""
         return None if isinstance(self.accuracy, str) else self.accuracy
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether backward computes again all that it can, and not only what costs next to no time."""
+        return (self.recompute or ("all" if self.accuracy == "fast" else "some")) == "all"
 
     @property
     def plans_by(self) -> str:

@@ -154,7 +154,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     fusions: list[Pass] = [FuseGelu()] if ours else []
     aligned = AlignShapes(policy.device or device)
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
-    again = RecomputeActivations(thorough=policy.accuracy == "fast")
+    again = RecomputeActivations(thorough=policy.recomputes_all)
     last: list[Pass] = [LinearCrossEntropy(), again] if eager else []
     kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), *pointwise, Convolution(), aligned, *last]
     found = [

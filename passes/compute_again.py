@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from amp_graph.passes.runtime import layer_norm_low
-from amp_graph.passes.torch_private import saved_tensors_hooks_are_enabled
+from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
 SHARED_CAST = "_SharedCastBackward"
@@ -32,10 +30,13 @@ CASTS = ("ToCopyBackward0", SHARED_CAST)
 class Again:
     """One value that is computed again, for all who did not save it; the last to ask in a backward lets it go.
 
-    extra: what computing it takes beside what autograd saved. Holds no node: the node of the value holds this.
+    extra: what computing it takes beside what autograd saved. inputs: returns what its operation was given, where
+    hooks save that, which may be asked once only for what they save: checkpoints are. Holds no node: the node of the
+    value holds this.
     """
 
     extra: Any = None
+    inputs: Callable[[], list[Any]] | None = None
     readers: int = 0
     left: int = 0
     made: Tensor | None = None
@@ -69,33 +70,47 @@ def _batch_norm(node: Any) -> Tensor:
     """Apply a batch norm with the statistics that it took: as a norm in evaluation, whose arithmetic is the same.
 
     The kernel computes ``x * alpha + beta`` with ``alpha = invstd * weight`` and ``beta = bias - mean * alpha``; a
-    variance of 1 leaves ``alpha`` to us (aten/src/ATen/native/cpu/batch_norm_kernel.cpp).
+    variance of 1 leaves ``alpha`` to us (aten/src/ATen/native/cpu/batch_norm_kernel.cpp). Where the statistics cannot
+    be asked for, they are taken again.
     """
-    x, weight, bias = node._saved_input, node._saved_weight, unless_written(node.metadata[KEY].extra)
-    kernel = torch.ops.aten.native_batch_norm
-    if not node._saved_training:
-        mean, var = node._saved_running_mean, node._saved_running_var
-        return kernel(x, weight, bias, mean, var, False, 0.0, node._saved_eps)[0]
+    again, training, eps = node.metadata[KEY], node._saved_training, node._saved_eps
+    kernel: Any = torch.native_batch_norm
+    if again.inputs is not None:
+        x, weight, bias, mean, var = again.inputs()
+        return kernel(x, weight, bias, *((None, None) if training else (mean, var)), training, 0.0, eps)[0]
+    x, weight, bias = node._saved_input, node._saved_weight, unless_written(again.extra)
+    if not training:
+        return kernel(x, weight, bias, node._saved_running_mean, node._saved_running_var, False, 0.0, eps)[0]
     mean, invstd = node._saved_result1, node._saved_result2
     return kernel(x, weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)[0]
 
 
 def _layer_norm(node: Any) -> Tensor:
-    eps = node.metadata[KEY].extra
-    shape, weight, bias = node._saved_normalized_shape, node._saved_weight, node._saved_bias
-    return torch.native_layer_norm(node._saved_input, shape, weight, bias, eps)[0]
+    again = node.metadata[KEY]
+    given = again.inputs() if again.inputs else (node._saved_input, node._saved_weight, node._saved_bias)
+    x, weight, bias = given
+    return torch.native_layer_norm(x, node._saved_normalized_shape, weight, bias, again.extra)[0]
 
 
 def _layer_norm_low(node: Any) -> Tensor:
-    x, weight, bias, _, _ = node.saved_tensors
+    inputs = node.metadata[KEY].inputs
+    x, weight, bias = inputs() if inputs else node.saved_tensors[:3]
     return torch.native_layer_norm(x, node.shape, weight, bias, node.eps)[0]
 
 
+def _activated(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    (x,) = inputs() if inputs else (node._saved_self,)
+    return F.silu(x) if node.name() == "SiluBackward0" else F.gelu(x, approximate=node._saved_approximate)
+
+
 def _relu(node: Any) -> Tensor:
-    return _relu_of(before_of(node))
+    inputs = node.metadata[KEY].inputs
+    return inputs()[0] if inputs else relu_of(before_of(node))
 
 
-def _relu_of(before: Any) -> Tensor:
+def relu_of(before: Any) -> Tensor:
+    """Return the relu of what the node ``before`` made."""
     x = value_of(before)
     return x.relu_() if _is_own(before) else x.relu()
 
@@ -116,8 +131,8 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
-    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
-    "SiluBackward0": lambda node: F.silu(node._saved_self),
+    "GeluBackward0": _activated,
+    "SiluBackward0": _activated,
     "ReluBackward0": _relu,
     "AddBackward0": _add,
     **dict.fromkeys(CASTS, _cast),
@@ -130,7 +145,7 @@ def before_of(node: Any) -> Any:
 
 
 def value_of(node: Any) -> Tensor:
-    """Return the result of a node for which ``_is_known`` holds, without gradients."""
+    """Return the result of a node for which ``is_known`` holds, without gradients."""
     again, name = node.metadata.get(KEY), node.name()
     if again is None and name == "ReluBackward0":  # it saved its result
         kept: Tensor = node._saved_result
@@ -144,22 +159,23 @@ def _is_own(node: Any) -> bool:
     return node.name() == "AddBackward0" if again is None else again.readers <= 1
 
 
-def _is_known(node: Any) -> bool:
+def is_known(node: Any) -> bool:
     """Say whether the result of a node can be computed, or is kept by it."""
     if node is None:
         return False
     if node.name() == "AddBackward0" and KEY not in node.metadata:
-        return node._saved_alpha == 1 and all(_is_known(source) for source, _ in node.next_functions)
-    return KEY in node.metadata or node.name() == "ReluBackward0"
+        return node._saved_alpha == 1 and all(is_known(source) for source, _ in node.next_functions)
+    kept = node.name() == "ReluBackward0" and outer_saved_tensors_hooks() is None
+    return kept or KEY in node.metadata
 
 
-def _sources(node: Any) -> Iterator[Again]:
+def sources_of(node: Any) -> Iterator[Again]:
     """Yield what computing the result of a known node asks for."""
     if KEY in node.metadata:
         yield node.metadata[KEY]
     elif node.name() == "AddBackward0":
         for source, _ in node.next_functions:
-            yield from _sources(source)
+            yield from sources_of(source)
 
 
 def computed(compute: Callable[[], Tensor]) -> Tensor:
@@ -174,69 +190,3 @@ def computed(compute: Callable[[], Tensor]) -> Tensor:
 def may_hook() -> bool:
     """Say whether what is saved now may be something else than tensors."""
     return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()
-
-
-# -- what makes values that are computed again ------------------------------------------------------------
-
-
-def _marked(out: Tensor, extra: Any = None) -> Tensor:
-    if out.grad_fn is not None and out.grad_fn.name() in COMPUTE:
-        out.grad_fn.metadata[KEY] = Again(extra)
-    return out
-
-
-def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
-    """``F.relu`` that does not save its result where ``x`` is a marked norm, or a sum of such and of relus."""
-    before = x.grad_fn
-    if not may_hook() or not _is_known(before):
-        return F.relu(x, inplace)
-    again = Again(readers=1)
-
-    def unpack(_: Any) -> Tensor:
-        return computed(lambda: again.given(lambda: _relu_of(before)))
-
-    with saved_tensors_hooks(lambda _: None, unpack):
-        out = F.relu(x, inplace)
-    for source in _sources(before):
-        source.readers += 1
-    assert out.grad_fn is not None, "its input has one"
-    out.grad_fn.metadata[KEY] = again
-    return out
-
-
-def batch_norm_computed_again(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``F.batch_norm`` whose result can be computed again: for a relu behind it. Running statistics move once."""
-    return _marked(
-        F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps), (bias, bias._version)
-    )
-
-
-def layer_norm_computed_again(
-    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
-) -> Tensor:
-    """``F.layer_norm`` whose result can be computed again."""
-    return _marked(F.layer_norm(x, shape, weight, bias, eps), eps)
-
-
-def layer_norm_low_computed_again(*args: Any, **kwargs: Any) -> Tensor:
-    """``layer_norm_low`` whose result can be computed again."""
-    return _marked(layer_norm_low(*args, **kwargs))
-
-
-def gelu_computed_again(x: Tensor, approximate: str = "none") -> Tensor:
-    """``F.gelu`` whose result can be computed again."""
-    return _marked(F.gelu(x, approximate=approximate))
-
-
-def silu_computed_again(x: Tensor) -> Tensor:
-    """``F.silu`` whose result can be computed again."""
-    return _marked(F.silu(x))

@@ -16,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from amp_graph.passes.compute_again import CASTS, KEY, Again, before_of, computed, may_hook, unless_written, value_of
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
+FEW = torch.iinfo(torch.int16).max
+
 
 @dataclass(frozen=True)
 class _Root:
@@ -48,7 +50,7 @@ class _Left:
 
 def _root_of(given: Tensor) -> _Root | None:
     """Return what ``given`` is, or is a view of, where that can be computed again."""
-    node = given.grad_fn
+    node: Any = given.grad_fn
     if node is None:
         return None
     tensor = given
@@ -74,7 +76,7 @@ def _pack(roots: list[_Root], outer: Any) -> Callable[[Tensor], Any]:
     def pack(t: Tensor) -> Any:
         root = next((r for r in roots if r.holds(t)), None)
         if root is None:
-            return (unless_written, (t, t._version)) if outer is None else (outer[1], outer[0](t))
+            return _as_ever(t, roots[0].tensor, outer)
         whole, given = root.tensor, (tuple(t.shape), t.stride(), t.storage_offset())
         start = whole.storage_offset()
         part = None if given == (tuple(whole.shape), whole.stride(), start) else (*given[:2], given[2] - start)
@@ -82,6 +84,19 @@ def _pack(roots: list[_Root], outer: Any) -> Callable[[Tensor], Any]:
         return _Left(root.node, (tuple(whole.shape), whole.stride()), part)
 
     return pack
+
+
+def _as_ever(t: Tensor, read: Tensor, outer: Any) -> Any:
+    """Save ``t`` itself as autograd would; the places that a pool chose in ``read`` in as few bytes as they need."""
+    if t.dtype == torch.int64 and read.dim() >= 3:
+        few = read.shape[-2] * read.shape[-1] <= FEW
+        unpack, kept = _itself(t.to(torch.int16 if few else torch.int32), outer)
+        return (lambda packed: unpack(packed).long()), kept
+    return _itself(t, outer)
+
+
+def _itself(t: Tensor, outer: Any) -> tuple[Callable[[Any], Tensor], Any]:
+    return (unless_written, (t, t._version)) if outer is None else (outer[1], outer[0](t))
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -16,12 +16,13 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.compute_again import (
+from amp_graph.passes.computed_again import (
     batch_norm_computed_again,
     gelu_computed_again,
     layer_norm_computed_again,
     layer_norm_low_computed_again,
     relu_computed_again,
+    relu_kept,
     silu_computed_again,
 )
 from amp_graph.passes.computing_again import computing_again
@@ -43,6 +44,7 @@ OURS = frozenset(
         layer_norm_computed_again,
         layer_norm_low_computed_again,
         relu_computed_again,
+        relu_kept,
         silu_computed_again,
     }
 )
@@ -54,6 +56,7 @@ KINDS = {
     "aten.relu_": "relu",
 }
 SUMS = (("aten.add",), ("aten.add_",))
+RELUS = (("aten.relu",), ("aten.relu_",))
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,18 @@ class _Work:
         if made is None:
             return
         found = readers_of(node)
+        if not found.readers:
+            return
         reason = self._why_not(node, kind, found)
         if reason:
             self.skips.append(Skip(node.name, reason))
             return
-        for one in (*made, node):
-            _replace(one)
+        for one in made:
+            _replace(one, relu_kept)
+        _replace(node, relu_computed_again)
         for reader in found.readers:
-            reader.target = computing_again(reader.target)
+            target: Any = reader.target
+            reader.target = computing_again(target)
         if kind == "relu":
             self.note(node)
         names = ", ".join(r.name for r in found.readers)
@@ -123,7 +130,7 @@ class _Work:
             return found.reason
         if self.memory.is_written_after(node):
             return "it is written to later"
-        if not found.readers or not computing_again_pays(kind == "relu", found.products):
+        if not computing_again_pays(kind == "relu", found.products, self.options.thorough):
             return "what reads it takes too little time to compute it twice"
         if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
             return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
@@ -142,15 +149,17 @@ class _Work:
         return deepest + 1
 
     def _makers(self, source: Any) -> tuple[Node, ...] | None:
-        """Return the batch norms that make what a relu reads; None where something else has a part in it."""
+        """Return norms, and relus that are kept, that make what a relu reads; None where others have a part in it."""
         if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
         if source.target is batch_norm_computed_again or _is_batch_norm(source):
             return (source,)
         if not self.options.thorough:
             return None
-        if source in self.depths or (names_of(source) in (("aten.relu",), ("aten.relu_",)) and is_trained(source)):
+        if source in self.depths:
             return ()
+        if names_of(source) in RELUS and is_trained(source):
+            return (source,)
         if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
             return None
         parts = [self._makers(p) if _dtype(p) == _dtype(source) else None for p in source.args]
@@ -191,12 +200,14 @@ def _batch_norm_arguments(node: Node) -> dict[str, Any]:
     return defaults | dict(zip(BATCH_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _replace(node: Node) -> None:
-    """Let ``node`` call what has its value computed again."""
+def _replace(node: Node, relu: Any) -> None:
+    """Let ``node`` call what has its value computed again, a relu ``relu``."""
+    if node.target in OURS:
+        return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
     if kind == "relu":
-        node.target, node.args, node.kwargs = relu_computed_again, (source, relu_in_place), {}
+        node.target, node.args, node.kwargs = relu, (source, relu_in_place), {}
     elif kind == "silu":
         node.target, node.args, node.kwargs = silu_computed_again, (source,), {}
     elif kind == "gelu":
@@ -207,7 +218,7 @@ def _replace(node: Node) -> None:
         given = facts.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
         node.args = tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
         node.target, node.kwargs = layer_norm_computed_again, {}
-    elif node.target is not batch_norm_computed_again:
+    else:
         given = _batch_norm_arguments(node)
         node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
         node.kwargs = {}

@@ -536,4 +536,5 @@ def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]
 
 def saved_tensors_hooks_are_enabled() -> bool:
     """Say whether hooks of saved tensors may be set: not inside of transforms of ``torch.func``; 2.11 - 2.13."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    autograd: Any = torch._C._autograd
+    return bool(autograd._saved_tensors_hooks_is_enabled())

@@ -171,14 +171,16 @@ def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
 LEAST_PRODUCTS, LEAST_PRODUCTS_OF_RELU = 256, 64
 
 
-def computing_again_pays(of_relu: bool, products: float) -> bool:
+def computing_again_pays(of_relu: bool, products: float, thorough: bool) -> bool:
     """Say whether what is read for ``products`` multiplications an element may be computed twice, to save its memory.
 
     bf16 on CPU with dot products, picoseconds an element: batch norm and relu 450, norms with their cast 720, GELU 600
-    (by tanh 2,400); a product takes about 60 for its result and both gradients. What is computed again lies in the
-    cache for who wants it, and what is not saved need not be written to memory and paged in.
+    (by tanh 2,400); a product takes about 60 for its result and both gradients. At the least products that is 4 % of
+    what reads a norm or GELU, and 12 % of the narrowest convolutions; ``thorough`` puts up with four times as much
+    (``benchmarks/recompute_activations.py``).
     """
-    return products >= (LEAST_PRODUCTS_OF_RELU if of_relu else LEAST_PRODUCTS)
+    least = LEAST_PRODUCTS_OF_RELU if of_relu else LEAST_PRODUCTS
+    return products >= (least / 4 if thorough else least)
 
 
 # Elements of weights with low-precision copies below which compiling, a second once a machine, is not worth its time.

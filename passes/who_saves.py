@@ -26,6 +26,7 @@ PRODUCTS = frozenset({"aten.linear", "aten.addmm", "aten.matmul", "aten.mm"})
 CONVOLUTIONS = frozenset(f"aten.conv{d}d" for d in (1, 2, 3))
 TRANSPOSED = frozenset(f"aten.conv_transpose{d}d" for d in (1, 2, 3))
 POOLS = frozenset(f"aten.{kind}_pool2d" for kind in ("max", "avg", "adaptive_avg"))
+READERS = PRODUCTS | CONVOLUTIONS | TRANSPOSED | POOLS
 SAVES_NOTHING = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "cat", "stack", "mean", "sum"))
 CASTS = frozenset({"aten.to", "aten._to_copy"})
 
@@ -45,32 +46,41 @@ class Readers:
 def readers_of(node: Node) -> Readers:
     """Find out who saves the value of ``node``."""
     readers: list[Node] = []
+    reasons: list[str] = []
     stack = [(node, True)]
     while stack:
         source, whole = stack.pop()
         for user in source.users:
-            reason = _why_kept(user)
-            if reason:
-                return Readers(reason=reason)
-            names = names_of(user)
-            if _is_view(user) or _is_low_copy(user, whole):
+            if _passes_on(user, whole):
                 stack.append((user, whole and user.target is shared_cast))
-            elif names and names[0] in PRODUCTS | CONVOLUTIONS | TRANSPOSED | POOLS and len(names) == 1:
-                if user.op != "call_function":
-                    return Readers(reason=f"{user.name} saves it")
+            elif _could_do_without(user):
                 readers.append(user)
-            elif not SAVES_NOTHING.issuperset(names) or not names:
-                return Readers(reason=f"{user.name} saves it")
+            elif reason := _why_kept(user):
+                reasons.append(reason)
     found = tuple(dict.fromkeys(readers))
-    return Readers(found, sum(_products(r) for r in found) / max(1, _numel(value(node))))
+    products = sum(_products(r) for r in found) / max(1, _numel(value(node)))
+    return Readers(found, products, reasons[0] if reasons else "")
+
+
+def _passes_on(user: Node, whole: bool) -> bool:
+    return not _is_apart(user) and (_is_view(user) or _is_low_copy(user, whole))
+
+
+def _could_do_without(user: Node) -> bool:
+    names = names_of(user)
+    return not _is_apart(user) and user.op == "call_function" and len(names) == 1 and names[0] in READERS
 
 
 def _why_kept(user: Node) -> str:
     if user.op == "output":
         return "it is returned"
-    if CHECKPOINT in user.meta or REGION in user.meta:
+    if _is_apart(user):
         return f"{user.name} is in a checkpoint or in the user's own autocast"
-    return ""
+    return "" if names_of(user) and SAVES_NOTHING.issuperset(names_of(user)) else f"{user.name} saves it"
+
+
+def _is_apart(user: Node) -> bool:
+    return CHECKPOINT in user.meta or REGION in user.meta
 
 
 def _is_view(user: Node) -> bool:
@@ -91,8 +101,9 @@ def _is_low_copy(user: Node, whole: bool) -> bool:
     names, made = names_of(user), value(user)
     cast = CAST in user.meta if not names else CASTS.issuperset(names)
     source = value(user.all_input_nodes[0]) if user.all_input_nodes else None
-    low = isinstance(made, torch.Tensor) and isinstance(source, torch.Tensor)
-    return cast and low and made.dtype.itemsize == 2 and source.dtype == torch.float32
+    if not cast or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    return made.dtype.itemsize == 2 and source.dtype == torch.float32
 
 
 def _products(reader: Any) -> float:

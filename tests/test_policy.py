@@ -27,6 +27,7 @@ OTHER = {
     "weight_copies": False,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
+    "recompute": "all",
     "planner": "mincut",
     "skip_unprofitable": True,
 }
@@ -146,7 +147,7 @@ def test_unknown_fields_of_a_dict_are_refused():
         Policy.from_dict({"acuracy": "fast"})
 
 
-@pytest.mark.parametrize("name", ["dtype", "level", "accuracy", "device"])
+@pytest.mark.parametrize("name", ["dtype", "level", "accuracy", "device", "recompute"])
 def test_values_are_checked_however_they_come(name):
     with pytest.raises(PolicyError, match="nonsense"):
         Policy(**{name: "nonsense"})
@@ -157,6 +158,13 @@ def test_values_are_checked_however_they_come(name):
 def test_a_policy_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Policy().dtype = "fp16"
+
+
+def test_how_much_is_computed_again_goes_by_accuracy_where_nothing_is_said():
+    assert Policy.parse("bf16,accuracy=fast").recomputes_all
+    assert not Policy.parse("bf16,accuracy=fast,recompute=some").recomputes_all
+    assert not Policy.parse("bf16").recomputes_all
+    assert Policy.parse("bf16,recompute=all").recomputes_all
 
 
 def test_auto_is_bf16_on_cpu():

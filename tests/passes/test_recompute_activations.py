@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph.passes import compute_again
-from amp_graph.passes.compute_again import KEY, gelu_computed_again
+from amp_graph.passes.compute_again import KEY
+from amp_graph.passes.computed_again import gelu_computed_again
 from amp_graph.passes.computing_again import computing_again
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_activations import RecomputeActivations
@@ -68,7 +69,8 @@ KEPT = {
     "returned": (FAST, returned),
     "relu of a linear, which saves its result": (FAST, lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.v)),
     "written later": (FAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)).mul_(2), s.v)),
-    "narrow": (FAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v[:255])),
+    "narrow": (FAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v[:63])),
+    "narrow, autocast": (AUTOCAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v[:255])),
     "a norm": (AUTOCAST, lambda s, x: F.linear(norm(s, x * 2), s.w)),
     "a gelu by tanh": (AUTOCAST, lambda s, x: F.linear(F.gelu(F.linear(x, s.w), approximate="tanh"), s.v)),
 }
@@ -295,10 +297,9 @@ def test_other_hooks_save_what_is_left_to_save():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         out = computing_again(F.linear)(gelu_computed_again(a := x * 1), w)
-    shapes = [t.data_ptr() for t in packed]
+    assert {t.data_ptr() for t in packed} == {a.data_ptr(), w.data_ptr()}
     out.sum().backward()
-    assert sorted(shapes) == sorted([x.data_ptr() * 0 + a.data_ptr(), w.data_ptr()])
-    assert len(asked) >= 2
+    assert len(asked) == len(packed), "each once: what is saved for a checkpoint is given out once"
 
 
 def test_nothing_is_held_by_a_cycle():

@@ -140,9 +140,7 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
     return plan.problem(gm)
 
 
-def passes_for(
-    policy: Policy, device: str, measured: tuple[Measured, ...] = (), *, eager: bool = False
-) -> list[Pass]:
+def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (), *, eager: bool = False) -> list[Pass]:
     """Return the passes of ``policy``, in order; ``eager``: with those for graphs that run as they are.
 
     What those do, compilers do by themselves.

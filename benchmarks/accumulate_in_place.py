@@ -6,7 +6,6 @@ Ratios are medians over interleaved rounds [quartiles]: above 1 the rewritten fo
 process of its own that makes three steps.
 """
 
-import argparse
 import resource
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from interleaved import interleaved, quartiles
+from interleaved import interleaved, parser_of, spread
 
 import amp_graph
 
@@ -99,15 +98,12 @@ def told_peak(model: str, policy: str) -> None:
 def told(times: dict[str, list[float]]) -> str:
     """Return how much faster the second variant is than the first."""
     before, after = times.values()
-    low, middle, high = quartiles(before, after)
-    return f"{middle:.2f} [{low:.2f} - {high:.2f}], from {statistics.median(before) * 1e3:.3f} ms"
+    return f"{spread(before, after)}, from {statistics.median(before) * 1e3:.3f} ms"
 
 
 def main() -> None:
     """Print one line a rule and size, then one a model and policy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--skip-models", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,9 +1,18 @@
 """Time variants side by side: one call of each in turn, so that whatever else the machine does meets all of them."""
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping
 
 WARM_UP = 3
+
+
+def parser_of(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what every comparison takes: ``--rounds`` and ``--threads``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser
 
 
 def interleaved(
@@ -32,3 +41,9 @@ def quartiles(times: list[float], baseline: list[float]) -> tuple[float, float, 
     """Return the quartiles of the rounds' ratios: lower, median, upper."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(times, baseline, strict=True)], n=4)
     return low, middle, high
+
+
+def spread(times: list[float], baseline: list[float]) -> str:
+    """Return the median of the rounds' ratios and their quartiles as text."""
+    low, middle, high = quartiles(times, baseline)
+    return f"{middle:.3f} [{low:.3f} - {high:.3f}]"

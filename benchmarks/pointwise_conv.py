@@ -6,14 +6,13 @@ Result, gradient of the input and gradient of the weight, each by itself; ratios
 above 1 the product is faster. Then whole ResNet-50s with and without the pass [quartiles].
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from interleaved import interleaved, quartiles
+from interleaved import interleaved, parser_of, spread
 
 import amp_graph
 from amp_graph.passes import conv_as_product as ours
@@ -40,7 +39,7 @@ def kernels(batch: int, inside: int, outside: int, size: int, stride: int) -> di
     return {
         "result": (lambda: F.conv2d(x, w, stride=steps), lambda: ours._forward(x, w, None, steps, True)),
         "input": (backward(True, False), lambda: ours._spread(grad, w, x, steps)),
-        "weight": (backward(False, True), lambda: ours._rows(grad).t() @ ours._rows(ours._read(x, steps))),
+        "weight": (backward(False, True), lambda: ours.weight_gradient(grad, x, w, steps, (0, 0))),
     }
 
 
@@ -66,10 +65,8 @@ def resnet(policy: str, batch: int, size: int, train: bool) -> Callable[[], None
 
 def main() -> None:
     """Print one line a shape, then one a model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--skip-models", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -83,11 +80,7 @@ def main() -> None:
     for size, train in () if options.skip_models else ((224, True), (112, True), (224, False), (112, False)):
         variants = {p: resnet(p, options.batch, size, train) for p in ("bf16,skip=pointwise_conv", "bf16")}
         times = interleaved(variants, options.rounds, time.process_time)
-        low, middle, high = quartiles(*times.values())
-        print(
-            f"ResNet-50 at {size}, {'step' if train else 'inference'}: {middle:.2f} [{low:.2f} - {high:.2f}]",
-            flush=True,
-        )
+        print(f"ResNet-50 at {size}, {'step' if train else 'inference'}: {spread(*times.values())}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ turn in one process. A round gives one ratio to the step without a scaler; media
     python benchmarks/scaler_time.py [--rounds 30] [--threads 1] [--cpu-time]
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from interleaved import interleaved, quartiles
+from interleaved import interleaved, parser_of, spread
 
 import amp_graph
 
@@ -39,9 +38,7 @@ def variant(scaler: torch.amp.GradScaler | None) -> Callable[[], None]:
 
 def main() -> None:
     """Run the variants in turn and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = parser_of(__doc__, rounds=30)
     parser.add_argument("--cpu-time", action="store_true", help="count process CPU time, steadier on shared cores")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -57,8 +54,7 @@ def main() -> None:
     print(f"{count:.1f}M parameters, {options.threads} threads, torch {torch.__version__}, {options.rounds} rounds\n")
     print("| variant | ms | time / step without a scaler |\n|---|---:|---|")
     for name, times in seconds.items():
-        low, middle, high = quartiles(times, seconds["no scaler"])
-        print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {middle:.2f} [{low:.2f} - {high:.2f}] |")
+        print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {spread(times, seconds['no scaler'])} |")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ off" is the same for copies on and off. Absolute times are noise on shared machi
     python benchmarks/weight_copies.py [--rounds 40] [--threads 1] [--models mlp,gpt2,gpt2-token] [--cpu-time]
 """
 
-import argparse
 import contextlib
 import platform
 import statistics
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from interleaved import interleaved, quartiles
+from interleaved import interleaved, parser_of, spread
 from torch import nn
 
 import amp_graph
@@ -67,17 +66,9 @@ def steps_of(make: Callable, policy: str | None) -> dict[str, Callable[[], None]
     return {"inference": infer, "step": lambda: step(1), "step of 4 micro-batches": lambda: step(4)}
 
 
-def told(times: list[float], baseline: list[float]) -> str:
-    """Return the median ratio and its quartiles."""
-    low, middle, high = quartiles(times, baseline)
-    return f"{middle:.3f} [{low:.3f} - {high:.3f}]"
-
-
 def main() -> None:
     """Run the chosen models and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = parser_of(__doc__, rounds=40)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cpu-time", action="store_true", help="process CPU time, steadier where cores are shared")
     options = parser.parse_args()
@@ -93,7 +84,8 @@ def main() -> None:
             base, off, on = times.values()
             ms = statistics.median(base) * 1e3
             print(
-                f"| {name} | {what} | {ms:.2f} | {told(off, base)} | {told(on, base)} | {told(on, off)} |", flush=True
+                f"| {name} | {what} | {ms:.2f} | {spread(off, base)} | {spread(on, base)} | {spread(on, off)} |",
+                flush=True,
             )
 
 

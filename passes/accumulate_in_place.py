@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import fake_mode_of, run_node, value
 from amp_graph.passes.text import type_text
@@ -40,11 +40,7 @@ class AccumulateInPlace(Pass):
     """
 
     name: ClassVar[str] = "accumulate-in-place"
-
-    @property
-    def changes_writes(self) -> bool:
-        """Whether it writes to memory that the graph made: to what nobody reads any more."""
-        return True
+    writes: ClassVar[Writes] = Writes.OWN
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every sum once, in order."""

@@ -6,6 +6,7 @@ Before: ``gm``. After: ``PassResult(gm, changes, skips)``, where each change and
 from __future__ import annotations
 
 import abc
+import enum
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -54,6 +55,14 @@ class PassResult:
         return bool(self.changes)
 
 
+class Writes(enum.Enum):
+    """What a pass may do to operations that write to memory; those that draw random numbers stay as they are."""
+
+    KEPT = "all stay, in order"
+    ABSORBED = "sums and relus in place may go, into what made the memory that they write to"
+    OWN = "the pass may write to memory that the graph made itself; what is written to inputs stays"
+
+
 class Pass(abc.ABC):
     """A rewrite of one graph; a frozen dataclass whose fields are its options.
 
@@ -62,27 +71,18 @@ class Pass(abc.ABC):
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
-    * operations that draw random numbers or write to memory keep their order and their number, unless the pass
-      declares ``absorbs_writes``; with ``changes_writes``, those that draw, and those that write to inputs.
+    * operations that draw random numbers or write to memory keep their order and their number, but for what the pass
+      declares by ``writes``.
 
     The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
     """
 
     name: ClassVar[str]
+    writes: ClassVar[Writes] = Writes.KEPT
 
     @property
     def changes_outputs(self) -> bool:
         """Whether the pass may change the dtypes of the graph's outputs."""
-        return False
-
-    @property
-    def changes_writes(self) -> bool:
-        """Whether the pass may write to memory that the graph made itself, where nobody reads it any more."""
-        return False
-
-    @property
-    def absorbs_writes(self) -> bool:
-        """Whether sums and relus in place may go, into what made the memory that they write to."""
         return False
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.folded_norms import Shape, convolution_with_norm_of
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.image_layout import is_channels_last
@@ -57,11 +57,7 @@ class FoldNorms(Pass):
 
     copies: WeightCopies
     name: ClassVar[str] = "fold-norms"
-
-    @property
-    def absorbs_writes(self) -> bool:
-        """Additions and relus in place write to what nobody else reads, and go."""
-        return True
+    writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every batch norm."""

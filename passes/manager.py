@@ -41,7 +41,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
     checked = is_verifying() if checked is None else checked
     done = []
     for one in passes:
-        before = Contract.of(gm, writes_freely=one.changes_writes) if checked else None
+        before = Contract.of(gm, one.writes) if checked else None
         start = time.perf_counter()
         result = _guarded(one, gm)
         seconds = time.perf_counter() - start

@@ -23,7 +23,7 @@ from amp_graph.passes import (
     runtime,
     weight_copies,
 )
-from amp_graph.passes.base import Pass, VerifyError
+from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.lifetimes import Lifetimes
@@ -59,14 +59,14 @@ class Contract:
     effects: tuple[str, ...]
 
     @staticmethod
-    def of(gm: GraphModule, *, writes_freely: bool = False) -> Contract:
-        """Read the contract off a graph; ``writes_freely``: writes to what the graph made itself are no part of it."""
+    def of(gm: GraphModule, writes: Writes = Writes.KEPT) -> Contract:
+        """Read the contract off a graph; with ``OWN`` writes, those to what it made itself are no part of it."""
         nodes = list(gm.graph.nodes)
         outputs = [t.dtype for n in nodes if n.op == "output" for s in _leaves(n) for t in tensors(value(s))]
         parameters = tuple((name, id(p), p.requires_grad) for name, p in gm.named_parameters(remove_duplicate=False))
         inputs = tuple(n.name for n in nodes if n.op == "placeholder")
         mode = fake_mode_of(gm)
-        lives = Lifetimes.of(gm) if writes_freely else None
+        lives = Lifetimes.of(gm) if writes is Writes.OWN else None
         held = [n for n in nodes if lives is None or _outlives(n, lives)]
         return Contract(inputs, tuple(outputs), parameters, tuple(_effects(held, mode)) if mode else ())
 
@@ -77,11 +77,12 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None) -> None:
     ``by``: the pass that was run, which may declare that it changes some of it.
     """
     gm.graph.lint()
-    after = Contract.of(gm, writes_freely=by is not None and by.changes_writes)
+    writes = by.writes if by is not None else Writes.KEPT
+    after = Contract.of(gm, writes)
     _same("inputs", before.inputs, after.inputs)
     _same("parameters", before.parameters, after.parameters)
-    absorbs = by is not None and by.absorbs_writes
-    known = _without_what_went(before.effects, after.effects) if absorbs else before.effects
+    absorbed = writes is Writes.ABSORBED
+    known = _without_what_went(before.effects, after.effects) if absorbed else before.effects
     _same("random draws, writes, or their order", known, after.effects)
     if by is None or not by.changes_outputs:
         _same("output dtypes", before.outputs, after.outputs)

@@ -36,32 +36,26 @@ class WithLoss(nn.Module):
 def with_loss():
     return WithLoss(), torch.randn(256, 128)
 
-class NoGrad(nn.Module):
+class Small(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Linear(8, 8)
-    @torch.no_grad()
     def forward(self, x):
         return self.body(x)
+
+class NoGrad(Small):
+    forward = torch.no_grad()(Small.forward)
 
 def no_grad():
     return NoGrad(), torch.randn(8, 8)
 
-class Untraced(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-    @torch.compiler.disable
-    def forward(self, x):
-        return self.body(x)
+class Untraced(Small):
+    forward = torch.compiler.disable(Small.forward)
 
 def untraced():
     return Untraced(), torch.randn(8, 8)
 
-class Talks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(8, 8)
+class Talks(Small):
     def forward(self, x):
         print("from the model")
         return self.body(x)

@@ -10,7 +10,7 @@ import amp_graph
 from amp_graph.errors import VerifyError
 from amp_graph.passes import lifetimes, what_pays
 from amp_graph.passes.accumulate_in_place import AccumulateInPlace
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import make_fx
@@ -193,7 +193,7 @@ def test_scatters_that_stay(name):
 
 class _WritesToAnInput(Pass):
     name = "writes-to-an-input"
-    changes_writes = True
+    writes = Writes.OWN
 
     def run(self, gm):
         (node,) = (n for n in gm.graph.nodes if n.target is ATEN.add.Tensor)

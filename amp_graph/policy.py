@@ -26,7 +26,7 @@ ACCURACIES = ("autocast", "fast")
 SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
     "eliminate_casts", "fold_norms", "fuse_bias", "fuse_gelu", "keep_recurrent", "linear_cross_entropy",
-    "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
+    "lstm_backward", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
 PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

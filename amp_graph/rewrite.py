@@ -31,7 +31,7 @@ from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
-from amp_graph.passes.keep_recurrent import KeepRecurrent
+from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
@@ -150,7 +150,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = ())
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
     aligned = AlignShapes(policy.device or device)
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), Convolution(), aligned] if ours else []
+    own = [Attention(), LstmBackward(), ContiguousLinear(), ChannelsLast(), Convolution(), aligned]
+    kernels: list[Pass] = own if ours else []
     found = [
         IdentifyOps(),
         *fusions,

@@ -222,7 +222,7 @@ class Conversion:
             return forward(*args, **kwargs)
 
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
-        if self.compile == "eager":
+        if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
         return capture_with_dynamo(
             own,

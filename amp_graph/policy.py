@@ -26,7 +26,7 @@ ACCURACIES = ("autocast", "fast")
 SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
     "eliminate_casts", "fold_norms", "fuse_bias", "fuse_gelu", "keep_recurrent", "linear_cross_entropy",
-    "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
+    "lstm_backward", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
 RECOMPUTED = ("some", "all")
 PLANNERS = ("paint", "mincut")

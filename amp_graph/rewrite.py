@@ -31,7 +31,7 @@ from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
-from amp_graph.passes.keep_recurrent import KeepRecurrent
+from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
@@ -152,11 +152,18 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
-    aligned = AlignShapes(policy.device or device)
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes_all)
-    last: list[Pass] = [LinearCrossEntropy(), again] if eager else []
-    kernels: list[Pass] = [Attention(), ContiguousLinear(), ChannelsLast(), *pointwise, Convolution(), aligned, *last]
+    kernels: list[Pass] = [
+        Attention(),
+        LstmBackward(),
+        ContiguousLinear(),
+        ChannelsLast(),
+        *pointwise,
+        Convolution(),
+        AlignShapes(policy.device or device),
+        *([LinearCrossEntropy(), again] if eager else []),
+    ]
     found = [
         IdentifyOps(),
         *fusions,

@@ -5,6 +5,7 @@ Before: ``torch.lstm(x, (h, c), weights, ...)``. After: ``recurrent_whole("lstm"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +15,11 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole
+from amp_graph.passes.regions import is_trained
+from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.what_pays import lstm_backward_pays
 
 ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
 NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
@@ -29,6 +34,7 @@ class KeepRecurrent(Pass):
     """
 
     name: ClassVar[str] = "keep-recurrent"
+    why: ClassVar[str] = "its steps are no business of a compiler's"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every recurrent layer."""
@@ -39,10 +45,35 @@ class KeepRecurrent(Pass):
                 continue
             given = facts.schema_arguments(op, node.args, dict(node.kwargs))
             hidden: Any = given["hx"] if ATEN[op] == "lstm" else [given["hx"]]
+            if not self.wants(node, ATEN[op], given["input"], hidden):
+                continue
             node.target, node.kwargs = recurrent_whole, {}
             node.args = (ATEN[op], given["input"], hidden, *(given[name] for name in NAMES))
-            changes.append(Change(self.name, "kept whole", node.name, "its steps are no business of a compiler's"))
+            changes.append(Change(self.name, "kept whole", node.name, self.why))
         return PassResult(gm, tuple(changes))
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this layer is to be replaced."""
+        return True
+
+
+@dataclass(frozen=True)
+class LstmBackward(KeepRecurrent):
+    """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and ``what_pays`` says so.
+
+    Law: as for ``KeepRecurrent``. Exactness: forward bit-exact; gradients rounding-equal, by products summed in fp32,
+    with gates and cell states in fp32, where oneDNN's kernel rounds more often.
+    """
+
+    name: ClassVar[str] = "lstm-backward"
+    why: ClassVar[str] = "its gradients are a few large products, where oneDNN goes step by step"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is an LSTM in training whose backward by products is faster."""
+        if kind != "lstm" or not is_trained(node) or any(value(h).shape != value(hidden[0]).shape for h in hidden):
+            return False
+        batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
+        return lstm_backward_pays(value(x).device.type, value(x).dtype, batch, size)
 
 
 def _recurrent(node: Node) -> Any:

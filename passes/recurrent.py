@@ -1,4 +1,4 @@
-"""LSTM layers of oneDNN in a graph that holds its own backward.
+"""LSTM layers of oneDNN in a graph that holds its own backward, and those with a faster one.
 
 Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, and the backward beside it has nothing to read.
 After: ``amp_graph::mkldnn_rnn_layer`` makes it.
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.lstm_backward import lstm_backward
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import outside_modes
+from amp_graph.passes.what_pays import lstm_backward_pays
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM = 2  # ideep::rnn_kind::LSTM
+WORKSPACE = 3  # which of the kernel's results it is
 
 
 def make_workspaces(gm: GraphModule) -> None:
     """Let the recurrent layers of a traced step, which runs without autograd, make what their backward reads."""
     for node in gm.graph.find_nodes(op="call_function", target=PLAIN):
-        node.target = OPS.mkldnn_rnn_layer.default
+        if any(user.args[1] == WORKSPACE for user in node.users):
+            node.target = OPS.mkldnn_rnn_layer.default
 
 
 def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
@@ -56,11 +60,13 @@ def lstm_layer(
     has_biases: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels in both passes.
+    """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
 
-    x: [length, batch, width], contiguous; h, c: [batch, size]. The calls are those that ``torch.lstm`` comes to.
+    x: [length, batch, width], contiguous; h, c: [batch, size]. Backward is by large products where those are faster.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _LstmLayer.apply(
+    by_products = lstm_backward_pays(x.device.type, x.dtype, *h.shape)
+    layer = _LstmByProducts if by_products else _LstmLayer
+    found: tuple[Tensor, Tensor, Tensor] = layer.apply(
         x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
     )
     return found
@@ -69,25 +75,54 @@ def lstm_layer(
 class _LstmLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, (reverse, has_biases, bidirectional) = given[:7], given[7:]
-        size = tensors[5].shape[-1]
-        *found, workspace = OPS.mkldnn_rnn_layer(
-            *tensors, reverse, [], LSTM, size, 1, has_biases, bidirectional, False, True
-        )
-        ctx.how = given[7:]
+        ctx.how, tensors = given[7:], given[:7]
+        *found, workspace = OPS.mkldnn_rnn_layer(*tensors, *_options(tensors, *ctx.how))
         ctx.save_for_backward(*tensors, *found, workspace)
         return found[0], found[1], found[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *tensors, workspace = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiably(ctx, grads, tensors[:7])
         reverse, has_biases, bidirectional = ctx.how
-        size = tensors[5].shape[-1]
-        options = (reverse, LSTM, size, 1, has_biases, True, bidirectional, [], False)
+        options = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
         found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
         # fp32, whatever came in; what autograd casts, a traced graph has to say.
         made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
         return *made, None, None, None
+
+
+class _LstmByProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        out, h, c, _ = PLAIN(*tensors, *_options(tensors, *ctx.how))
+        ctx.save_for_backward(*tensors, out)
+        return out, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *tensors, out = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiably(ctx, grads, tensors)
+        made = OPS.lstm_backward(*grads, *tensors, out, ctx.how[0])
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
+
+
+def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirectional: bool) -> tuple[Any, ...]:
+    """Return what ``torch.lstm`` calls the kernel with, behind the tensors, for one layer in one direction."""
+    return reverse, [], LSTM, tensors[5].shape[-1], 1, has_biases, bidirectional, False, True
+
+
+def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+    """Return gradients that have gradients (create_graph=True): those of torch's own kernel, run again."""
+    need = ctx.needs_input_grad[:7]
+    with torch.enable_grad():
+        outs = PLAIN(*tensors, *_options(tensors, *ctx.how))[:3]
+        wanted = [t for t, n in zip(tensors, need, strict=True) if n]
+        found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True))
+    return *(next(found) if n else None for n in need), None, None, None
 
 
 def _rnn_layer(*given: Any) -> Any:
@@ -119,3 +154,10 @@ def _workspace_bytes(x: Any, w_ih: Any, h: Any, dtype: torch.dtype, flags: Any) 
 
 
 define_operator(str(PLAIN._schema).removeprefix("aten::"), _rnn_layer, _fake)
+define_operator(
+    "lstm_backward(Tensor dout, Tensor dh, Tensor dc, Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh,"
+    " Tensor h, Tensor c, Tensor out, bool reverse)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lstm_backward,
+    lambda dout, dh, dc, *given: tuple(t.new_empty(t.shape) for t in given[:7]),
+)

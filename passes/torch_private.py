@@ -313,15 +313,17 @@ def compiled_frames(function: types.FunctionType) -> Find:
 
     Running it is what Dynamo's wrapper comes to in the end, after as much time as a small model's forward takes. Only
     whole frames are found: what goes on behind a graph break must run under the wrapper. ``find({name: value})``
-    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force. 2.13.
+    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` or compiled autograd is
+    in force. 2.13.
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
+    calls = torch._dynamo.mutation_guard.GenerationTracker
     entries: Any = getattr(frame, "_debug_get_cache_entry_list", None)
     seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
         stance = frame._stance
-        if stance.stance != "default" or stance.backend is not None:
+        if stance.stance != "default" or stance.backend is not None or dynamo_config.compiled_autograd:
             return None
         for entry in entries(code):
             if entry.guard_manager.check(local):
@@ -331,6 +333,7 @@ def compiled_frames(function: types.FunctionType) -> Find:
                     known = seen[id(compiled)] = (weakref.ref(compiled), _is_whole(compiled))
                 if not known[1]:
                     return None
+                calls.generation += 1  # CUDA graphs tell calls apart by it
                 return types.FunctionType(compiled, function.__globals__, code.co_name, None, function.__closure__)
         return None
 

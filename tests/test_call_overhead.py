@@ -94,3 +94,45 @@ def test_errors_of_the_model_arrive():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(X[:, :3])
     assert found(model, X) is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_calls_through_inductor_find_their_code_as_well():
+    model = amp_graph.convert(nn.Linear(8, 4), compile="inductor", strict=True)
+    first = model(X)
+    assert torch.equal(found(model, X)(X), first)
+    assert found(model, X[:2]) is None
+    assert torch.equal(model(X), first)
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_a_training_step_finds_its_code_and_captures_what_is_new(compile):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.0))  # which reads whether it trains
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp_graph.TrainStep(model, lambda out: out.square().mean(), optimizer, compile=compile)
+
+    def looked_up(x):
+        return step._find({"batch": (x,), **step._free})
+
+    assert looked_up(X) is None
+    losses = [step(X).item() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert looked_up(X) is not None
+    assert looked_up(X[:2]) is None
+    step(X[:2])
+    assert len(step.captured) == 2
+    model.eval()
+    assert looked_up(X) is None
+    step(X)
+    assert len(step.captured) == 3
+
+
+def test_a_direct_call_is_counted_as_a_call():
+    """CUDA graphs tell one call's memory from the next one's by this number."""
+    from torch._dynamo.mutation_guard import GenerationTracker
+
+    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
+    model(X)
+    before = GenerationTracker.generation
+    model(X)
+    assert GenerationTracker.generation > before

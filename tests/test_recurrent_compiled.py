@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import recurrent_layers
+from amp_graph.passes import lstm_backward, recurrent, recurrent_layers, what_pays
 from amp_graph.passes.operators import OPS
+from tests.measure import DtypeLog
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 KINDS = {
@@ -171,3 +172,87 @@ def test_gradients_of_gradients():
 
     assert torch.autograd.gradcheck(whole, (x, *model.parameters()))
     assert torch.autograd.gradgradcheck(whole, (x, *model.parameters()))
+
+
+def gradients(dtype, reverse=False, seed=0):
+    """The gradients of an LSTM layer by products, by torch's kernel, and in fp64, for all that it takes."""
+    torch.manual_seed(seed)
+    model = nn.LSTM(24, 40, bidirectional=reverse).to(dtype)
+    weights = list(model.parameters())[4:] if reverse else list(model.parameters())
+    x, h, c = (torch.randn(*shape).to(dtype) for shape in ((9, 5, 24), (5, 40), (5, 40)))
+    given = [x, *weights, h, c]
+    dout, dh, dc = (torch.randn(*shape).to(dtype) for shape in ((9, 5, 40), (5, 40), (5, 40)))
+
+    def by(layer, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        outs = layer(*leaves)
+        return torch.autograd.grad(outs, leaves, [t.to(dtype) for t in (dout, dh, dc)])
+
+    def wide(x, w_ih, w_hh, b_ih, b_hh, h, c):
+        x = x.flip(0) if reverse else x
+        out, h, c = torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)
+        return out.flip(0) if reverse else out, h[0], c[0]
+
+    def ours(layer):
+        return lambda *leaves: layer.apply(*leaves, reverse, True, reverse)
+
+    return by(ours(recurrent._LstmByProducts), dtype), by(ours(recurrent._LstmLayer), dtype), by(wide, torch.float64)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_by_products_are_at_least_as_near_to_fp64_as_the_kernels(reverse, seed):
+    for ours, torchs, exact in zip(*gradients(torch.bfloat16, reverse, seed), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - exact).norm() <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm()
+        assert (ours - exact).norm() <= 6e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_by_products_are_right(reverse, monkeypatch):
+    monkeypatch.setattr(lstm_backward, "linear_of_packed_weight", lambda x, packed, bias: F.linear(x, packed, bias))
+    monkeypatch.setattr(lstm_backward, "pack_linear_weight", lambda weight: weight)
+    for ours, _, exact in zip(*gradients(torch.float32, reverse), strict=True):
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])
+def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_OF_A_STATE", 1)
+    monkeypatch.setattr(what_pays, "STATES_OF_A_BATCH", 1)
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    calls = []
+    torch.manual_seed(0)
+    plain = Net(nn.LSTM)
+    wanted = step(copy.deepcopy(plain), X)
+    with DtypeLog() as log:
+        if compile == "step":
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+            train = amp_graph.TrainStep(plain, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16")
+            train(X, torch.ones(2, 20, 3))
+            calls = [n for n in train.captured[0].steps[True].gm.graph.nodes if n.target is OPS.lstm_backward.default]
+        else:
+            got = step(amp_graph.convert(plain, "bf16", compile=compile), X)
+            for a, b in zip(got, wanted, strict=True):
+                assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
+            calls = [name for name, _ in log.entries if "lstm_backward" in name]
+    assert len(calls) == 2
+
+
+def test_gradients_of_the_gradients_by_products():
+    for layer in (recurrent._LstmByProducts, recurrent._LstmLayer):
+        torch.manual_seed(0)
+        given = [
+            torch.randn(s, requires_grad=True) for s in ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))
+        ]
+
+        def second(run, given=given):
+            (first,) = torch.autograd.grad(run(*given).square().sum(), given[0], create_graph=True)
+            return torch.autograd.grad(first.square().sum(), given)
+
+        def torchs(x, w_ih, w_hh, b_ih, b_hh, h, c):
+            return torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)[0]
+
+        ours = second(lambda *t, layer=layer: layer.apply(*t, False, True, False)[0])
+        for a, b in zip(ours, second(torchs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -146,7 +146,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
         return run(*batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "_run", interrupted)
+        patched.setattr(step, "_find", lambda _: interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(u, v)
     step(u, v)

@@ -65,8 +65,9 @@ class Note:
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
-    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured. ``budget``:
-    what its plan makes of the policy's error budget, if there is one.
+    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured;
+    ``spared_bytes``, of what backward computes again instead of having it saved. ``budget``: what its plan makes of the
+    policy's error budget, if there is one.
     """
 
     index: int
@@ -86,6 +87,7 @@ class GraphReport:
     has_fp32: bool
     has_floats: bool
     budget: Budget | None = None
+    spared_bytes: int = 0
 
     @property
     def mode(self) -> str:

@@ -74,6 +74,7 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
         *_budget(graph),
         *_casts(graph),
         _memory(graph),
+        *_spared(graph),
         *_unlisted(graph.operations),
         *_skips(graph),
     ]
@@ -132,6 +133,10 @@ def _memory(graph: GraphReport) -> str:
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
     before = size_text(graph.captured_bytes)
     return f"  activations written, estimated: {total} ({parts}); as captured {before}"
+
+
+def _spared(graph: GraphReport) -> list[str]:
+    return [f"    computed again, not saved: {size_text(graph.spared_bytes)}"] if graph.spared_bytes else []
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:

@@ -73,9 +73,10 @@ class Predicted:
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
-    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured. ``budget``:
-    what its plan makes of the policy's error budget, if there is one. ``predicted``: what low precision gains by the
-    rates of a machine (``amp-graph calibrate``); None where nothing is low.
+    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured;
+    ``spared_bytes``, of what backward computes again instead of having it saved. ``budget``: what its plan makes of the
+    policy's error budget, if there is one. ``predicted``: what low precision gains by the rates of a machine
+    (``amp-graph calibrate``); None where nothing is low.
     """
 
     index: int
@@ -96,6 +97,7 @@ class GraphReport:
     has_floats: bool
     budget: Budget | None = None
     predicted: Predicted | None = None
+    spared_bytes: int = 0
 
     @property
     def mode(self) -> str:

@@ -50,7 +50,7 @@ class Policy:
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
-    recompute: what backward computes again instead of saving it: "some" (what costs next to no time) or "all" that a
+    recompute: what backward computes again instead of saving it: "some" (what costs little time) or "all" that a
     kernel computes anew; empty for "all" with accuracy "fast", else for "some". See docs/policy.md.
     planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
     and for "mincut" with an error budget, which painting cannot keep.
@@ -109,7 +109,7 @@ class Policy:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether backward computes again all that it can, and not only what costs next to no time."""
+        """Whether backward computes again all that it can, and not only what costs little time."""
         return (self.recompute or ("all" if self.accuracy == "fast" else "some")) == "all"
 
     @property

@@ -24,6 +24,7 @@ from amp_graph.passes.manager import Timed
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import MARK, Mark
 from amp_graph.passes.predict import predicted_ratio
+from amp_graph.passes.recompute_activations import SPARED
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.rewrite import Rewritten, device_of
@@ -69,6 +70,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         any(d.is_floating_point or d.is_complex for d in dtypes),
         record.rewritten.gm.meta.get(BUDGET),
         _predicted(parts, low, device_of(record.rewritten.gm)),
+        sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
     )
 
 

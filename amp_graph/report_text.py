@@ -74,6 +74,7 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
         *_budget(graph),
         *_casts(graph),
         _memory(graph),
+        *_spared(graph),
         *_unlisted(graph.operations),
         *_skips(graph),
     ]
@@ -143,6 +144,10 @@ def predicted_lines(graph: GraphReport) -> list[str]:
         f"  low precision does not pay on {found.machine}: predicted time {found.ratio:.1f} of full precision's",
         "    policy 'planner=mincut,skip_unprofitable=true' leaves alone what does not pay",
     ]
+
+
+def _spared(graph: GraphReport) -> list[str]:
+    return [f"    computed again, not saved: {size_text(graph.spared_bytes)}"] if graph.spared_bytes else []
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:

@@ -33,7 +33,7 @@ from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.what_pays import computing_again_pays
-from amp_graph.passes.who_saves import Readers, readers_of
+from amp_graph.passes.who_saves import Readers, numel, readers_of
 
 LAYER_NORM = torch.ops.aten.layer_norm.default
 BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -55,6 +55,7 @@ KINDS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
 }
+SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
 RELUS = (("aten.relu",), ("aten.relu_",))
 
@@ -118,6 +119,7 @@ class _Work:
             reader.target = computing_again(target)
         if kind == "relu":
             self.note(node)
+        node.meta[SPARED] = numel(value(node)) * value(found.readers[0]).dtype.itemsize
         names = ", ".join(r.name for r in found.readers)
         self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
 

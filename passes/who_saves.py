@@ -58,7 +58,7 @@ def readers_of(node: Node) -> Readers:
             elif reason := _why_kept(user):
                 reasons.append(reason)
     found = tuple(dict.fromkeys(readers))
-    products = sum(_products(r) for r in found) / max(1, _numel(value(node)))
+    products = sum(_products(r) for r in found) / max(1, numel(value(node)))
     return Readers(found, products, reasons[0] if reasons else "")
 
 
@@ -116,12 +116,13 @@ def _products(reader: Any) -> float:
         return 0.0
     out, weight = value(reader), weights[0]
     if names in TRANSPOSED:
-        return _numel(x) * _numel(weight) / concrete_size(weight.shape[0])
+        return numel(x) * numel(weight) / concrete_size(weight.shape[0])
     if names in CONVOLUTIONS:
-        return _numel(out) * _numel(weight) / concrete_size(weight.shape[0])
+        return numel(out) * numel(weight) / concrete_size(weight.shape[0])
     wide = value(reader.args[1]) if names == "aten.addmm" else x
-    return _numel(out) * concrete_size(wide.shape[-1])
+    return numel(out) * concrete_size(wide.shape[-1])
 
 
-def _numel(x: torch.Tensor) -> int:
+def numel(x: torch.Tensor) -> int:
+    """Return the number of elements of a value, a number for symbolic sizes too."""
     return math.prod(map(concrete_size, x.shape))

@@ -110,6 +110,19 @@ def test_without_the_pass_more_is_saved():
     assert saved_bytes(lambda: model(IMAGES), model, weight_copies=False) > 0.95 * autocast_saves("resnet")
 
 
+def test_the_report_says_what_is_not_saved():
+    """Two bytes an element; a pool's choices are estimated as saved in full."""
+    saves = {}
+    for policy in ("bf16", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("vit"), policy)
+        model(IMAGES)
+        saves[policy] = saved_bytes(lambda model=model: model(IMAGES), model, weight_copies=False)
+        report = amp_graph.report(model)
+        assert ("computed again, not saved" in report.text()) is (policy == "bf16")
+        saves[policy] += report.graphs[0].spared_bytes
+    assert saves["bf16"] == saves["bf16" + WITHOUT]
+
+
 def trained(name, policy, steps=2):
     """Return all that two steps leave, by ``convert``."""
     model = amp_graph.convert(made(name), policy)

@@ -41,7 +41,7 @@ def rows_instead_of_tables(gm: GraphModule) -> int:
     rounding-equal.
     """
     readers = [(n, place) for n in gm.graph.nodes for target, place in READERS if n.target is target]
-    tables = {total: found for n, place in readers for total in n.args[place] if (found := _table(total))}
+    tables = {total: found for n, place in readers for total in _grads(n, place) if (found := _table(total))}
     for table in tables.values():
         _rewrite(gm, table, readers)
     return len(tables)
@@ -91,21 +91,24 @@ def _unwidened(dense: Node) -> Node:
 def _rewrite(gm: GraphModule, table: Table, readers: list[tuple[Node, int]]) -> None:
     given: Any = table.backward.args
     grad, ids, count, padding, _ = given
-    using = [(n, place) for n, place in readers if table.total in n.args[place]]
-    rule = _rule(using[0][0])
-    slots, rows = _made(gm, table.backward, grad, ids, count, padding, rule)
+    using = [(n, place) for n, place in readers if table.total in _grads(n, place)]
+    slots, rows = _made(gm, table.backward, grad, ids, count, padding, _rule(using[0][0]))
     for node, place in using:
-        grads: list[Node] = list(node.args[place])  # type: ignore[arg-type]
+        grads = _grads(node, place)
         number = grads.index(table.total)
         grads[number] = rows if table.dense is None else table.dense
         node.args = (*node.args[:place], grads, *node.args[place + 1 :])
-        known: dict[str, Any] = {k: list(node.kwargs.get(k) or ()) for k in ("rows", "with_rows", "alone")}
-        known["rows"] += [slots, rows]
-        known["with_rows"].append(number)
-        known["alone"] += [number] if table.dense is None else []
-        node.kwargs = {**node.kwargs, **known}
+        known: dict[str, Any] = {k: node.kwargs.get(k) or [] for k in ("rows", "with_rows", "alone")}
+        alone = [number] if table.dense is None else []
+        more: dict[str, list[Any]] = {"rows": [slots, rows], "with_rows": [number], "alone": alone}
+        node.kwargs = {**node.kwargs, **{k: [*known[k], *more[k]] for k in known}}
     for node in _dead(table):
         gm.graph.erase_node(node)
+
+
+def _grads(reader: Node, place: int) -> list[Node]:
+    found: Any = reader.args[place]
+    return list(found)
 
 
 def _rule(reader: Node) -> str:

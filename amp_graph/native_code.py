@@ -40,19 +40,19 @@ def load(name: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     source = Path(__file__).with_name(name)
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
     told = "\n".join((source.read_text(), *options, platform.machine(), *platform.libc_ver()))
-    made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
     try:
+        made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
         if not made.is_file():
             _compile(source, options, made)
         return ctypes.CDLL(str(made))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
 
 
 def folder() -> Path:
     """Return where compiled code is kept: ``AMP_GRAPH_CACHE``, or a folder of the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(FOLDER) or Path(base) / "amp_graph")
+    given = os.environ.get(FOLDER)
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_graph")
 
 
 def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:

@@ -77,7 +77,9 @@ def one_pass_update_(
     for i, low in zip(with_low, lows, strict=True):
         copies[i] = low.data_ptr()
     columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), _addresses(steps) if steps else repeat(0), copies)
-    table = _table(params, grads, Rows(rows, with_rows, alone), *columns)
+    added = Rows(rows, with_rows, alone)
+    laid = _laid_as(params, grads, added)  # kept until C has read it
+    table = _table(params, laid, added, *columns)
     sign, limit = -1.0 if maximize else 1.0, INFINITE if clip_value is None else clip_value
     options = array("d", (weight_decay, eps, beta1, beta2, momentum, lr_decay, sign, limit))
     now = array("q", _addresses((lr, found_inf, unscale, clip)))
@@ -114,7 +116,9 @@ def add_gradients_(
 
     rows, with_rows, alone: as for ``one_pass_update_``.
     """
-    table = _table(sums, grads, Rows(rows, with_rows, alone))
+    added = Rows(rows, with_rows, alone)
+    laid = _laid_as(sums, grads, added)
+    table = _table(sums, laid, added)
     library(rule).add(_place(table), len(sums), _threads(sums))
 
 
@@ -153,6 +157,14 @@ class Rows:
             return like.numel()
         slots, rows = self.by_number[number]
         return slots.numel() * rows.shape[1]
+
+
+def _laid_as(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows) -> list[Tensor]:
+    """Return ``grads`` in the layouts of ``params``, as they were traced: a kernel may return another."""
+    return [
+        g if i in rows.alone or g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
+        for i, (p, g) in enumerate(zip(params, grads, strict=True))
+    ]
 
 
 def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *columns: Iterable[int]) -> array[int]:

@@ -33,6 +33,7 @@ from tables import markdown, one_line
 from variants import DTYPES, Setup, Variant, chosen, variants
 
 import amp_graph
+from amp_graph.native_code import FOLDER
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("training", "inference")
@@ -104,12 +105,12 @@ def planned(options: argparse.Namespace, setup: Setup, held: Results) -> list[En
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Have Inductor compile all there is, and nothing come from an earlier run: its time is measured."""
+    """Have Inductor and amp_graph compile all there is, and nothing come from an earlier run: its time is measured."""
     import torch._inductor.config as inductor
 
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, FOLDER: str(Path(folder) / "amp_graph")}),
         inductor.patch(force_disable_caches=True),
         warnings.catch_warnings(),
     ):

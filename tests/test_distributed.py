@@ -158,6 +158,7 @@ def run_step(tmp_path, size, policy="fp16", **options):
         (2, "fp16", {}),
         (2, "fp16-O2", {"reduce_dtype": torch.bfloat16, "wrapped": True}),
         (4, "fp16", {"clip_norm": 0.5, "bucket": 0}),
+        (2, "fp16", {"update": "one_pass"}),
     ],
 )
 def test_a_train_step_averages_gradients_and_ranks_stay_equal(tmp_path, size, policy, options):

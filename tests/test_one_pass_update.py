@@ -129,6 +129,17 @@ def test_unscaled_clipped_and_held_in_torchs_order(low):
     assert pair.is_equal()
 
 
+def test_gradients_that_lie_otherwise_than_a_tracer_said():
+    pair, other = (Pair("adamw", [(16, 48), (2, 16, 4, 4)], torch.bfloat16) for _ in range(2))
+    grads = [g.bfloat16() for g in tensors([(16, 48), (2, 16, 4, 4)])]
+    other.step(grads)
+    pair.step([grads[0].t().contiguous().t(), grads[1].contiguous(memory_format=torch.channels_last)])
+    assert same(everything_of(pair), everything_of(other))
+    sums, wanted = torch.zeros(16, 48), grads[0].float()
+    OPS.add_gradients_([sums], [grads[0].t().contiguous().t()], "sgd bf16")
+    assert torch.equal(sums, wanted)
+
+
 def test_several_threads_do_the_same():
     """Shares end in the middle of tensors; who computes an element changes no bit."""
     shapes = [(1000, 301), (7,), (513, 511)]

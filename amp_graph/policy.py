@@ -25,8 +25,8 @@ ACCURACIES = ("autocast", "fast")
 # Passes that a policy can do without; the others make the plan and its casts.
 SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
-    "eliminate_casts", "fold_norms", "fuse_gelu", "linear_cross_entropy", "pack_weights", "pointwise_conv",
-    "protect_norms", "recompute_activations", "share_casts",
+    "eliminate_casts", "fold_norms", "fuse_gelu", "keep_gradient_memory", "linear_cross_entropy", "pack_weights",
+    "pointwise_conv", "protect_norms", "recompute_activations", "share_casts",
 )  # fmt: skip
 PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

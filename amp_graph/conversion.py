@@ -283,7 +283,10 @@ class Conversion:
         if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
             return None
         dtype = self.policy.torch_dtype(device_of_model(self.model) or "cpu")
-        return WeightCopies(dtype, weakly(self._written_in_secret), is_verifying())
+        made = WeightCopies(dtype, weakly(self._written_in_secret), is_verifying())
+        # Dynamo may keep compiled code, and with it what that reads, for longer than the model lives.
+        weakref.finalize(self, made.drop).atexit = False
+        return made
 
     def _written_in_secret(self, weight: torch.Tensor) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")

@@ -31,6 +31,7 @@ from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
 from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
@@ -207,8 +208,11 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
     if copies is None:
         return []
     ours = policy.op_list(device).unlisted == "opaque"
-    packed: list[Pass] = [FoldNorms(copies), PackWeights(copies)] if ours and not torch.is_grad_enabled() else []
-    return _wanted([KeepWeightCopies(copies), *packed], policy)
+    more: list[Pass] = []
+    if ours:
+        trains = torch.is_grad_enabled()
+        more = [KeepGradientMemory(copies.gradients)] if trains else [FoldNorms(copies), PackWeights(copies)]
+    return _wanted([KeepWeightCopies(copies), *more], policy)
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

@@ -184,9 +184,9 @@ def saved_nodes(gm: GraphModule) -> set[Node]:
 
 
 def held_by(made: Prepared) -> int:
-    """Return the bytes that are held between steps: parameters, buffers, optimizer state, copies of weights."""
+    """Return the bytes that are held between steps: parameters, buffers, optimizer state, copies, gradients' memory."""
     states = made.optimizer.state.values() if made.optimizer is not None else ()
     state = [t for s in states for t in s.values() if isinstance(t, Tensor)]
     model = made.case.model
-    tensors = (*model.parameters(), *model.buffers(), *state, *made.weight_copies())
+    tensors = (*model.parameters(), *model.buffers(), *state, *made.weight_copies(), *made.gradient_memory())
     return sum({storage(t): bytes_of(t) for t in tensors}.values())

@@ -101,6 +101,11 @@ class Prepared:
         found = conversion_of(self.converted) if self.converted is not None else None
         return found.copies.tensors if found is not None and found.copies is not None else []
 
+    def gradient_memory(self) -> list[Tensor]:
+        """Return the memory that is held from step to step for gradients of tables."""
+        found = conversion_of(self.converted) if self.converted is not None else None
+        return found.copies.gradients.tensors if found is not None and found.copies is not None else []
+
     def seconds_of_passes(self) -> float | None:
         """Return what amp_graph's passes took so far, without capture and compiler; None for what has none."""
         found = conversion_of(self.converted) if self.converted is not None else None

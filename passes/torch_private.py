@@ -78,6 +78,7 @@ __all__ = [
     "plain_forward",
     "saved_tensors_hooks_are_enabled",
     "softmax_backward",
+    "storage_holders",
     "storage_key",
     "tracing_fake",
     "unset_fake_temporarily",
@@ -161,8 +162,13 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def holders(owner: Any, name: str) -> tuple[int, int, int]:
     """Count who holds the tensor ``owner.name``: its memory (aliases), the tensor (autograd), the object (Python)."""
     tensor = getattr(owner, name)
-    counted = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    counted = storage_holders(tensor)
     return counted, tensor._use_count(), sys.getrefcount(tensor)
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """Count the tensors that have the memory of ``tensor``, and what of them is counted along; 2.11 - 2.13."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 WORDS = 32

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
+from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.torch_private import (
     StorageWeakRef,
     borrow,
@@ -116,11 +117,12 @@ class WeightCopies:
         self.packed: tuple[dict[Any, _Kept], ...] = ({}, {}, {})
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
+        self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
         hear_of_updates()
 
     def drop(self) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew."""
-        size = self.bytes
+        size = self.bytes + self.gradients.drop()
         self._forget(enabled=True)
         return size
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.conversion import conversion_of
+from amp_graph.passes import what_pays
 from tests.test_train_step import batches, build
 
 ((X, Y),) = batches(1)
@@ -30,6 +31,20 @@ def test_a_converted_model_is_freed(policy):
     assert freed(*known) == [False, False]  # control
     del model
     assert freed(*known) == [True, True]
+
+
+def test_copies_and_memory_are_given_back_with_the_model(monkeypatch):
+    monkeypatch.setattr(what_pays, "LEAST_TABLES", 0)
+    model = amp_graph.convert(torch.nn.Sequential(torch.nn.Embedding(4096, 8), torch.nn.Linear(8, 4)))
+    for _ in range(2):
+        model(torch.arange(6)).sum().backward()
+    copies = conversion_of(model).copies
+    assert copies.tensors  # control
+    assert copies.gradients.tensors
+    del model
+    gc.collect()
+    assert not copies.tensors
+    assert not copies.gradients.tensors
 
 
 def test_what_a_reverted_model_had_is_freed():

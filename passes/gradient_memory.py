@@ -1,0 +1,103 @@
+"""Gradients of large tables in memory that is used again, and embeddings whose backward writes into it.
+
+Before: ``embedding_bag(ids, table)``, whose backward makes zeros of the table's size in new memory, page by page, at
+each step. After: ``table_rows(table, ids)``, which clears the memory of the last gradient, once nobody has that any
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, storage_holders
+
+_SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
+
+
+class GradientMemory:
+    """One tensor for each parameter in the CPU's memory, of which gradients are aliases.
+
+    It is cleared and given again where no alias of it is left: not while ``.grad``, or whatever was made of it without
+    a copy, is held. Lives and dies with the model's conversion.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}
+        self.rows = self._reader()
+
+    def zeros_like(self, weight: Tensor) -> Tensor:
+        """Return zeros of the shape and dtype of ``weight``, dense, that nothing else reads or writes."""
+        own = self._last.pop(id(weight), None)  # no other thread finds it now
+        if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not _is_free(own):
+            own = torch.zeros(weight.shape, dtype=weight.dtype)
+        else:
+            own.zero_()
+        given = own.detach()
+        self._last[id(weight)] = own
+        return given
+
+    def drop(self) -> int:
+        """Give the memory back and return how many bytes it was; gradients that are held stay."""
+        size = sum(bytes_of(t) for t in self.tensors)
+        self._last.clear()
+        return size
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that is kept."""
+        return list(self._last.values())
+
+    def _reader(self) -> Callable[..., Tensor]:
+        def table_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
+            """Return ``F.embedding(ids, weight, padding)``, or the sum of each bag ``ids[i]`` of its rows."""
+            trains = torch.is_grad_enabled() and weight.requires_grad
+            if not trains or in_forward_mode() or is_batched(weight) or is_batched(ids):
+                return _rows(weight, ids, padding, bags)
+            found: Tensor = _Rows.apply(weight, ids, padding, bags, self)
+            return found
+
+        return table_rows
+
+
+def _is_free(own: Tensor) -> bool:
+    """Say whether no other tensor has the memory, and it is what it was: private and whole."""
+    storage = own.untyped_storage()
+    return (
+        storage_holders(own) == _SOLE and not own.is_shared() and storage.nbytes() == own.element_size() * own.numel()
+    )
+
+
+def _rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
+    if bags:
+        return F.embedding_bag(ids, weight, mode="sum", padding_idx=padding)
+    return F.embedding(ids, weight, padding)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, bags: bool, memory: GradientMemory
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight  # not saved: it may be updated before the backward, whose gradient does not depend on it
+        ctx.padding, ctx.bags, ctx.memory = padding, bags, memory
+        return _rows(weight, ids, padding, bags)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        rows = grad.unsqueeze(1).expand(*ids.shape, -1) if ctx.bags else grad
+        rows, flat = rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
+        padding = -1 if ctx.padding is None else ctx.padding % len(ctx.weight)
+        if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
+            table = torch.ops.aten.embedding_dense_backward(rows, flat, len(ctx.weight), padding, False)
+            return table, None, None, None, None
+        table = ctx.memory.zeros_like(ctx.weight).index_add_(0, flat, rows)
+        if padding >= 0:
+            table[padding].zero_()
+        return table, None, None, None, None

@@ -1,0 +1,99 @@
+"""Let the gradients of embeddings' tables be made in memory that is used again.
+
+Before: ``embedding_bag(ids, table, mode="sum")``. After: ``table_rows(table, ids, None, True)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.gradient_memory import GradientMemory
+from amp_graph.passes.node_value import captured, tensors, value
+from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.torch_private import concrete_size, storage_key
+from amp_graph.passes.what_pays import reusing_gradients_pays
+
+SIGNATURES = {f: inspect.signature(f) for f in (F.embedding, F.embedding_bag)}
+# What a call may say beside its operands; anything else has another gradient, or another result.
+PLAIN: dict[str, Any] = {
+    "max_norm": None, "scale_grad_by_freq": False, "sparse": False, "mode": "sum", "offsets": None,
+    "per_sample_weights": None, "include_last_offset": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeepGradientMemory(Pass):
+    """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
+
+    Law: a dense fp32 table that ``what_pays`` says is large beside what the graph computes; plain rows, or sums of bags
+    of one length. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    """
+
+    memory: GradientMemory
+    name: ClassVar[str] = "keep-gradient-memory"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every embedding, once it is known what all tables come to."""
+        found = [(node, _arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
+        given = {node: arguments for node, arguments in found if arguments is not None}
+        skips = [Skip(node.name, "its gradient is more than rows that are added up") for node, a in found if a is None]
+        tables = _bytes(arguments["weight"] for arguments in given.values())
+        if not reusing_gradients_pays("cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder")):
+            few = "the tables are small beside what is computed: their gradients are not kept"
+            return PassResult(gm, (), (*skips, *(Skip(node.name, few) for node in given)))
+        changes = []
+        for node, arguments in given.items():
+            bags = node.target is F.embedding_bag
+            node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
+            node.target, node.kwargs = self.memory.rows, {}
+            changes.append(Change(self.name, "memory used again", node.name, "its table's gradient is large"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _reads_table(node: Node) -> bool:
+    """Say whether ``node`` is an embedding that trains, of a parameter as it is."""
+    if node.op != "call_function" or node.target not in SIGNATURES or not {REGION, TRANSFORM}.isdisjoint(node.meta):
+        return False
+    weight = SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments["weight"]
+    return is_trained(node) and isinstance(weight, Node) and _is_table(weight)
+
+
+def _is_table(weight: Node) -> bool:
+    table = captured(weight)
+    if weight.op != "placeholder" or not isinstance(table, torch.nn.Parameter) or not table.requires_grad:
+        return False
+    return table.dtype == torch.float32 and table.device.type == "cpu" and table.is_contiguous()
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of a call whose gradient is rows added up, else None."""
+    assert callable(node.target), "asked of calls"
+    bound = SIGNATURES[node.target].bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if any(given[name] != plain for name, plain in PLAIN.items() if name in given):
+        return None
+    ids = value(given["input"]) if isinstance(given["input"], Node) else None
+    if not isinstance(ids, torch.Tensor) or (node.target is F.embedding_bag and ids.dim() != 2):
+        return None
+    return given
+
+
+def _bytes(nodes: Any) -> int:
+    """Return the bytes of the values of ``nodes``, each memory once."""
+    found = {storage_key(t): t for node in nodes for t in tensors(value(node))}
+    return sum(t.element_size() * _elements(t) for t in found.values())
+
+
+def _elements(t: torch.Tensor) -> int:
+    count = 1
+    for n in t.shape:
+        count *= concrete_size(n)
+    return count

@@ -1,0 +1,72 @@
+"""The backward of an LSTM layer, and a product with its bias: oneDNN's and torch's calls against ours.
+
+bf16, forward and backward of one layer, by its sizes; and ``addmm(b, x, w.t())`` against one call that adds the bias. A
+round runs both in turn, in process CPU time; medians [quartiles] of the ratios: above 1 ours is faster. Where they pay,
+``passes/what_pays.py`` says.
+
+    python benchmarks/lstm_backward.py [--rounds 15] [--threads 1]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from interleaved import interleaved, quartiles
+from torch import Tensor
+
+from amp_graph.passes.recurrent import _LstmByProducts, _LstmLayer
+from amp_graph.passes.torch_private import linear_pointwise
+
+LOW = torch.bfloat16
+LAYERS = ((64, 8, 512), (64, 16, 512), (64, 32, 512), (30, 32, 1024), (35, 20, 256))  # length, batch, size
+PRODUCTS = ((32, 256, 256), (512, 768, 3072), (788, 384, 1536), (1024, 512, 256))  # rows, inputs, outputs
+
+
+def layer(length: int, batch: int, size: int) -> tuple[list[Tensor], Tensor]:
+    """Return what an LSTM layer reads, and a gradient of its output."""
+    shapes = ((length, batch, size), (4 * size, size), (4 * size, size), (4 * size,), (4 * size,))
+    given = [torch.randn(s).div(size**0.5).to(LOW).requires_grad_() for s in shapes]
+    states = [torch.zeros(batch, size, dtype=LOW, requires_grad=True) for _ in range(2)]
+    return given + states, torch.randn(length, batch, size).to(LOW)
+
+
+def training(kind: type[torch.autograd.Function], given: list[Tensor], grad: Tensor) -> Callable[[], object]:
+    """Return what runs one layer forward and back."""
+    return lambda: torch.autograd.grad(kind.apply(*given, False, True, False)[0], given, grad)
+
+
+def products(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+    """Return a product with its bias in both ways."""
+    x, w, b = (torch.randn(s).to(LOW) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
+    turned = w.t()
+    return {
+        "theirs": lambda: torch.addmm(b, x, turned),
+        "ours": lambda: linear_pointwise(x, w, b, "none", [], ""),
+    }
+
+
+def main() -> None:
+    """Print one line a shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for sizes in LAYERS:
+        given, grad = layer(*sizes)
+        calls = {"theirs": training(_LstmLayer, given, grad), "ours": training(_LstmByProducts, given, grad)}
+        _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options.rounds)
+    for sizes in PRODUCTS:
+        with torch.no_grad():
+            _print("product with bias, {} x {} x {}".format(*sizes), products(*sizes), options.rounds)
+
+
+def _print(what: str, calls: dict[str, Callable[[], object]], rounds: int) -> None:
+    seconds = interleaved(calls, rounds, time.process_time, 0.02)
+    low, middle, high = quartiles(seconds["theirs"], seconds["ours"])
+    print(f"{what}: {middle:.2f} [{low:.2f}-{high:.2f}]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

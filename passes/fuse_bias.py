@@ -60,6 +60,7 @@ def _weight(node: Node) -> Node | None:
     if node.kwargs or not all(isinstance(n, Node) for n in (bias, x, weight)):
         return None
     assert isinstance(weight, Node), "seen above"
+    assert isinstance(turned, Node), "what has the weight as its argument"
     tensors = [value(n) for n in (weight, x, bias)]  # type: ignore[arg-type]
     if [t.dim() for t in tensors] != [2, 2, 1] or any(type(n) is not int for t in tensors for n in t.shape):
         return None

@@ -31,8 +31,9 @@ def compile_with_inductor(
 
     _lower_linear_bias()
     ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=ours)
-    return compiled
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
+    found: Callable[..., Any] = compiled
+    return found
 
 
 def _lower_linear_bias() -> None:

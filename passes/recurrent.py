@@ -40,7 +40,7 @@ def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
     sizes = [n for t in tensors for n in t.shape]
     return (
         torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
         and x.dtype in (torch.float32, torch.bfloat16)
         and all(type(n) is int and n > 0 for n in sizes)
@@ -86,7 +86,7 @@ class _LstmLayer(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiably(ctx, grads, tensors[:7])
         reverse, has_biases, bidirectional = ctx.how
-        options = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
+        options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
         found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
         # fp32, whatever came in; what autograd casts, a traced graph has to say.
         made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]

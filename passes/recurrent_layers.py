@@ -99,8 +99,8 @@ def _by_onednn(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Seq
     for way in range(how.directions):
         w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
         b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
-        states = [h[way].contiguous() for h in hidden]
-        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, *states, way == 1, how.has_biases, how.bidirectional))
+        h, c = (state[way].contiguous() for state in hidden)
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c, way == 1, how.has_biases, how.bidirectional))
     outs, *lasts = zip(*found, strict=True)
     return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
 

@@ -7,6 +7,9 @@ seed by seed instead, which is stricter, as a seed's batches are the same on bot
 
     python benchmarks/loss_curves.py [--seeds 3] [--steps 300] [--models cnn,gpt,resnet50,gpt768] [--dtype bf16]
 
+How many steps would be within by chance, for trainings that have nothing in common but their kind, stands at the top:
+what is below that departs from autocast's course.
+
 ``cnn``, ``gpt`` and ``hf`` are the demo's; ``resnet50`` is the benchmark of speed's on digits enlarged to 64 px,
 ``gpt768`` a GPT of 4 layers x 768 on 128 characters. About an hour on one core, most of it for the last two. Curves
 are written with ``--json``.
@@ -112,6 +115,13 @@ def course(mine: Curves, autocast: Curves) -> Course:
     return Course(last, statistics.median(distances), max(distances), within, paired)
 
 
+def chance(seeds: int, draws: int = 200_000) -> float:
+    """Return the part of steps at which means over ``seeds`` independent, normal losses lie within their spread."""
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = (torch.randn(draws, seeds, generator=generator, dtype=torch.float64) for _ in range(2))
+    return ((mine.mean(1) - theirs.mean(1)).abs() <= theirs.std(1)).double().mean().item()
+
+
 def row(model: str, variant: str, found: Course) -> str:
     """Return one line of the Markdown table."""
     figures = f"{found.last:.4f} | {found.median:.2f} | {found.largest:.2f} | {found.within:.0%} | {found.paired:.2f}"
@@ -133,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Curves]]:
         parser.error(f"a spread needs at least 2 seeds, a running mean {WINDOW} steps")
     torch.set_num_threads(options.threads)
     machine = f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}"
-    print(f"{machine}; {options.seeds} seeds, {options.steps} steps\n\n{HEAD}", flush=True)
+    within = f"within by chance: {chance(options.seeds):.0%} of steps"
+    print(f"{machine}; {options.seeds} seeds, {options.steps} steps; {within}\n\n{HEAD}", flush=True)
     variants = VARIANTS[options.dtype]
     autocast = next(v.name for v in variants if v.autocast)
     results = {}

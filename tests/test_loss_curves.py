@@ -51,6 +51,12 @@ def test_running_means(benchmark):
     assert benchmark.smooth([1, 2, 3, 6], 3) == [2, 11 / 3]
 
 
+def test_chance_is_students_distribution(benchmark):
+    # |difference of means| <= deviation is |t| <= sqrt(n / 2), for which 2 degrees of freedom give |t| / sqrt(2 + t^2).
+    assert benchmark.chance(3) == pytest.approx((1.5 / 3.5) ** 0.5, abs=0.005)
+    assert benchmark.chance(3) < benchmark.chance(10) < 1
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_no_course(benchmark, bad):
     mine = [[*line] for line in LINES]

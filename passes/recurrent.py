@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.lstm_backward import lstm_backward
 from amp_graph.passes.operators import OPS, define_operator
-from amp_graph.passes.torch_private import outside_modes
+from amp_graph.passes.torch_private import keeps_lstm_workspaces, outside_modes
 from amp_graph.passes.what_pays import lstm_backward_pays
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
@@ -34,7 +34,8 @@ def make_workspaces(gm: GraphModule) -> None:
 def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
     """Say whether ``torch.lstm`` runs oneDNN's kernel on these tensors, and that in sizes known while it is traced.
 
-    Source: use_mkldnn in aten/src/ATen/native/RNN.cpp. fp16 is left out: its backward has no kernel.
+    Where no workspace comes through, only those whose backward reads none. fp16 is left out: its backward has no
+    kernel. Source: use_mkldnn in aten/src/ATen/native/RNN.cpp.
     """
     tensors = [x, *hidden, *params]
     sizes = [n for t in tensors for n in t.shape]
@@ -45,6 +46,7 @@ def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
         and x.dtype in (torch.float32, torch.bfloat16)
         and all(type(n) is int and n > 0 for n in sizes)
         and hidden[0].shape == hidden[1].shape
+        and (keeps_lstm_workspaces() or lstm_backward_pays(x.device.type, x.dtype, *hidden[0].shape[-2:]))
     )
 
 

@@ -63,6 +63,7 @@ __all__ = [
     "is_batched",
     "is_dense_fp32",
     "is_sharded",
+    "keeps_lstm_workspaces",
     "linear_of_packed_weight",
     "linear_pointwise",
     "load_optimizer_states_as",
@@ -530,6 +531,11 @@ def convolution_pointwise(
         after: tuple[Any, ...] = ("add", 1.0, "relu" if shape.relu else None, [], None)
         found = _convolution_pointwise.binary._op(x, other, weight, bias.to(x.dtype), *where, *after)
     return found
+
+
+def keeps_lstm_workspaces() -> bool:
+    """Say whether what oneDNN's LSTM leaves for its backward survives a compiler: in 2.11 gradients were garbage."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -168,6 +168,7 @@ def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
 
 
 _CACHE: dict[Any, Identity | str] = {}
+LAYS_OUT = frozenset({"contiguous", "ravel"})
 
 
 def _key(node: Node) -> Any:
@@ -182,7 +183,8 @@ def _key(node: Node) -> Any:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
         leaves = tuple(_leaf_key(leaf) for leaf in flat)
-        key = (node.op, node.target, str(spec), leaves, same, _whole_slices(args), _exponents(node, flat))
+        told = (_whole_slices(args), _exponents(node, flat), _orders(node, flat))
+        key = (node.op, node.target, str(spec), leaves, same, *told)
         hash(key)
     except TypeError:
         return None
@@ -193,6 +195,23 @@ def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
     """Return the numbers that a power is called with: lists tell small exponents from large ones."""
     name = getattr(node.target, "__name__", str(node.target))
     return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
+
+
+def _orders(node: Node, flat: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Return how the operands lie of what is no operation at all where they lie as it wants them already."""
+    if getattr(node.target, "__name__", str(node.target)) not in LAYS_OUT:
+        return ()
+    return tuple(_order(leaf) for leaf in flat if isinstance(leaf, torch.Tensor))
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the outermost to the innermost, and last whether there are gaps between them."""
+    sizes, strides = (tuple(map(concrete_size, numbers)) for numbers in (tensor.shape, tensor.stride()))
+    dims = sorted((d for d in range(tensor.dim()) if sizes[d] != 1), key=lambda d: (-strides[d], d))
+    dense, expected = True, 1
+    for d in reversed(dims):
+        dense, expected = dense and strides[d] == expected, expected * sizes[d]
+    return (*dims, int(not dense))
 
 
 def _leaf_key(leaf: Any) -> Any:

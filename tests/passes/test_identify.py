@@ -59,6 +59,16 @@ def cut(stop):
     return lambda x, w: x[:, :stop]
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_tensor_that_is_contiguous_does_not_speak_for_others(rows_first):
+    """It is no operation, and what was identified once is remembered."""
+    identify_ops._CACHE.clear()
+    given = {True: X.clone(), False: torch.randn(4, 3).mT}
+    order = (rows_first, not rows_first)
+    found = {rows: traced(lambda x, w: x.contiguous(), given[rows], W)[1].names for rows in order}
+    assert found == {True: (), False: ("aten.contiguous",)}
+
+
 @pytest.mark.parametrize("whole_first", [True, False])
 def test_a_slice_of_a_whole_dimension_does_not_speak_for_others(whole_first):
     """It is no operation, and what was identified once is remembered."""

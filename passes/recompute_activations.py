@@ -132,8 +132,8 @@ class _Work:
             return found.reason
         if self.memory.is_written_after(node):
             return "it is written to later"
-        if not computing_again_pays(kind == "relu", found.products, self.options.thorough):
-            return "what reads it takes too little time to compute it twice"
+        if not computing_again_pays(kind == "relu", found.products, numel(value(node)), self.options.thorough):
+            return "it is small, or what reads it takes too little time to compute it twice"
         if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
             return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
         if kind == "relu" and self._depth(node) > self.options.longest:

@@ -183,16 +183,20 @@ def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
 
 # Products an element read below which a kernel more is seen: of a norm or GELU, and of a batch norm's relu.
 LEAST_PRODUCTS, LEAST_PRODUCTS_OF_RELU = 256, 64
+# Elements below which what a call costs is seen, more than memory: steps of small networks took 1.06 of the time.
+FEWEST_COMPUTED_AGAIN = 1 << 18
 
 
-def computing_again_pays(of_relu: bool, products: float, thorough: bool) -> bool:
+def computing_again_pays(of_relu: bool, products: float, elements: int, thorough: bool) -> bool:
     """Say whether what is read for ``products`` multiplications an element may be computed twice, to save its memory.
 
     bf16 on CPU with dot products, picoseconds an element: batch norm and relu 450, norms with their cast 720, GELU 600
     (by tanh 2,400); a product takes about 60 for its result and both gradients. At the least products that is 4 % of
-    what reads a norm or GELU, and 12 % of the narrowest convolutions; ``thorough`` puts up with four times as much
-    (``benchmarks/recompute_activations.py``).
+    what reads a norm or GELU, and 12 % of the narrowest convolutions; ``thorough`` puts up with four times as much, and
+    with values of any size (``benchmarks/recompute_activations.py``).
     """
+    if elements < FEWEST_COMPUTED_AGAIN and not thorough:
+        return False
     least = LEAST_PRODUCTS_OF_RELU if of_relu else LEAST_PRODUCTS
     return products >= (least / 4 if thorough else least)
 

@@ -7,9 +7,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
+from amp_graph.passes import what_pays
 from tests.measure import saved_bytes
 
 WITHOUT = ",skip=recompute_activations"
+
+
+@pytest.fixture(autouse=True)
+def _small_values_are_worth_it(monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
 
 
 class Bottleneck(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.passes import compute_again
+from amp_graph.passes import compute_again, what_pays
 from amp_graph.passes.compute_again import KEY
 from amp_graph.passes.computed_again import gelu_computed_again
 from amp_graph.passes.computing_again import computing_again
@@ -24,6 +24,20 @@ B = torch.randn(320, generator=torch.Generator().manual_seed(4))
 G = torch.rand(8, generator=torch.Generator().manual_seed(5)) + 0.5
 H = torch.randn(8, generator=torch.Generator().manual_seed(6))
 ROWS, WIDE = 30, 320
+
+
+@pytest.fixture(autouse=True)
+def _small_values_are_worth_it(monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
+
+
+@pytest.mark.parametrize(("fewest", "thorough", "count"), [(0, False, 1), (1, False, 0), (1, True, 1)])
+def test_small_values_are_saved_by_default(fewest, thorough, count, monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", ROWS * WIDE + fewest)
+    function = lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v)  # noqa: E731
+    gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
+    (done,) = run_passes(gm, [RecomputeActivations(thorough=thorough)], checked=True)
+    assert len(done.result.changes) == count
 
 
 def norm(s, x):

@@ -152,8 +152,10 @@ class Conversion:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._capturing()
             raise
-        if (self.runs == before or self._events) and self.policy.level != "O0":
-            self._nothing_ran() if self.runs == before else self._look_for_what_escaped()
+        if self.runs == before:
+            self._nothing_ran()
+        elif self._events:
+            self._look_for_what_escaped()
         return result
 
     def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -175,6 +177,8 @@ class Conversion:
             )
 
     def _nothing_ran(self) -> None:
+        if self.policy.level == "O0":  # whose forward is called as it is
+            return
         self._misses += 1
         if self._misses & (self._misses - 1) == 0:
             # Dynamo may have given the frame up for good, for a reason that is gone: try again, ever more rarely.

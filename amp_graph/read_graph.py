@@ -26,7 +26,7 @@ from amp_graph.passes.plan_precision import MARK, Mark
 from amp_graph.passes.predict import predicted_ratio
 from amp_graph.passes.recompute_activations import SPARED
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.torch_private import numel
 from amp_graph.rewrite import Rewritten, device_of
 
 
@@ -230,7 +230,4 @@ def _writes_memory(node: Node) -> bool:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    count = tensor.element_size()
-    for size in tensor.shape:
-        count *= concrete_size(size)
-    return count
+    return tensor.element_size() * numel(tensor)

@@ -169,6 +169,7 @@ def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
 
 _CACHE: dict[Any, Identity | str] = {}
 LAYS_OUT = frozenset({"contiguous", "ravel"})
+LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def _key(node: Node) -> Any:
@@ -183,7 +184,7 @@ def _key(node: Node) -> Any:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
         leaves = tuple(_leaf_key(leaf) for leaf in flat)
-        told = (_whole_slices(args), _exponents(node, flat), _orders(node, flat))
+        told = (_whole_slices(args), _exponents(node, flat), _lying(node, flat))
         key = (node.op, node.target, str(spec), leaves, same, *told)
         hash(key)
     except TypeError:
@@ -197,21 +198,18 @@ def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
 
 
-def _orders(node: Node, flat: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _lying(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
     """Return how the operands lie of what is no operation at all where they lie as it wants them already."""
     if getattr(node.target, "__name__", str(node.target)) not in LAYS_OUT:
         return ()
-    return tuple(_order(leaf) for leaf in flat if isinstance(leaf, torch.Tensor))
+    return tuple(_layouts(leaf) for leaf in flat if isinstance(leaf, torch.Tensor))
 
 
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the outermost to the innermost, and last whether there are gaps between them."""
+def _layouts(tensor: torch.Tensor) -> tuple[bool, ...]:
+    """Say of each layout whether ``tensor`` has it, without a guard on symbolic sizes."""
     sizes, strides = (tuple(map(concrete_size, numbers)) for numbers in (tensor.shape, tensor.stride()))
-    dims = sorted((d for d in range(tensor.dim()) if sizes[d] != 1), key=lambda d: (-strides[d], d))
-    dense, expected = True, 1
-    for d in reversed(dims):
-        dense, expected = dense and strides[d] == expected, expected * sizes[d]
-    return (*dims, int(not dense))
+    alike = torch.empty_strided(sizes, strides, device="meta")
+    return tuple(alike.is_contiguous(memory_format=layout) for layout in LAYOUTS)
 
 
 def _leaf_key(leaf: Any) -> Any:

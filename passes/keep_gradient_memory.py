@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
-from amp_graph.passes.torch_private import concrete_size, storage_key
+from amp_graph.passes.torch_private import numel, storage_key
 from amp_graph.passes.what_pays import reusing_gradients_pays
 
 SIGNATURES = {f: inspect.signature(f) for f in (F.embedding, F.embedding_bag)}
@@ -89,11 +89,4 @@ def _arguments(node: Node) -> dict[str, Any] | None:
 def _bytes(nodes: Any) -> int:
     """Return the bytes of the values of ``nodes``, each memory once."""
     found = {storage_key(t): t for node in nodes for t in tensors(value(node))}
-    return sum(t.element_size() * _elements(t) for t in found.values())
-
-
-def _elements(t: torch.Tensor) -> int:
-    count = 1
-    for n in t.shape:
-        count *= concrete_size(n)
-    return count
+    return sum(t.element_size() * numel(t) for t in found.values())

@@ -1,4 +1,4 @@
-"""Keep recurrent layers whole in graphs for compilers, which would otherwise take them apart step by step.
+"""Make recurrent layers whole calls: for compilers, which take them apart step by step, and for a faster backward.
 
 Before: ``torch.lstm(x, (h, c), weights, ...)``. After: ``recurrent_whole("lstm", x, (h, c), weights, ...)``.
 """

@@ -10,7 +10,6 @@ operands to the kernel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +22,7 @@ from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
 from amp_graph.passes.positions import exact
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.torch_private import numel
 
 LOW, FULL, AS_CAPTURED = "low", "full", "captured"
 FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
@@ -372,4 +371,4 @@ def _grows(source: Node, node: Node) -> bool:
 
 
 def _elements(node: Node) -> int:
-    return math.prod(concrete_size(n) for n in captured(node).shape)
+    return numel(captured(node))

@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
+from amp_graph.passes import facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.computed_again import (
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.recompute_makers import (
     batch_norm_computed_again,
     gelu_computed_again,
     layer_norm_computed_again,
@@ -25,29 +29,15 @@ from amp_graph.passes.computed_again import (
     relu_kept,
     silu_computed_again,
 )
-from amp_graph.passes.computing_again import computing_again
-from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import value
-from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.runtime import layer_norm_low
+from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays import computing_again_pays
-from amp_graph.passes.who_saves import Readers, numel, readers_of
+from amp_graph.passes.who_saves import Readers, readers_of
 
 LAYER_NORM = torch.ops.aten.layer_norm.default
 BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-OURS = frozenset(
-    {
-        batch_norm_computed_again,
-        gelu_computed_again,
-        layer_norm_computed_again,
-        layer_norm_low_computed_again,
-        relu_computed_again,
-        relu_kept,
-        silu_computed_again,
-    }
-)
 KINDS = {
     "aten.gelu": "gelu",
     "aten.silu": "silu",
@@ -171,12 +161,17 @@ class _Work:
 def _kind(node: Node) -> str:
     """Return what ``node`` makes, "" where that is nothing to compute again."""
     names = names_of(node)
-    if len(names) != 1 or names[0] not in KINDS or node.target in OURS or not is_trained(node):
+    if len(names) != 1 or names[0] not in KINDS or _is_ours(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
         return ""
     plain = node.op == "call_function" or KINDS[names[0]] == "relu"
     return KINDS[names[0]] if plain and node.args else ""
+
+
+def _is_ours(node: Node) -> bool:
+    """Say whether ``node`` calls already what has its value computed again."""
+    return getattr(node.target, "__module__", "") == recompute_makers.__name__
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -204,7 +199,7 @@ def _batch_norm_arguments(node: Node) -> dict[str, Any]:
 
 def _replace(node: Node, relu: Any) -> None:
     """Let ``node`` call what has its value computed again, a relu ``relu``."""
-    if node.target in OURS:
+    if _is_ours(node):
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)

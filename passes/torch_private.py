@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import sys
 import types
 import weakref
@@ -69,6 +70,7 @@ __all__ = [
     "load_optimizer_states_as",
     "make_fx",
     "multiplies_bf16",
+    "numel",
     "on_every_optimizer_step",
     "outer_saved_tensors_hooks",
     "outside_dynamo",
@@ -125,6 +127,11 @@ def concrete_size(size: Any) -> int:
         expression = size.node.expr
         return int(expression.subs(dict.fromkeys(expression.free_symbols, 4)))
     return int(size)
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Return the number of elements of a fake tensor, with a number for each symbolic size."""
+    return math.prod(map(concrete_size, tensor.shape))
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -20,7 +20,7 @@ from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.runtime import shared_cast
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.torch_private import concrete_size, numel
 
 PRODUCTS = frozenset({"aten.linear", "aten.addmm", "aten.matmul", "aten.mm"})
 CONVOLUTIONS = frozenset(f"aten.conv{d}d" for d in (1, 2, 3))
@@ -121,8 +121,3 @@ def _products(reader: Any) -> float:
         return numel(out) * numel(weight) / concrete_size(weight.shape[0])
     wide = value(reader.args[1]) if names == "aten.addmm" else x
     return numel(out) * concrete_size(wide.shape[-1])
-
-
-def numel(x: torch.Tensor) -> int:
-    """Return the number of elements of a value, a number for symbolic sizes too."""
-    return math.prod(map(concrete_size, x.shape))

@@ -20,7 +20,7 @@ from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import is_trained
-from amp_graph.passes.torch_private import concrete_size, storage_key
+from amp_graph.passes.torch_private import concrete_size, numel, storage_key
 
 PICOSECONDS = 1e12
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -98,12 +98,6 @@ def cast_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
 def kept_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
     """Return what keeping ``value`` in ``dtype`` for backward takes."""
     return round(PICOSECONDS * sum(map(numel, tensors(captured(value)))) * SIZES[dtype] / machine.kept)
-
-
-def numel(tensor: torch.Tensor) -> int:
-    """Return the number of elements of a fake tensor, with a number for each symbolic size."""
-    count: int | torch.SymInt = tensor.numel()
-    return count if type(count) is int else concrete_size(count)
 
 
 def _is_view(node: Node, kind: Classification) -> bool:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.passes import compute_again, what_pays
-from amp_graph.passes.compute_again import KEY
-from amp_graph.passes.computed_again import gelu_computed_again
-from amp_graph.passes.computing_again import computing_again
+from amp_graph.passes import recompute_recipes, what_pays
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_activations import RecomputeActivations
+from amp_graph.passes.recompute_makers import gelu_computed_again
+from amp_graph.passes.recompute_readers import computing_again
+from amp_graph.passes.recompute_recipes import KEY
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
@@ -214,7 +214,7 @@ WRONG = {
     "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate="tanh"),
     "NativeBatchNormBackward0": lambda node: torch.zeros_like(node._saved_input),
     "_LowLayerNormBackward": lambda node: torch.zeros_like(node.saved_tensors[0]),
-    "AddBackward0": lambda node: compute_again.value_of(node.next_functions[0][0]),
+    "AddBackward0": lambda node: recompute_recipes.value_of(node.next_functions[0][0]),
 }
 
 
@@ -223,7 +223,7 @@ def test_control_another_value_is_seen(name, monkeypatch):
     graphs = {"GeluBackward0": RECOMPUTED["gelu"][2], "_LowLayerNormBackward": RECOMPUTED["norm in low"][2]}
     graph = captured(graphs[name]) if name in graphs else capture(residual(), IMAGES)
     plain, ours, _ = both(graph, FAST)
-    monkeypatch.setitem(compute_again.COMPUTE, name, WRONG[name])
+    monkeypatch.setitem(recompute_recipes.COMPUTE, name, WRONG[name])
     assert differences(run_step(ours, graph.given), run_step(plain, graph.given))
 
 

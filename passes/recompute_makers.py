@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from amp_graph.passes.compute_again import COMPUTE, KEY, Again, computed, is_known, may_hook, relu_of, sources_of
+from amp_graph.passes.recompute_recipes import COMPUTE, KEY, Again, computed, is_known, may_hook, relu_of, sources_of
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 

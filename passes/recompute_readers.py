@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from amp_graph.passes.compute_again import CASTS, KEY, Again, before_of, computed, may_hook, unless_written, value_of
+from amp_graph.passes.recompute_recipes import (
+    CASTS,
+    KEY,
+    Again,
+    before_of,
+    computed,
+    may_hook,
+    unless_written,
+    value_of,
+)
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
 FEW = torch.iinfo(torch.int16).max

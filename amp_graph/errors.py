@@ -9,6 +9,7 @@ from amp_graph.lists import AmpGraphError as AmpGraphError
 from amp_graph.lists import ListError as ListError
 from amp_graph.passes.base import PassError as PassError
 from amp_graph.passes.base import VerifyError as VerifyError
+from amp_graph.passes.native_code import CompilerError as CompilerError
 
 
 class PolicyError(AmpGraphError):
@@ -21,10 +22,6 @@ class CaptureError(AmpGraphError):
 
 class ScaleError(AmpGraphError, RuntimeError):
     """Loss scaling used out of order, with options that make no sense, or with state that is not its own."""
-
-
-class CompilerError(AmpGraphError):
-    """C code that could not be compiled, or not be loaded, on this machine."""
 
 
 class AllocatorError(AmpGraphError, ValueError):

@@ -11,16 +11,17 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_graph.native_code import load
+from amp_graph.passes.native_code import load
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
 
-SOURCE = "update_kernel.c"
+SOURCE = Path(__file__).with_name("update_kernel.c")
 RULES = ("adam", "sgd", "adagrad")
 FLAGS = ("decoupled", "decay", "amsgrad", "momentum", "nesterov")
 LOWS = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -33,7 +33,7 @@ from tables import markdown, one_line
 from variants import DTYPES, Setup, Variant, chosen, variants
 
 import amp_graph
-from amp_graph.native_code import FOLDER
+from amp_graph.passes.native_code import FOLDER
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("training", "inference")

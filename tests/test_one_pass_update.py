@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph import native_code
 from amp_graph.errors import CaptureError, CompilerError
 from amp_graph.fused_update import group_updates
 from amp_graph.loss_scale import LossScale
-from amp_graph.native_code import load
-from amp_graph.one_pass_ops import OPS, library
+from amp_graph.one_pass_ops import OPS, SOURCE, library
 from amp_graph.one_pass_update import options_of, rule_of
+from amp_graph.passes import native_code
+from amp_graph.passes.native_code import load
 from tests.test_train_step import OPTIMIZERS, Net, Normalized, batches, build, by_hand, everything, parameters, same
 
 INF, NAN = float("inf"), float("nan")
@@ -542,7 +542,7 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv(native_code.FOLDER, str(tmp_path))
     load.cache_clear()
     with pytest.raises(CompilerError, match=r"(?s)unknown.*fix:"):
-        load("update_kernel.c", ("-DRULE=unknown",))
+        load(SOURCE, ("-DRULE=unknown",))
     assert not list(tmp_path.iterdir()), "nothing half made is left"
 
 
@@ -552,7 +552,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv(native_code.FOLDER, str(file / "inside"))
     load.cache_clear()
     with pytest.raises(CompilerError, match=native_code.FOLDER):
-        load("update_kernel.c", ("-DRULE=SGD", *zeros()))
+        load(SOURCE, ("-DRULE=SGD", *zeros()))
 
 
 def zeros():
@@ -562,9 +562,9 @@ def zeros():
 def test_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv(native_code.FOLDER, str(tmp_path))
     load.cache_clear()
-    assert isinstance(load("update_kernel.c", ("-DRULE=SGD", *zeros())), ctypes.CDLL)
+    assert isinstance(load(SOURCE, ("-DRULE=SGD", *zeros())), ctypes.CDLL)
     (made,) = tmp_path.iterdir()
-    code = f"from amp_graph.native_code import load; load('update_kernel.c', ('-DRULE=SGD', *{zeros()!r}))"
+    code = f"from amp_graph.one_pass_ops import SOURCE, load; load(SOURCE, ('-DRULE=SGD', *{zeros()!r}))"
     environment = {**os.environ, "CC": "no-such-compiler"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parent)
     assert list(tmp_path.iterdir()) == [made]

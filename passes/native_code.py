@@ -1,6 +1,6 @@
 """C that is compiled once on the machine that it runs on, for its instructions, and kept in a folder.
 
-Before: ``update_kernel.c`` and macros. After: ``load("update_kernel.c", ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
+Before: a file ``update_kernel.c`` and macros. After: ``load(source, ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.errors import CompilerError
+from amp_graph.lists import AmpGraphError
 
 FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
 SECONDS = 120  # that a compiler may take; it needs half a second
@@ -31,13 +31,16 @@ INSTRUCTIONS = {
 }
 
 
+class CompilerError(AmpGraphError):
+    """C code that could not be compiled, or not be loaded, on this machine."""
+
+
 @lru_cache
-def load(name: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Compile ``name``, a C file of this package, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
+def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile ``source``, a C file, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
 
     Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
     """
-    source = Path(__file__).with_name(name)
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
     told = "\n".join((source.read_text(), *options, platform.machine(), *platform.libc_ver()))
     try:

@@ -36,6 +36,7 @@ from amp_graph.passes.torch_private import (
     compiled_frames,
     in_transform,
     is_sharded,
+    mode_without_capture,
     outside_dynamo,
     own_code_object,
     weakly,
@@ -137,6 +138,11 @@ class Conversion:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
             self._complain("called inside a torch.func transform, where nothing can be captured: this call ran in fp32")
+            return self._wide(*args, **kwargs)
+        if mode := mode_without_capture():
+            self._complain(
+                f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran in fp32"
+            )
             return self._wide(*args, **kwargs)
         before = self.runs
         try:

@@ -29,7 +29,14 @@ from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
-from amp_graph.passes.torch_private import Find, capture_with_dynamo, compiled_frames, own_code_object, weakly
+from amp_graph.passes.torch_private import (
+    Find,
+    capture_with_dynamo,
+    compiled_frames,
+    mode_without_capture,
+    own_code_object,
+    weakly,
+)
 from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
@@ -158,6 +165,11 @@ class TrainStep:
 
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._last = last
+        if mode := mode_without_capture():
+            raise CaptureError(
+                f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
+                "\n  fix:   leave the mode, or call the model itself under it"
+            )
         try:
             found = self._find({"batch": tuple(batch), **self._free})
             result = (found or self._run)(*batch)

@@ -69,6 +69,7 @@ __all__ = [
     "linear_pointwise",
     "load_optimizer_states_as",
     "make_fx",
+    "mode_without_capture",
     "multiplies_bf16",
     "numel",
     "on_every_optimizer_step",
@@ -421,6 +422,17 @@ def in_forward_mode() -> bool:
 def in_transform() -> bool:
     """Say whether a transform of ``torch.func`` is running: Dynamo captures nothing inside, and never again there."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def mode_without_capture() -> str:
+    """Return the name of a dispatch mode that a user has switched on, under which Dynamo captures nothing; "" for none.
+
+    FLOP counters and memory trackers are such modes. Dynamo would give up the frames that it meets there for good.
+    """
+    if not torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals():
+        return ""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return type(modes[-1]).__name__ if modes else ""
 
 
 def allow_in_graph(function: type) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.conversion import conversion_of
@@ -431,3 +433,37 @@ def test_higher_order_operators(name):
     for (label, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None, label
         torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02, msg=lambda m, label=label: f"{label}: {m}")
+
+
+class Products(TorchDispatchMode):
+    """What a user's own mode is: Dynamo captures nothing under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_a_dispatch_mode_a_call_runs_plainly_and_does_no_harm_for_later():
+    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+    with pytest.warns(AmpGraphWarning, match="Products, a dispatch mode"), Products() as cold:
+        model(x)
+    assert cold.dtypes == [torch.float32] * 2
+    assert_runs_low(model, x)
+    with Products() as warm:
+        model(x)
+    assert warm.dtypes == [torch.float32] * 2
+    assert_runs_low(model, x)
+
+
+def test_flops_of_a_converted_model_can_be_counted():
+    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+    model(x)
+    with FlopCounterMode(display=False) as counted, pytest.warns(AmpGraphWarning, match="FlopCounterMode"):
+        model(x)
+    assert counted.get_total_flops() == 2 * 3 * (16 * 32 + 32 * 4)
+    assert_runs_low(model, x)

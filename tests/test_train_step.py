@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
@@ -563,3 +564,16 @@ def test_gradients_in_another_layout_than_their_parameters(layout, optimizer):
     for a, b in zip(trained(as_a_step), trained(by_hand), strict=True):
         assert a.stride() == b.stride()
         assert (a - b).norm() <= 2e-3 * b.norm()
+
+
+def test_a_dispatch_mode_is_refused_by_name_and_does_no_harm_for_later():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer)
+    x, y = next(batches(1))
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with FlopCounterMode(display=False), pytest.raises(CaptureError, match=r"(?s)FlopCounterMode.*fix:"):
+            step(x, y)
+        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+        assert torch.isfinite(step(x, y))  # whatever was refused before
+        before = copy.deepcopy(model.state_dict())

@@ -1,7 +1,7 @@
 """Let the kernel of a product add the bias itself, in the flat graphs that Inductor makes its code from.
 
 Before: ``addmm(b, x, w.t())``, which copies ``b`` into every row of the result and then adds the product to it. After:
-``amp_graph::linear_bias(x, w, b, relu)``, which is one call of oneDNN, a relu behind it included.
+``amp_graph::linear_bias(x, w, b)``, which is one call of oneDNN. A relu behind it stays: oneDNN's makes 0 of NaN.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 class FuseBias(Pass):
     """Replaces ``addmm(b, x, w.t())`` with ``linear_bias(x, w, b)`` when ``what_pays`` says so.
 
-    Law: ``x`` and ``w`` lie in rows, in sizes known while it is traced; a relu that alone reads the result goes into
-    the call. Exactness: rounding-equal; sums are fp32 in another order, rounded once, with the bias in them.
+    Law: ``x`` and ``w`` lie in rows, in sizes known while it is traced. Exactness: rounding-equal; sums are fp32 in
+    another order, rounded once, with the bias in them.
     """
 
     name: ClassVar[str] = "fuse-bias"
@@ -40,13 +40,11 @@ class FuseBias(Pass):
             if weight is None or linear_pointwise is None:
                 continue
             bias, x, turned = node.args
-            relu = _relu(node)
-            last = node if relu is None else relu
             with gm.graph.inserting_before(node):
-                made = gm.graph.call_function(OPS.linear_bias.default, (x, weight, bias, relu is not None))
-            made.meta = dict(last.meta)
-            last.replace_all_uses_with(made)
-            for gone in (relu, node, turned):
+                made = gm.graph.call_function(OPS.linear_bias.default, (x, weight, bias))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            for gone in (node, turned):
                 if isinstance(gone, Node) and not gone.users:
                     gm.graph.erase_node(gone)
             changes.append(Change(self.name, "bias in the product", made.name, "the kernel adds it without a copy"))
@@ -71,19 +69,13 @@ def _weight(node: Node) -> Node | None:
     return weight if bias_in_product_pays(device, tensors[1].dtype, outputs, inputs) else None
 
 
-def _relu(node: Node) -> Node | None:
-    """Return the relu that alone reads ``node``."""
-    user = next(iter(node.users))
-    return user if len(node.users) == 1 and user.target is ATEN.relu.default else None
-
-
-def _linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, relu: bool) -> torch.Tensor:
-    found: torch.Tensor = linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
+def _linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = linear_pointwise(x, weight, bias, "none", [], "")
     return found
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, relu: bool) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-define_operator("linear_bias(Tensor x, Tensor weight, Tensor bias, bool relu) -> Tensor", _linear_bias, _fake)
+define_operator("linear_bias(Tensor x, Tensor weight, Tensor bias) -> Tensor", _linear_bias, _fake)

@@ -47,8 +47,8 @@ def _lower_linear_bias() -> None:
     if OPS.linear_bias.default in lowering.lowerings:
         return
 
-    def lowered(x: Any, weight: Any, bias: Any, relu: bool) -> Any:
-        return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "relu" if relu else "none", [], ""))
+    def lowered(x: Any, weight: Any, bias: Any) -> Any:
+        return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
 
     lowering.register_lowering(OPS.linear_bias.default, type_promotion_kind=None)(lowered)
 

@@ -1,7 +1,7 @@
 """Let products without gradients read weights that are packed for the kernel.
 
-Before: ``w = weight_copy(weight); y = linear(x, w, b)``. After: ``w = packed_weight(weight);
-y = linear_of_packed(x, w, b)``.
+Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``. After: ``w = packed_weight(weight);
+y = linear_of_packed(x, w, b, "gelu")``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.node_value import CAPTURED, value
 from amp_graph.passes.packed_weights import linear_of_packed, packed_reader
 from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import packing_pays
+
+ACTIVATIONS = {
+    "aten.relu": "relu",
+    "aten.relu_": "relu",
+    "aten.silu": "silu",
+    "aten.silu_": "silu",
+    "aten.gelu": "gelu",
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +45,13 @@ class PackWeights(Pass):
     """Replaces products with ``weight_copy(w)`` by such with ``packed_weight(w)`` where no gradient is recorded.
 
     Law: the same product by the same library, which is spared laying out the weight at each call. Each first call
-    after an update reads a plain copy. Exactness: rounding-equal, sums in another order.
+    after an update reads a plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads
+    the product goes into it; a gelu or a silu then sees the sum before its rounding: one rounding less.
     """
 
     copies: WeightCopies
     name: ClassVar[str] = "pack-weights"
+    writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every kept copy of a weight that nothing but products read."""
@@ -59,7 +69,7 @@ class PackWeights(Pass):
             _pack(node, readers[form.transposed], form.transposed)
             for user, product in found.items():
                 assert product is not None, "asked above"
-                _rewrite(user, product)
+                _rewrite(gm, user, product)
             changes.append(Change(self.name, "packed", node.name, "for " + ", ".join(u.name for u in found)))
         return PassResult(gm, tuple(changes))
 
@@ -108,7 +118,23 @@ def _pack(weight: Node, reader: Any, transposed: bool) -> None:
             weight.meta["example_value"] = value(weight)
 
 
-def _rewrite(node: Node, product: Product) -> None:
+def _rewrite(gm: GraphModule, node: Node, product: Product) -> None:
+    behind = _activation(node)
     node.op, node.target, node.kwargs = "call_function", linear_of_packed, {}
     node.args = (product.x, product.weight, product.bias)
     node.meta.pop(OPS, None)
+    if behind is not None:
+        (activation,) = node.users
+        node.args += behind
+        activation.replace_all_uses_with(node)
+        gm.graph.erase_node(activation)
+
+
+def _activation(node: Node) -> tuple[str, ...] | None:
+    """Return what ``linear_of_packed`` calls the activation that alone reads ``node``; None where there is none."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    name = names_of(user)[0] if user is not None and len(names_of(user)) == 1 else ""
+    if user is None or name not in ACTIVATIONS or REGION in user.meta or value(user).dtype != value(node).dtype:
+        return None
+    form = (str(user.kwargs.get("approximate", "none")),) if name == "aten.gelu" else ()
+    return (ACTIVATIONS[name], *form)

@@ -1,7 +1,7 @@
 """Weights in the layout that oneDNN multiplies in, made once an update, for graphs without gradients.
 
 Before: ``linear(x, weight_copy(weight), bias)``, which lays the copy out anew at every call.
-After: ``linear_of_packed(x, packed_weight(weight), bias)``.
+After: ``linear_of_packed(x, packed_weight(weight), bias)``, with an activation behind it where that alone reads it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,26 @@ def packed_reader(copies: WeightCopies, transposed: bool = False) -> PackedWeigh
     return packed_weight
 
 
-def linear_of_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` that is packed or plain."""
+def linear_of_packed(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", form: str = "none"
+) -> Tensor:
+    """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` that is packed or plain, through ``after``.
+
+    after: "none", "relu", "silu", or "gelu" in the ``form`` "none" or "tanh". The kernel applies the last two to its
+    fp32 sums; its relu would make 0 of NaN.
+    """
     if weight.layout is torch.strided:
-        return F.linear(x, weight, bias)
-    return linear_of_packed_weight(x, weight, bias)
+        return _applied(F.linear(x, weight, bias), after, form)
+    if after == "gelu":
+        return linear_of_packed_weight(x, weight, bias, "gelu", form)
+    if after == "silu":
+        return linear_of_packed_weight(x, weight, bias, "swish")
+    return _applied(linear_of_packed_weight(x, weight, bias), after, form)
+
+
+def _applied(out: Tensor, after: str, form: str) -> Tensor:
+    if after == "relu":
+        return out.relu_()
+    if after == "silu":
+        return F.silu(out, inplace=True)
+    return F.gelu(out, approximate=form) if after == "gelu" else out

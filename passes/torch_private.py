@@ -511,15 +511,20 @@ def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-# Called as (x, weight, bias, "none" or "relu", [], ""); 2.11 - 2.13.
+# Called as (x, weight, bias, "none" or what comes behind, [], its form); 2.11 - 2.13. A "relu" makes 0 of NaN: never.
 linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _linear_pointwise = linear_pointwise._op if linear_pointwise is not None else None
 
 
-def linear_of_packed_weight(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed; 2.11 - 2.13."""
+def linear_of_packed_weight(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, after: str = "none", form: str = ""
+) -> torch.Tensor:
+    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed, through oneDNN's ``after``; 2.11 - 2.13.
+
+    after: "none", "swish" or "gelu", the last in the ``form`` "none" or "tanh".
+    """
     assert _linear_pointwise is not None, "nothing is packed without oneDNN"
-    found: torch.Tensor = _linear_pointwise(x, packed, bias, "none", [], "")
+    found: torch.Tensor = _linear_pointwise(x, packed, bias, after, [], form)
     return found
 
 
@@ -545,11 +550,11 @@ def convolution_pointwise(
     where = (shape.padding, shape.stride, shape.dilation, shape.groups)
     found: torch.Tensor
     if other is None:
-        found = _convolution_pointwise.default._op(x, weight, bias, *where, "relu" if shape.relu else "none", [], "")
+        found = _convolution_pointwise.default._op(x, weight, bias, *where, "none", [], "")
     else:
-        after: tuple[Any, ...] = ("add", 1.0, "relu" if shape.relu else None, [], None)
+        after: tuple[Any, ...] = ("add", 1.0, None, [], None)
         found = _convolution_pointwise.binary._op(x, other, weight, bias.to(x.dtype), *where, *after)
-    return found
+    return found.relu_() if shape.relu else found  # not the kernel's own relu, which makes 0 of NaN
 
 
 def keeps_lstm_workspaces() -> bool:

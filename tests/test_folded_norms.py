@@ -88,6 +88,15 @@ def test_every_form_is_folded(in_place, verify, monkeypatch):
     assert "relu" not in graph
 
 
+def test_nan_goes_through_the_relu():
+    ours, theirs = pair()
+    x = X.clone()
+    x[0, 0, 0, 0] = float("nan")
+    assert called(theirs, x).isnan().any()
+    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan())
+    assert folded(ours) == 4
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0, 20.0])
 def test_folded_is_as_exact_as_unfolded(offset):
     ours, theirs = pair()

@@ -106,6 +106,51 @@ def test_results_are_as_exact_as_those_of_autocast():
     assert (found - exact).norm() <= 1.1 * (theirs - exact).norm()
 
 
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "relu_": torch.relu_,
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x, inplace=True),
+}
+
+
+class Activated(nn.Module):
+    def __init__(self, activation, shared=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.activation, self.shared = activation, shared
+
+    def forward(self, x):
+        before = self.first(x)
+        out = self.second(self.activation(before))
+        return out + before.sum() if self.shared else out
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_goes_into_the_product(name):
+    ours, theirs = pair(lambda: Activated(ACTIVATIONS[name]))
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    pack_all(ours, theirs)
+    with torch.no_grad():
+        errors = [(model(X) - exact).norm() for model in (ours, theirs)]
+        assert errors[0] <= 1.05 * errors[1]
+        x = X.clone()
+        x[1, 2], x[2, 3] = float("nan"), float("inf")
+        assert torch.equal(ours(x).isnan(), theirs(x).isnan())
+    graph = amp_graph.report(ours).graphs[0].text
+    assert graph.count("linear_of_packed") == 2
+    assert not any(f" {word}(" in graph for word in ("gelu", "relu", "relu_", "silu"))
+    assert packed(ours) == 2
+
+
+def test_a_product_that_others_read_too_keeps_its_activation_behind_it():
+    ours, theirs = pair(lambda: Activated(F.gelu, shared=True))
+    pack_all(ours, theirs)
+    assert "gelu(" in amp_graph.report(ours).graphs[0].text
+
+
 def test_gradients_read_no_packed_weight():
     ours, theirs = pair()
     pack_all(ours, theirs)

@@ -45,11 +45,12 @@ class Variant:
     whole: bool = False  # a TrainStep
     compiled: bool = False
     channels_last: bool = False
+    frozen: bool = False  # Inductor's freezing: weights are constants, cast, packed and folded once and for all
 
     @property
     def is_baseline(self) -> bool:
         """Whether others are compared with it: autocast, of the same mode."""
-        return self.autocast
+        return self.autocast and not self.frozen
 
 
 def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
@@ -61,6 +62,10 @@ def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
         found.append(Variant(AUTOCAST + mode, autocast=True, compiled=compiled))
         if images:
             found.append(Variant(AUTOCAST + LAST + mode, autocast=True, compiled=compiled, channels_last=True))
+        if compiled and not training:
+            found.append(
+                Variant(f"autocast frozen{mode}", autocast=True, compiled=True, channels_last=images, frozen=True)
+            )
         if not compiled:
             found.append(Variant(f"pure {setup.dtype}", low=True, channels_last=images))
         ours = [("amp_graph", False), *([("TrainStep", True)] if training else [])]
@@ -199,7 +204,8 @@ def _marked(run: Callable[[], object], variant: Variant, setup: Setup) -> Callab
 def _called(target: nn.Module, variant: Variant, compile: str) -> Callable:
     if variant.policy:
         return amp_graph.convert(target, variant.policy, compile=compile)
-    return torch.compile(target) if variant.compiled else target
+    frozen = {"options": {"freezing": True}} if variant.frozen else {}
+    return torch.compile(target, **frozen) if variant.compiled else target
 
 
 def _scaler(variant: Variant, setup: Setup) -> torch.amp.GradScaler | None:

@@ -256,6 +256,8 @@ def test_eager_variants_are_the_default_and_baselines_come_along():
     assert names(compiled=True)[: len(eager)] == eager
     assert names(compiled=True)[len(eager) :] == [f"{n} + Inductor" for n in eager if n not in ("fp32", "pure bf16")]
     assert names("TrainStep") == ["autocast", "TrainStep"]
+    assert names("*frozen*", training=False) == ["autocast", "autocast + Inductor", "autocast frozen + Inductor"]
+    assert "autocast frozen + Inductor" not in names(compiled=True)
     assert names("TrainStep + *", images=True) == [
         "autocast",
         "autocast channels_last",

@@ -164,10 +164,12 @@ def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *colum
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Return where tensors lie, 0 for None."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def place(words: array[Any]) -> ctypes.c_void_p:
+    """Return a pointer to ``words``, which has to outlive it."""
     return ctypes.c_void_p(words.buffer_info()[0])
 
 

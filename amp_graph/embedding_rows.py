@@ -1,20 +1,22 @@
 """Gradients of tables as the rows that were read, where the update can take them so.
 
 Before: ``add(embedding_dense_backward(g, ids), low.float())``, a table of zeros and a widened one. After:
-``gradient_rows(g, ids)`` and ``low``, which ``one_pass_update_`` adds up row by row.
+``gradient_rows([g], [ids])`` and ``low``, which ``one_pass_update_`` adds up row by row.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.one_pass_ops import OPS
+from amp_graph.gradient_rows import OPS
 from amp_graph.passes.node_value import fake_mode_of, run_node, value
 
 ATEN: Any = torch.ops.aten
@@ -23,15 +25,37 @@ READERS = (  # operators that take gradients with rows, and the place of gradien
     (OPS.look_at_gradients.default, 0),
     (OPS.add_gradients_.default, 1),
 )
+EMBEDDING, BAGS = ATEN.embedding_dense_backward.default, ATEN._embedding_bag_backward.default
+SUMS, MEANS = 0, 1  # modes of bags
+
+
+@dataclass(frozen=True)
+class Read:
+    """One gradient of a table: rows for ``ids``, or for the bags of them that begin at ``offsets``."""
+
+    grad: Node
+    ids: Node
+    offsets: Node | None
+    padding: int
+    divisor: Node | None = None  # by bag, of means
 
 
 @dataclass(frozen=True)
 class Table:
-    """A gradient that is, or that adds, the gradient of an embedding."""
+    """A gradient that is, or that adds, those of embeddings."""
 
     total: Node
-    backward: Node  # embedding_dense_backward
-    dense: Node | None  # what it is added to
+    backwards: tuple[Node, ...]
+    reads: tuple[Read, ...]
+    dense: Node | None  # what they are added to
+
+
+def tables_of(gm: GraphModule) -> list[int]:
+    """Return which inputs of a captured graph its embeddings read as their tables."""
+    inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    calls = [(n, f) for f in (F.embedding, F.embedding_bag) for n in gm.graph.find_nodes(op="call_function", target=f)]
+    weights = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments["weight"] for n, f in calls]
+    return sorted({inputs[w] for w in weights if w in inputs})
 
 
 def rows_instead_of_tables(gm: GraphModule) -> int:
@@ -48,37 +72,45 @@ def rows_instead_of_tables(gm: GraphModule) -> int:
 
 
 def _table(total: Node) -> Table | None:
-    """Return what ``total`` is made of, if the rows of a table are a part of it and few."""
-    backwards = [n for n in _summands(total) if n.target is ATEN.embedding_dense_backward.default]
-    if len(backwards) != 1 or not _is_small(backwards[0], total):
+    """Return what ``total`` is made of, if it is rows of a table, and one dense gradient at most."""
+    summands = list(_summands(total))
+    backwards = tuple(n for n in summands if n.target in (EMBEDDING, BAGS))
+    reads = tuple(found for n in backwards if (found := _read(n)) is not None)
+    others = [n for n in summands if n not in backwards]
+    if not backwards or len(reads) < len(backwards) or len(others) > 1 or not _fits(total, backwards, reads):
         return None
-    others = [n for n in _summands(total) if n is not backwards[0]]
-    if not others:
-        return Table(total, backwards[0], None)
-    return Table(total, backwards[0], _unwidened(others[0])) if len(others) == 1 else None
+    if others and 2 * sum(value(r.ids).numel() for r in reads) > len(value(total)):
+        return None
+    return Table(total, backwards, reads, _unwidened(others[0]) if others else None)
 
 
-def _summands(total: Node) -> list[Node]:
-    if total.target is ATEN.add.Tensor and not total.kwargs and len(total.all_input_nodes) == 2:
-        return list(total.all_input_nodes)
-    return [total]
+def _summands(total: Node) -> Iterator[Node]:
+    """Yield what ``total`` adds up, sums within it that nobody else reads included."""
+    if total.target is not ATEN.add.Tensor or total.kwargs or len(total.all_input_nodes) != 2:
+        yield total
+        return
+    for node in total.all_input_nodes:
+        yield from _summands(node) if len(node.users) == 1 else (node,)
 
 
-def _is_small(backward: Node, total: Node) -> bool:
-    """Say whether the table is read by few, in rows of fp32 that lie one behind the other, and by nobody else."""
+def _read(backward: Node) -> Read | None:
+    """Return what ``backward`` adds up, if that is rows as they are or, of means, divided."""
     given: Any = backward.args
-    grad, ids, rows, _, by_frequency = given
-    alike = all(value(n).dtype == torch.float32 and value(n).is_contiguous() for n in (backward, total))
-    own = backward is total or len(backward.users) == 1
-    read = all(any(user.target is target for target, _ in READERS) for user in total.users)
-    return (
-        alike
-        and own
-        and read
-        and not by_frequency
-        and value(grad).dtype == torch.float32
-        and (2 * value(ids).numel() <= rows)
-    )
+    if backward.target is EMBEDDING:
+        grad, ids, _, padding, by_frequency = given
+        return None if by_frequency else Read(grad, ids, None, padding)
+    grad, ids, offsets, _, sizes, _, _, by_frequency, mode, sparse, weights, *padding = given
+    if by_frequency or sparse or weights is not None or mode not in (SUMS, MEANS):
+        return None
+    return Read(grad, ids, offsets, *(padding or (-1,)), divisor=sizes if mode == MEANS else None)
+
+
+def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> bool:
+    """Say whether all is fp32 in rows that lie one behind the other, and read by the update alone."""
+    alike = all(value(n).dtype == torch.float32 and value(n).is_contiguous() for n in (*backwards, total))
+    own = all(n is total or len(n.users) == 1 for n in backwards)
+    taken = all(any(user.target is target for target, _ in READERS) for user in total.users)
+    return alike and own and taken and all(value(r.grad).dtype == torch.float32 for r in reads)
 
 
 def _unwidened(dense: Node) -> Node:
@@ -89,10 +121,8 @@ def _unwidened(dense: Node) -> Node:
 
 
 def _rewrite(gm: GraphModule, table: Table, readers: list[tuple[Node, int]]) -> None:
-    given: Any = table.backward.args
-    grad, ids, count, padding, _ = given
     using = [(n, place) for n, place in readers if table.total in _grads(n, place)]
-    slots, rows = _made(gm, table.backward, grad, ids, count, padding, _rule(using[0][0]))
+    slots, rows = _made(gm, table, _rule(using[0][0]))
     for node, place in using:
         grads = _grads(node, place)
         number = grads.index(table.total)
@@ -102,8 +132,7 @@ def _rewrite(gm: GraphModule, table: Table, readers: list[tuple[Node, int]]) -> 
         alone = [number] if table.dense is None else []
         more: dict[str, list[Any]] = {"rows": [slots, rows], "with_rows": [number], "alone": alone}
         node.kwargs = {**node.kwargs, **{k: [*known[k], *more[k]] for k in known}}
-    for node in _dead(table):
-        gm.graph.erase_node(node)
+    _erase(gm, table.total)
 
 
 def _grads(reader: Node, place: int) -> list[Node]:
@@ -116,19 +145,40 @@ def _rule(reader: Node) -> str:
     return found
 
 
-def _made(gm: GraphModule, before: Node, *args: Any) -> list[Node]:
+def _made(gm: GraphModule, table: Table, rule: str) -> tuple[Node, Node]:
+    """Insert the rows behind the last of the gradients that they take the place of."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    before = max(table.backwards, key=order.__getitem__)
+    columns = [list(c) for c in zip(*((_divided(gm, before, r), r.ids, r.offsets) for r in table.reads), strict=True)]
+    paddings = [r.padding for r in table.reads]
+    args = (*columns, paddings, len(value(table.total)), rule)
+    both = _inserted(gm, before, OPS.gradient_rows.default, *args)
+    slots, rows = (_inserted(gm, before, operator.getitem, both, i) for i in range(2))
+    return slots, rows
+
+
+def _divided(gm: GraphModule, before: Node, read: Read) -> Node:
+    if read.divisor is None:
+        return read.grad
+    counts = _inserted(gm, before, ATEN.clamp_min.default, read.divisor, 1)  # empty bags have no rows
+    return _inserted(gm, before, ATEN.div.Tensor, read.grad, _inserted(gm, before, ATEN.unsqueeze.default, counts, 1))
+
+
+def _inserted(gm: GraphModule, before: Node, target: Any, *args: Any) -> Node:
     mode = fake_mode_of(gm)
     assert mode is not None, "a step is traced on fake tensors"
     with gm.graph.inserting_before(before):
-        both = gm.graph.call_function(OPS.gradient_rows.default, args)
-        parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
-    for node in (both, *parts):
-        node.meta = {k: v for k, v in before.meta.items() if k != "val"}
-        node.meta["val"] = run_node(node, mode)
-    return parts
+        made = gm.graph.call_function(target, args)
+    made.meta = {k: v for k, v in before.meta.items() if k != "val"}
+    made.meta["val"] = run_node(made, mode)
+    return made
 
 
-def _dead(table: Table) -> Iterator[Node]:
-    others = [n for n in table.total.all_input_nodes if n.target is ATEN._to_copy.default]
-    yield from dict.fromkeys((table.total, table.backward))
-    yield from (n for n in others if not n.users)
+def _erase(gm: GraphModule, node: Node) -> None:
+    """Erase what nobody reads any more: sums, tables and widened gradients."""
+    if node.users or node.target not in (ATEN.add.Tensor, ATEN._to_copy.default, EMBEDDING, BAGS):
+        return
+    sources = list(node.all_input_nodes)
+    gm.graph.erase_node(node)
+    for source in sources:
+        _erase(gm, source)

@@ -73,18 +73,18 @@ def one_pass_update_(
     numbers; those that ``alone`` numbers have nothing else.
     """
     count = len(params)
-    kinds = [_addresses(states[i : i + count]) for i in range(0, len(states), count)]
+    kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]
     copies = [0] * count
     for i, low in zip(with_low, lows, strict=True):
         copies[i] = low.data_ptr()
-    columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), _addresses(steps) if steps else repeat(0), copies)
+    columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), addresses(steps) if steps else repeat(0), copies)
     added = Rows(rows, with_rows, alone)
     laid = _laid_as(params, grads, added)  # kept until C has read it
     table = _table(params, laid, added, *columns)
     sign, limit = -1.0 if maximize else 1.0, INFINITE if clip_value is None else clip_value
     options = array("d", (weight_decay, eps, beta1, beta2, momentum, lr_decay, sign, limit))
-    now = array("q", _addresses((lr, found_inf, unscale, clip)))
-    given = (_place(table), count, _threads(params), _place(options), _place(now))
+    now = array("q", addresses((lr, found_inf, unscale, clip)))
+    given = (place(table), count, _threads(params), place(options), place(now))
     library(rule).update(*given)
 
 
@@ -101,7 +101,7 @@ def look_at_gradients(
     """
     found_inf, norm = torch.zeros(()), torch.zeros(())
     table = _table(grads, grads, Rows(rows, with_rows, alone))
-    library(rule).look(_place(table), len(grads), _threads(grads), *map(_pointer, (found_inf, norm)))
+    library(rule).look(place(table), len(grads), _threads(grads), *map(_pointer, (found_inf, norm)))
     return found_inf, norm
 
 
@@ -120,21 +120,7 @@ def add_gradients_(
     added = Rows(rows, with_rows, alone)
     laid = _laid_as(sums, grads, added)
     table = _table(sums, laid, added)
-    library(rule).add(_place(table), len(sums), _threads(sums))
-
-
-def gradient_rows(grad: Tensor, ids: Tensor, table: int, padding: int, rule: str) -> tuple[Tensor, Tensor]:
-    """Return what ``embedding_dense_backward`` does without a table of zeros: where each row is, and the rows.
-
-    grad: fp32, [*, width]; ids: integers, [*]. slots: int32, [table], -1 for rows that ``ids`` does not name and for
-    ``padding``. rows: fp32, [elements of ids, width], of which those that slots name are written.
-    """
-    given, flat = grad.contiguous(), ids.long().contiguous()
-    width = grad.shape[-1]
-    slots, rows = torch.empty(table, dtype=torch.int32), torch.empty(flat.numel(), width)
-    sizes = map(ctypes.c_int64, (flat.numel(), width, table, padding))
-    library(rule).gather(_pointer(given), _pointer(flat), *sizes, _pointer(slots), _pointer(rows))
-    return slots, rows
+    library(rule).add(place(table), len(sums), _threads(sums))
 
 
 class Rows:
@@ -173,15 +159,17 @@ def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *colum
     columns = columns or (repeat(0),) * 5
     places = (0 if i in rows.alone else g.data_ptr() for i, g in enumerate(grads))
     sizes, are_low = (rows.size(i, p) for i, p in enumerate(params)), (g.dtype.itemsize < 4 for g in grads)
-    own = zip(_addresses(params), places, *columns, sizes, are_low, strict=False)
+    own = zip(addresses(params), places, *columns, sizes, are_low, strict=False)
     return array("q", chain.from_iterable((*words, *rows.words(i)) for i, words in enumerate(own)))
 
 
-def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Return where tensors lie, 0 for None."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def _place(words: array[Any]) -> ctypes.c_void_p:
+def place(words: array[Any]) -> ctypes.c_void_p:
+    """Return a pointer to ``words``, which has to outlive it."""
     return ctypes.c_void_p(words.buffer_info()[0])
 
 
@@ -215,14 +203,6 @@ def _define() -> None:
         f"add_gradients_(Tensor(a!)[] sums, Tensor[] grads, str rule, *, {ROWS}) -> ()",
         add_gradients_,
         lambda *given, **options: None,
-    )
-    define_operator(
-        "gradient_rows(Tensor grad, Tensor ids, int table, int padding, str rule) -> (Tensor, Tensor)",
-        gradient_rows,
-        lambda grad, ids, table, padding, rule: (
-            grad.new_empty(table, dtype=torch.int32),
-            grad.new_empty(ids.numel(), grad.shape[-1]),
-        ),
     )
 
 

@@ -6,7 +6,7 @@ all parameters. After: ``look_at_gradients`` over gradients as backward makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,16 +121,19 @@ def plan_one_pass(
     updates: Sequence[GroupUpdate],
     target_of: Callable[[Tensor], Tensor],
     lows: Mapping[int, list[Tensor]],
+    tables: Collection[int] = (),
 ) -> tuple[OnePass | None, str]:
     """Return the update in one pass, or None; and how the step updates, in words.
 
     way: one of WAYS; "auto" where it pays and can be. target_of: what is updated for a parameter. lows: the copies of
-    each parameter, by id. Raises CaptureError or CompilerError where "one_pass" cannot be.
+    each parameter, by id. tables: the ids of those that embeddings read. Raises CaptureError or CompilerError where
+    "one_pass" cannot be.
     """
     if compile != "eager":
         return None, "pointwise operations, for the compiler"
     why = "as asked" if way == "torch" else _why_not(updates, target_of, lows)
-    elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in lows)
+    gains = {*lows, *tables}  # by fewer casts, and by rows instead of tables of zeros
+    elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in gains)
     if not why and way == "auto" and not one_pass_pays("cpu", elements):
         why = f"{elements:,} elements are too few to compile for"
     if why and way == "one_pass":

@@ -200,7 +200,7 @@ def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
-    return _wanted([AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    return _wanted([FuseBias(), AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
 def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.embedding_rows import rows_instead_of_tables
 from amp_graph.errors import CaptureError
@@ -248,7 +248,8 @@ def take_loss_mark(gm: GraphModule) -> int:
     """
     (mark,) = [n for n in gm.graph.nodes if n.target in (OPS.loss, OPS.loss.default)]
     outputs: Any = gm.graph.output_node().args[0]
-    place = list(outputs).index(mark)
+    # Behind the mark there may be a cast: a loss that was computed in low precision leaves the graph as captured.
+    place = next(i for i, out in enumerate(outputs) if isinstance(out, Node) and mark in (out, *out.all_input_nodes))
     found = value(mark)
     if found.numel() != 1 or not found.is_floating_point():
         raise CaptureError(

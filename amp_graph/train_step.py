@@ -20,6 +20,7 @@ from amp_graph.backend import Compile, Runner, check_compile, compiler_of
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import Replayed, check_cuda_graph
+from amp_graph.embedding_rows import tables_of
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
@@ -260,7 +261,8 @@ class TrainStep:
         copies = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
         masters = {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]}
         lows = {id(args[i]): low for i, low in lows_of(args, trained, copies, masters).items()}
-        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows)
+        tables = [id(args[i]) for i in tables_of(gm) if i in trained]
+        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
         parts = StepParts(
             gm.forward,
             args,

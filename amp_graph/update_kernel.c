@@ -18,6 +18,7 @@
 #define ADAGRAD 3
 #define MOST_THREADS 256
 #define CHUNK 1024
+#define LINE 16  /* elements that memory is read in */
 #define LANES 32 /* sums at a time: one would wait for each addition */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -216,27 +217,42 @@ INLINE Parameter moved(const Parameter* p, int64_t by) {
   return q;
 }
 
-/* A table, row by row: where something is added to a gradient, the sum is made on the stack. */
-static void do_rows(Share* mine, const Scalars* s, const Parameter* p, int64_t i, int64_t end) {
-  float sum[CHUNK];
-  while (i < end) {
-    const int64_t row = i / p->width, place = i % p->width, slot = p->slots[row];
-    int64_t count = p->width - place < end - i ? p->width - place : end - i;
-    if (slot < 0 && p->grad) {
-      do_range(mine, s, p, i, i + count);
-    } else {
-      count = count < CHUNK ? count : CHUNK;
-      const float* added = slot < 0 ? 0 : p->rows + slot * p->width + place;
-      for (int64_t k = 0; k < count; ++k) {
-        const float g = p->grad ? element(p->grad, p->grad_is_low, i + k) : 0.0f;
-        sum[k] = added ? added[k] + g : g;
-      }
-      Parameter q = moved(p, i);
-      q.grad = sum;
-      q.grad_is_low = 0;
-      do_range(mine, s, &q, 0, count);
-    }
+INLINE void add_to(float* restrict sum, const float* restrict added, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) sum[k] += added[k];
+}
+
+/* Makes the gradient of elements `begin` to `end` of a table: the dense part of it, and what is added row by row. */
+static void make_gradient(const Parameter* p, int64_t begin, int64_t end, float* restrict made) {
+  memset(made, 0, (end - begin) * sizeof *made);
+  if (p->grad)
+    for (int64_t i = begin; i < end; ++i) made[i - begin] = element(p->grad, p->grad_is_low, i);
+  int64_t row = begin / p->width, place = begin % p->width;
+  for (int64_t i = begin; i < end; ++row, place = 0) {
+    const int64_t count = p->width - place < end - i ? p->width - place : end - i;
+    if (p->slots[row] >= 0) add_to(made + (i - begin), p->rows + p->slots[row] * p->width + place, count);
     i += count;
+  }
+}
+
+/* Asks for the rows that are added to the elements behind `begin`: they lie anywhere, in the order of the ids. */
+INLINE void fetch_rows(const Parameter* p, int64_t begin) {
+  const int64_t table = p->size / p->width, stop = (begin + CHUNK) / p->width;
+  for (int64_t row = begin / p->width; row < (stop < table ? stop : table); ++row)
+    for (int64_t k = 0; p->slots[row] >= 0 && k < p->width; k += LINE)
+      __builtin_prefetch(p->rows + p->slots[row] * p->width + k);
+}
+
+/* A table, some rows at a time: their gradient is made on the stack. */
+static void do_rows(Share* mine, const Scalars* s, const Parameter* p, int64_t i, int64_t end) {
+  float made[CHUNK];
+  for (; i < end; i += CHUNK) {
+    const int64_t count = end - i < CHUNK ? end - i : CHUNK;
+    fetch_rows(p, i + CHUNK);
+    make_gradient(p, i, i + count, made);
+    Parameter q = moved(p, i);
+    q.grad = made;
+    q.grad_is_low = 0;
+    do_range(mine, s, &q, 0, count);
   }
 }
 
@@ -299,21 +315,29 @@ void add(const Parameter* all, int64_t count, int64_t threads) {
   in_shares((Share){.work = ADD, .all = all, .count = count}, threads);
 }
 
-/* Adds up the gradients of the rows of a table, as many as `ids` names, each once: slots[row] says where, or is -1. */
-void gather(const float* grad, const int64_t* ids, int64_t count, int64_t width, int64_t table, int64_t padding,
-            int32_t* slots, float* rows) {
-  int32_t used = 0;
-  for (int64_t r = 0; r < table; ++r) slots[r] = -1;
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t id = ids[n];
-    if (id == padding || id < 0 || id >= table) continue;
-    const float* from = grad + n * width;
+typedef struct { /* an embedding, or bags of one, that read a table */
+  const float* grad; /* a row for each of `ids`, or for each bag */
+  int64_t stride, given; /* from row to row of `grad`, and how many there are */
+  const int64_t *offsets, *ids; /* where bags begin, and perhaps where the last ends; null where there are no bags */
+  int64_t begins, count, padding;
+} Read;
+
+/* Adds up the gradients of the rows of a table, as many as `ids` names, each once: slots[row] says where, or is -1.
+   Returns how many rows there are now; `used` is how many there were before. */
+int64_t gather(const Read* read, int64_t width, int64_t table, int64_t used, int32_t* slots, float* rows) {
+  int64_t bag = 0;
+  for (int64_t n = 0; n < read->count; ++n) {
+    while (bag + 1 < read->begins && read->offsets[bag + 1] <= n) ++bag;
+    const int64_t id = read->ids[n], from_row = read->offsets ? bag : n;
+    if (id == read->padding || id < 0 || id >= table || from_row >= read->given) continue;
+    const float* from = read->grad + from_row * read->stride;
     if (slots[id] < 0) {
-      slots[id] = used++;
+      slots[id] = (int32_t)used++;
       memcpy(rows + slots[id] * width, from, width * sizeof *from);
     } else {
-      float* to = rows + slots[id] * width;
+      float* restrict to = rows + slots[id] * width;
       for (int64_t k = 0; k < width; ++k) to[k] += from[k];
     }
   }
+  return used;
 }

@@ -1,4 +1,4 @@
-"""Let the kernel of a product add the bias itself, in the flat graphs that Inductor makes its code from.
+"""Let the kernel of a product add the bias itself, in flat graphs: of whole steps, and for Inductor.
 
 Before: ``addmm(b, x, w.t())``, which copies ``b`` into every row of the result and then adds the product to it. After:
 ``amp_graph::linear_bias(x, w, b)``, which is one call of oneDNN. A relu behind it stays: oneDNN's makes 0 of NaN.

@@ -113,3 +113,25 @@ def test_compiled_code_calls_the_kernel(monkeypatch):
     for got, other, wanted in zip(ours, without, [p.grad for p in plain.parameters()], strict=True):
         assert (got - wanted).norm() <= 2e-2 * wanted.norm()
         assert (got - other).norm() <= 1e-2 * wanted.norm()
+
+
+def stepped(policy):
+    torch.manual_seed(0)
+    model = Net()
+    step = amp_graph.TrainStep(model, None, torch.optim.SGD(model.parameters(), 0.1), policy)
+    losses = [step(X.float() + i) for i in range(4)]
+    return losses, list(model.parameters()), step.graph_text()
+
+
+def test_eager_steps_call_the_kernel():
+    ours, without = stepped("bf16"), stepped("bf16,skip=fuse_bias")
+    assert ours[2].count("amp_graph.linear_bias") == 2
+    assert "relu.default" not in ours[2]
+    assert without[2].count("aten.addmm.default") == 2
+    torch.testing.assert_close(ours[0], without[0], rtol=1e-2, atol=0)
+    for got, other in zip(ours[1], without[1], strict=True):
+        assert (got - other).norm() <= 1e-2 * other.norm()
+
+
+def test_lists_that_are_pytorchs_keep_its_operations():
+    assert "linear_bias" not in stepped("bf16,lists=autocast_cpu")[2]

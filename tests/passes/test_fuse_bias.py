@@ -126,7 +126,6 @@ def stepped(policy):
 def test_eager_steps_call_the_kernel():
     ours, without = stepped("bf16"), stepped("bf16,skip=fuse_bias")
     assert ours[2].count("amp_graph.linear_bias") == 2
-    assert "relu.default" not in ours[2]
     assert without[2].count("aten.addmm.default") == 2
     torch.testing.assert_close(ours[0], without[0], rtol=1e-2, atol=0)
     for got, other in zip(ours[1], without[1], strict=True):

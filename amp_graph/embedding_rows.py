@@ -102,7 +102,7 @@ def _read(backward: Node) -> Read | None:
     grad, ids, offsets, _, sizes, _, _, by_frequency, mode, sparse, weights, *padding = given
     if by_frequency or sparse or weights is not None or mode not in (SUMS, MEANS):
         return None
-    return Read(grad, ids, offsets, *(padding or (-1,)), divisor=sizes if mode == MEANS else None)
+    return Read(grad, ids, offsets, padding[0] if padding else -1, sizes if mode == MEANS else None)
 
 
 def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> bool:

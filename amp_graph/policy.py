@@ -29,7 +29,7 @@ SKIPPABLE = (
     "linear_cross_entropy", "lstm_backward", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations",
     "share_casts",
 )  # fmt: skip
-RECOMPUTED = ("some", "all")
+RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -51,8 +51,9 @@ class Policy:
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
-    recompute: what backward computes again instead of saving it: "some" (what costs little time) or "all" that a
-    kernel computes anew; empty for "all" with accuracy "fast", else for "some". See docs/policy.md.
+    recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel
+    computes anew, or "most" of that, but for what would be seen in the time of small networks; empty for "most" with
+    accuracy "fast", else for "some". See docs/policy.md.
     planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
     and for "mincut" with an error budget, which painting cannot keep.
     skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
@@ -109,9 +110,9 @@ class Policy:
         return None if isinstance(self.accuracy, str) else self.accuracy
 
     @property
-    def recomputes_all(self) -> bool:
-        """Whether backward computes again all that it can, and not only what costs little time."""
-        return (self.recompute or ("all" if self.accuracy == "fast" else "some")) == "all"
+    def recomputes(self) -> str:
+        """How much backward computes again: ``recompute``, or what an empty one stands for."""
+        return self.recompute or ("most" if self.accuracy == "fast" else "some")
 
     @property
     def plans_by(self) -> str:

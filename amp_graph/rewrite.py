@@ -154,7 +154,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [FuseGelu()] if ours else []
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
-    again = RecomputeActivations(thorough=policy.recomputes_all)
+    again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),

@@ -38,7 +38,7 @@ class StepState:
         key = (id(parameter), dtype)
         if key not in self.copies:
             low = parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
-            self.copies[key] = Copy(parameter, low, _version(parameter))
+            self.copies[key] = Copy(parameter, low, _version(parameter, last_update()))
         return self.copies[key].low
 
     def target_of(self, parameter: Tensor) -> Tensor:
@@ -76,17 +76,19 @@ class StepState:
         """
         for parameter in self.held.values():
             master_of(parameter)
+        update = last_update()
         for copy in self.copies.values():
-            if copy.seen != _version(copy.parameter):
+            if copy.seen != _version(copy.parameter, update):
                 with torch.no_grad():
                     copy.low.copy_(copy.parameter)
-                copy.seen = _version(copy.parameter)
+                copy.seen = _version(copy.parameter, update)
 
     def was_updated(self) -> None:
         """Take note that a step has written parameters, and copies and masters with them."""
         were_written_back(list(self.held.values()))
+        update = last_update()
         for copy in self.copies.values():
-            copy.seen = _version(copy.parameter)
+            copy.seen = _version(copy.parameter, update)
 
     def forget_copies(self) -> None:
         """Make every copy anew, whatever the counters say."""
@@ -103,6 +105,6 @@ class StepState:
             total.zero_()
 
 
-def _version(parameter: Tensor) -> tuple[int, int, object]:
+def _version(parameter: Tensor, update: object) -> tuple[int, int, object]:
     """Return what changes when ``parameter`` is written; fused optimizers leave the version counter alone."""
-    return parameter._version, parameter.data_ptr(), last_update()
+    return parameter._version, parameter.data_ptr(), update

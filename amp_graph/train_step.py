@@ -27,6 +27,7 @@ from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_f
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import check_way, plan_one_pass
 from amp_graph.passes.checkpoints import outline_checkpoints
+from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
@@ -319,7 +320,7 @@ class TrainStep:
 
     def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
         if self.compile == "eager":
-            return gm.forward
+            return direct_calls(gm)
         with torch.no_grad():
             return compiler_of(self.compile, self.policy, device_of(gm))(gm, given)
 

@@ -33,7 +33,7 @@ from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import numel
-from amp_graph.passes.what_pays import computing_again_pays
+from amp_graph.passes.what_pays import computing_again_is_seen, computing_again_pays
 from amp_graph.passes.who_saves import Readers, readers_of
 
 LAYER_NORM = torch.ops.aten.layer_norm.default
@@ -61,10 +61,12 @@ class RecomputeActivations(Pass):
     that kernel once more, see ``computing_again_pays``.
 
     ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
-    residual networks, each from the one before, ``longest`` of them in a row from one that is kept.
+    residual networks, each from the one before, ``longest`` of them in a row from one that is kept. ``sparing``: of all
+    that, only what takes a small part of its readers' time, see ``computing_again_is_seen``.
     """
 
     thorough: bool = False
+    sparing: bool = False
     longest: int = 8
     name: ClassVar[str] = "recompute-activations"
 
@@ -124,6 +126,8 @@ class _Work:
             return "it is written to later"
         if not computing_again_pays(kind == "relu", found.products, numel(value(node)), self.options.thorough):
             return "it is small, or what reads it takes too little time to compute it twice"
+        if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, numel(value(node))):
+            return "what reads it takes too little time to compute it twice, with recompute=most"
         if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
             return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
         if kind == "relu" and self._depth(node) > self.options.longest:
@@ -176,6 +180,10 @@ def _is_ours(node: Node) -> bool:
 
 def _dtype(node: Any) -> torch.dtype | None:
     return value(node).dtype if isinstance(node, Node) else None
+
+
+def _cost(node: Node, kind: str) -> str:
+    return "gelu by tanh" if kind == "gelu" and _is_tanh(node) else kind
 
 
 def _is_tanh(node: Node) -> bool:

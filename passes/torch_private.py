@@ -333,7 +333,7 @@ def compiled_frames(function: types.FunctionType) -> Find:
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
     calls = torch._dynamo.mutation_guard.GenerationTracker
-    entries: Any = getattr(frame, "_debug_get_cache_entry_list", None)
+    entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
     seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
@@ -359,6 +359,13 @@ def _is_whole(compiled: types.CodeType) -> bool:
     """Say whether code that Dynamo made calls one graph, and no code behind a graph break."""
     graphs = [name for name in compiled.co_names if name.startswith("__compiled_fn")]
     return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
+
+
+def dispatched(operator: Any) -> Callable[..., Any]:
+    """Return the dispatcher's function of an operator overload, which is all that calling that calls. 2.11 - 2.13."""
+    plain = type(operator) is torch._ops.OpOverload
+    found: Callable[..., Any] = getattr(operator, "_op", operator) if plain else operator
+    return found
 
 
 def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -201,6 +201,30 @@ def computing_again_pays(of_relu: bool, products: float, elements: int, thorough
     return products >= (least / 4 if thorough else least)
 
 
+# Picoseconds of what is computed again: a call, with what is asked of autograd, and an element. The calls of GELUs
+# took as long as those of norms (120 us, on a shared machine): less is said of them, for memory's sake in wide models.
+COMPUTED = {
+    "relu": (200_000_000, 450),
+    "layer norm": (100_000_000, 720),
+    "gelu": (40_000_000, 600),
+    "gelu by tanh": (40_000_000, 2_400),
+    "silu": (40_000_000, 600),
+}
+MULTIPLIED = 60  # a multiplication of a reader, for its result and both gradients
+# Part of the readers' time that a value computed again may take with ``recompute=most``.
+MOST_AGAIN = 0.15
+
+
+def computing_again_is_seen(kind: str, products: float, elements: int) -> bool:
+    """Say whether computing ``elements`` of ``kind`` twice takes a large part of what reads them.
+
+    CPU, bf16 with dot products. With all computed again steps of the demo's small networks took 1.10 to 1.15 of
+    autocast's: the ResNet's relus, each read for 19 million multiplications, and GPT-2's tanh GELUs of width 96.
+    """
+    call, element = COMPUTED[kind]
+    return call + elements * element > MOST_AGAIN * elements * products * MULTIPLIED
+
+
 # Elements, of weights with low-precision copies and of tables that embeddings read, below which compiling, a second
 # once a machine, is not worth its time.
 FEWEST_UPDATED = 1 << 20

@@ -161,10 +161,10 @@ def test_a_policy_is_frozen():
 
 
 def test_how_much_is_computed_again_goes_by_accuracy_where_nothing_is_said():
-    assert Policy.parse("bf16,accuracy=fast").recomputes_all
-    assert not Policy.parse("bf16,accuracy=fast,recompute=some").recomputes_all
-    assert not Policy.parse("bf16").recomputes_all
-    assert Policy.parse("bf16,recompute=all").recomputes_all
+    assert Policy.parse("bf16,accuracy=fast").recomputes == "most"
+    assert Policy.parse("bf16,accuracy=fast,recompute=some").recomputes == "some"
+    assert Policy.parse("bf16").recomputes == "some"
+    assert Policy.parse("bf16,recompute=all").recomputes == "all"
 
 
 def test_auto_is_bf16_on_cpu():

@@ -1,6 +1,7 @@
 """Values that are computed again in backward: the same bits, less that is saved, and second derivatives."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.recompute_makers import gelu_computed_again
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.recompute_recipes import KEY
+from amp_graph.passes.what_pays import computing_again_is_seen
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
@@ -38,6 +40,32 @@ def test_small_values_are_saved_by_default(fewest, thorough, count, monkeypatch)
     gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
     (done,) = run_passes(gm, [RecomputeActivations(thorough=thorough)], checked=True)
     assert len(done.result.changes) == count
+
+
+SIZES = {  # kind, multiplications an element is read for, elements; and whether that is seen in a step's time
+    "a relu of the demo's ResNet": ("relu", 144, 131_072, True),
+    "a tanh GELU of its GPT-2": ("gelu by tanh", 96, 196_608, True),
+    "a GELU of 24 tokens, BERT of width 256": ("gelu", 256, 24_576, False),
+    "a norm of a ViT": ("layer norm", 1152, 302_592, False),
+    "a GELU of a ViT": ("gelu", 384, 1_210_368, False),
+    "a relu of ResNet-50, first stage": ("relu", 576, 802_816, False),
+    "what a pool alone reads": ("relu", math.inf, 4_096, False),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_most_leaves_out_what_is_seen(name):
+    *given, seen = SIZES[name]
+    assert computing_again_is_seen(*given) is seen
+
+
+@pytest.mark.parametrize(("options", "count"), [({"sparing": True}, 0), ({}, 1)])
+def test_small_values_are_saved_with_most(options, count):
+    function = lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v)  # noqa: E731
+    gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
+    (done,) = run_passes(gm, [RecomputeActivations(thorough=True, **options)], checked=True)
+    assert len(done.result.changes) == count
+    assert count or any("recompute=most" in skip.reason for skip in done.result.skips)
 
 
 def norm(s, x):

@@ -29,6 +29,7 @@ from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
+from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -163,7 +164,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), again] if eager else []),
+        *([LinearCrossEntropy(), again, FuseNorm()] if eager else []),
     ]
     found = [
         IdentifyOps(),

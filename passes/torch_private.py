@@ -63,6 +63,7 @@ __all__ = [
     "in_transform",
     "is_batched",
     "is_dense_fp32",
+    "is_seen",
     "is_sharded",
     "keeps_lstm_workspaces",
     "linear_of_packed_weight",
@@ -90,6 +91,8 @@ __all__ = [
     "words_of",
 ]
 
+# Tensors that no subclass looks after.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
 # object, 256 in all) would turn the ninth shape into a silent fp32 run.
 NO_LIMIT = 1_000_000
@@ -421,6 +424,11 @@ def in_forward_mode() -> bool:
 def in_transform() -> bool:
     """Say whether a transform of ``torch.func`` is running: Dynamo captures nothing inside, and never again there."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_seen(tensor: torch.Tensor) -> bool:
+    """Say whether a mode or a subclass is to see the operators that are called on ``tensor``: a tracer, a counter."""
+    return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
 
 
 def allow_in_graph(function: type) -> None:

@@ -225,3 +225,15 @@ def reusing_gradients_pays(device: str, tables: int, computed: int) -> bool:
     graph has ``computed`` (bytes), as all gradients exist in the end. Language models compute more than their tables.
     """
     return device == "cpu" and tables >= max(LEAST_TABLES, computed)
+
+
+# Elements of a norm below which a call of a function with a backward of its own is seen, more than memory.
+FEWEST_NORMED = 1 << 16
+
+
+def norm_in_one_pass_pays(device: str, elements: int) -> bool:
+    """Say whether a residual sum, a norm and their casts are faster as one pass of compiled C over ``elements``.
+
+    CPU: see ``benchmarks/residual_norm.py``.
+    """
+    return device == "cpu" and elements >= FEWEST_NORMED

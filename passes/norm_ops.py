@@ -56,7 +56,9 @@ def residual_norm(
     cast = torch.empty_like(x, dtype=low) if wants_low else None
     wide = torch.empty_like(x, dtype=torch.float32) if wants_full else None
     place = stats.data_ptr()
-    table = array("q", (rows, width, centered, *_rows(x, branch, weight, bias, total, cast, wide), place, place + 4 * rows))
+    table = array(
+        "q", (rows, width, centered, *_rows(x, branch, weight, bias, total, cast, wide), place, place + 4 * rows)
+    )
     _run(library(low).forward, table, ctypes.c_double(eps), _threads(x))
     return [stats, *(t for t in (total, cast, wide) if t is not None)]
 
@@ -77,7 +79,7 @@ def residual_norm_backward(
 ) -> list[Tensor]:
     """Return the gradient of the sum in fp32, and in ``low``, and those of weight and bias: of these, what is wanted.
 
-    grads: of the norm's results, fp32 or ``low``, one or more, added in fp32; grad_sum: of the sum by its other readers.
+    grads: of the norm's results, fp32 or ``low``, one or more, added in fp32; grad_sum: by other readers of the sum.
     total, stats: as ``residual_norm`` made them. Gradients of weight and bias: fp32 [width], summed in blocks of fp32
     that are added up in fp64.
     """
@@ -86,10 +88,12 @@ def residual_norm_backward(
     total, rows = total.contiguous(), stats.shape[1]
     dsum = torch.empty_like(total, dtype=torch.float32) if wants_full else None
     dlow = torch.empty_like(total, dtype=low) if wants_low else None
-    dweight, dbias = (torch.empty(width, dtype=torch.float32) if wanted else None for wanted in (wants_weight, wants_bias))
-    given, place = array("q", _rows(*grads)), stats.data_ptr()
-    table = array("q", (rows, width, centered, len(grads), given.buffer_info()[0]))
-    table.extend(_rows(grad_sum, total, weight, dsum, dlow))
+    dweight, dbias = (
+        torch.empty(width, dtype=torch.float32) if wanted else None for wanted in (wants_weight, wants_bias)
+    )
+    more, place = array("q", _rows(*grads[1:])), stats.data_ptr()
+    table = array("q", (rows, width, centered, len(grads) - 1, more.buffer_info()[0]))
+    table.extend(_rows(grads[0], grad_sum, total, weight, dsum, dlow))
     table.extend((place, place + 4 * rows, *(0 if t is None else t.data_ptr() for t in (dweight, dbias))))
     _run(library(low).backward, table, _threads(total))
     return [t for t in (dsum, dlow, dweight, dbias) if t is not None]

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
 from amp_graph.passes.norm_ops import OPS, residual_norm, residual_norm_backward
 from amp_graph.passes.runtime import shared_cast
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen
+from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
 
 
 def add_norm(
@@ -35,13 +33,13 @@ def add_norm(
 ) -> tuple[Tensor, ...]:
     """Return ``s = x + branch``, its norm over ``shape`` in fp32, and ``low`` aliases of that norm in ``dtype``.
 
-    x, branch: CPU tensors of one shape, fp32 or ``dtype``; weight, bias: of ``shape``, fp32 or ``dtype``. Of the results
-    the first is there with ``keep``, for whoever else reads the sum (or ``x``), the second with ``full``. The norm's
-    statistics are fp32, and what is low is rounded once. Backward adds the gradients of all readers in fp32, and gives
+    x, branch: CPU tensors of one shape, fp32 or ``dtype``; weight, bias: of ``shape``, fp32 or ``dtype``. Of the
+    results the first is there with ``keep``, for whoever else reads the sum (or ``x``), the second with ``full``.
+    Statistics are fp32, and what is low is rounded once. Backward adds the gradients of all readers in fp32, and gives
     ``x`` and ``branch`` each theirs in its own dtype. ``centered``: a layer norm, else an RMS norm.
     """
     given = (x, branch, weight, bias)
-    if in_forward_mode() or in_transform() or any(map(is_traceable_wrapper_subclass, given)):
+    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in given):
         return _by_torch(*given, shape, eps, dtype, low, full, keep, centered)
     options = (tuple(shape), eps, dtype, low, full, keep, centered)
     if torch.is_grad_enabled():
@@ -122,7 +120,9 @@ def _gradients(ctx: Any, grad_sum: Tensor | None, grads: list[Tensor]) -> Gradie
     kernel = OPS.residual_norm_backward.default if is_seen(grads[0]) else residual_norm_backward
     made = iter(kernel(grads, grad_sum, total, stats, weight, math.prod(shape), low, *wants, centered))
     sums = {dtype: next(made) for dtype, want in zip((torch.float32, low), wants, strict=False) if want}
-    parameters = [next(made).view(shape).to(t.dtype) if want else None for t, want in zip((weight, bias), wants[2:])]
+    parameters = [
+        next(made).view(shape).to(t.dtype) if want else None for t, want in zip((weight, bias), wants[2:], strict=True)
+    ]
     return sums.__getitem__, *parameters
 
 

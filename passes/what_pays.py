@@ -228,7 +228,7 @@ def reusing_gradients_pays(device: str, tables: int, computed: int) -> bool:
 
 
 # Elements of a norm below which a call of a function with a backward of its own is seen, more than memory.
-FEWEST_NORMED = 1 << 16
+FEWEST_NORMED = 1 << 17
 
 
 def norm_in_one_pass_pays(device: str, elements: int) -> bool:

@@ -22,7 +22,7 @@ from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.native_code import CompilerError
-from amp_graph.passes.node_value import CAPTURED, value
+from amp_graph.passes.node_value import CAPTURED, captured, value
 from amp_graph.passes.norm_ops import library
 from amp_graph.passes.plan_precision import MARK, marks
 from amp_graph.passes.regions import GRAD, REGION, is_trained
@@ -87,13 +87,13 @@ class Found:
     @property
     def low(self) -> tuple[Node, ...]:
         """The values in low precision, one a reader whose gradient is its own."""
-        return tuple(n for c in self.casts for n in ([c] if c.target is not shared_cast else _parts(c)[_is_full(c) :]))
+        return tuple(part for cast in self.casts for part in _parts(cast)[0])
 
     @property
     def full(self) -> tuple[Node, ...]:
         """The values of the norm in fp32, where somebody reads them: the norm, or a part of a shared cast."""
         own = [self.norm] if any(user not in self.casts for user in self.norm.users) else []
-        return (*own, *(_parts(c)[0] for c in self.casts if _is_full(c)))
+        return (*own, *(part for cast in self.casts for part in _parts(cast)[1]))
 
     @property
     def kept(self) -> tuple[Node, ...]:
@@ -104,6 +104,12 @@ class Found:
         trained = is_trained(self.norm) and is_trained(self.total)
         place = _place(self.norm)
         return tuple(u for u in users if trained and self.norm < u and u.op != "output" and _place(u) == place)
+
+    @property
+    def parts(self) -> tuple[Node, ...]:
+        """All that makes way, readers first."""
+        parts = [part for cast in self.casts if cast.target is shared_cast for one in _parts(cast) for part in one]
+        return (*parts, *self.casts, self.norm, *([self.total] if self.branch is not None else []))
 
     def told(self) -> str:
         """Say what becomes one pass."""
@@ -152,14 +158,13 @@ def _cast_to(cast: Node) -> torch.dtype:
     return given
 
 
-def _is_full(cast: Node) -> bool:
-    return cast.target is shared_cast and bool(cast.args[3])
-
-
-def _parts(shared: Node) -> list[Node]:
-    """Return the parts of a shared cast, in order."""
-    found = {user.args[1]: user for user in shared.users}
-    return [found[i] for i in sorted(found)]
+def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
+    """Return the values in low precision and in fp32 that a cast makes, in order."""
+    if cast.target is not shared_cast:
+        return [cast], []
+    parts: list[Any] = sorted(cast.users, key=lambda part: part.args[1])
+    wide = [part for part in parts if cast.args[3] and part.args[1] == 0]
+    return [part for part in parts if part not in wide], wide
 
 
 def _place(node: Node) -> tuple[Any, ...]:
@@ -190,13 +195,17 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
     """Put one call in the place of all that was found; return it."""
     lows, fulls, kept = found.low, found.full, found.kept
     shape, weight, bias, eps = (found.arguments[name] for name in ("normalized_shape", "weight", "bias", "eps"))
-    options = (tuple(shape), weight, bias, eps, found.dtype, len(lows), bool(fulls), bool(kept))
+    keep = found.branch is not None or bool(kept)
+    options = (tuple(shape), weight, bias, eps, found.dtype, len(lows), bool(fulls), keep)
     with gm.graph.inserting_after(found.norm if found.branch is None else found.total):
         fused = gm.graph.call_function(add_norm, (found.x, found.branch, *options))
-    likes = [*([found.total] if kept else []), *fulls[:1], *lows]
-    fused.meta = _meta(found.norm, tuple(value(like) for like in likes)) | {MARK: found.norm.meta.get(MARK)}
-    parts = iter(_taken_apart(gm, fused, likes))
-    total = next(parts) if kept else None
+    # What passes x on belongs to where the norm is, a checkpoint maybe, and not to where x was made.
+    likes = [(found.norm if found.branch is None else found.total, value(found.total))] if keep else []
+    likes += [(like, value(like)) for like in fulls[:1]] + [(low, value(lows[0])) for low in lows]
+    fused.meta = _meta(found.norm, tuple(val for _, val in likes)) | {MARK: found.norm.meta.get(MARK)}
+    fused.meta[CAPTURED] = (*([captured(found.total)] if found.branch is not None else []), captured(found.norm))
+    parts = _taken_apart(gm, fused, likes)
+    total = next(parts) if keep else None
     for reader in kept:
         reader.replace_input_with(found.total, total)
     wide = next(parts) if fulls else None
@@ -204,17 +213,19 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
         full.replace_all_uses_with(wide, delete_user_cb=lambda user: user not in found.casts)
     for low in lows:
         low.replace_all_uses_with(next(parts))
-    _erase(gm, found)
+    nobody = [total] if total is not None and not kept else []
+    for node in (*nobody, *found.parts):
+        gm.graph.erase_node(node)
     return fused
 
 
-def _taken_apart(gm: GraphModule, fused: Node, likes: list[Node]) -> Iterator[Node]:
-    """Yield the parts of ``fused``, each in the place of one of ``likes``."""
+def _taken_apart(gm: GraphModule, fused: Node, likes: list[tuple[Node, Any]]) -> Iterator[Node]:
+    """Yield the parts of ``fused``, each with the meta of one of ``likes`` and the value beside it."""
     last = fused
-    for index, like in enumerate(likes):
+    for index, (like, val) in enumerate(likes):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (fused, index))
-        last.meta = _meta(like, value(like))
+        last.meta = _meta(like, val)
         yield last
 
 
@@ -222,9 +233,3 @@ def _meta(like: Node, val: Any) -> dict[str, Any]:
     """Return the meta of what takes the place of ``like``, with the value ``val``."""
     found = {k: v for k, v in like.meta.items() if k not in OWN} | {"val": val, CAPTURED: val}
     return found | ({"example_value": val} if "example_value" in like.meta else {})
-
-
-def _erase(gm: GraphModule, found: Found) -> None:
-    parts = [part for cast in found.casts if cast.target is shared_cast for part in _parts(cast)]
-    for node in (*parts, *found.casts, found.norm, *([found.total] if found.branch is not None else [])):
-        gm.graph.erase_node(node)

@@ -100,9 +100,11 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor | None, *grads: Tensor | None) -> Any:
         found = [g for g in grads if g is not None]
-        by_torch = torch.is_grad_enabled() or any(is_batched(g) for g in found)
+        if grad_sum is None and not found:
+            return (None,) * 11
+        by_torch = torch.is_grad_enabled() or any(is_batched(g) for g in (grad_sum, *found) if g is not None)
         gradients = _gradients_by_torch if by_torch else _gradients
-        dsum, *parameters = gradients(ctx, grad_sum, found) if found else (lambda _: grad_sum, None, None)
+        dsum, *parameters = gradients(ctx, grad_sum, found) if found else (grad_sum.to, None, None)
         needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
         return *(dsum(dtype) if need else None for dtype, need in needed), *parameters, *[None] * 7
 

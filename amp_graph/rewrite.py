@@ -156,6 +156,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     fusions: list[Pass] = [FuseGelu()] if ours else []
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes_all)
+    # What is to be computed again stays torch's: its bits are then those of saving it.
+    norms: list[Pass] = [] if policy.recomputes_all else [FuseNorm()]
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -164,7 +166,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), again, FuseNorm()] if eager else []),
+        *([LinearCrossEntropy(), again, *norms] if eager else []),
     ]
     found = [
         IdentifyOps(),

@@ -14,7 +14,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.policy import Policy
 from amp_graph.rewrite import passes_for
-from tests.passes.graphs import BF16, FP32, capture, capture_function, run_step
+from tests.passes.graphs import BF16, FP32, capture_function, run_step
 
 WIDTH = 16
 WITHOUT = ",skip=fuse_norm"
@@ -116,7 +116,9 @@ def test_gradients_are_as_exact_as_before(function, policy):
     assert (len(calls(gm)), sum(n.args[1] is not None for n in calls(gm))) == FUSED[function]
     assert len(result.changes) == len(calls(gm))
     ours, before, exact = run_step(gm, given), run_step(plain, given), exact_step(function, given)
-    for mine, other, true in zip(ours.outputs + ours.grads, before.outputs + before.grads, exact.outputs + exact.grads, strict=True):
+    for mine, other, true in zip(
+        ours.outputs + ours.grads, before.outputs + before.grads, exact.outputs + exact.grads, strict=True
+    ):
         if true is None:
             assert mine is None
             continue
@@ -256,8 +258,16 @@ def test_compilers_get_torchs_operations():
     gm = capture_function(pre_norm, X, **STATE).fresh()
     done = run_passes(gm, passes_for(Policy.parse("bf16"), "cpu"), checked=True)
     assert "fuse-norm" not in [t.name for t in done]
-    ours = passes_for(Policy.parse("bf16,lists=autocast_cpu"), "cpu", eager=True)
-    assert not any(isinstance(p, FuseNorm) for p in ours), "PyTorch's own policy runs what the user wrote"
+    assert any(isinstance(p, FuseNorm) for p in passes_for(Policy.parse("bf16"), "cpu", eager=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [("bf16,lists=autocast_cpu", "it runs what the user wrote"), ("bf16,recompute=all", "norms are computed again")],
+)
+def test_policies_that_keep_torchs_norms(policy, why):
+    passes = passes_for(Policy.parse(policy), "cpu", eager=True)
+    assert not any(isinstance(p, FuseNorm) for p in passes), why
 
 
 def test_control_a_branch_that_is_forgotten_is_seen(monkeypatch):

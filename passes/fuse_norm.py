@@ -204,16 +204,14 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
     likes += [(like, value(like)) for like in fulls[:1]] + [(low, value(lows[0])) for low in lows]
     fused.meta = _meta(found.norm, tuple(val for _, val in likes)) | {MARK: found.norm.meta.get(MARK)}
     fused.meta[CAPTURED] = (*([captured(found.total)] if found.branch is not None else []), captured(found.norm))
-    parts = _taken_apart(gm, fused, likes)
-    total = next(parts) if keep else None
+    parts = list(_taken_apart(gm, fused, likes))
     for reader in kept:
-        reader.replace_input_with(found.total, total)
-    wide = next(parts) if fulls else None
+        reader.replace_input_with(found.total, parts[0])
     for full in fulls:
-        full.replace_all_uses_with(wide, delete_user_cb=lambda user: user not in found.casts)
-    for low in lows:
-        low.replace_all_uses_with(next(parts))
-    nobody = [total] if total is not None and not kept else []
+        full.replace_all_uses_with(parts[keep], delete_user_cb=lambda user: user not in found.casts)
+    for low, part in zip(lows, parts[keep + bool(fulls) :], strict=True):
+        low.replace_all_uses_with(part)
+    nobody = parts[:keep] if not kept else []
     for node in (*nobody, *found.parts):
         gm.graph.erase_node(node)
     return fused

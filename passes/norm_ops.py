@@ -49,7 +49,8 @@ def residual_norm(
     statistics: fp32 [2, rows], mean and reciprocal deviation; the sum has the wider dtype of its parts, and is what is
     normed. The norm is computed in fp32 and rounded once. ``centered``: a layer norm, else an RMS norm, of mean 0.
     """
-    x, branch, weight, bias = (None if t is None else t.contiguous() for t in (x, branch, weight, bias))
+    x = x.contiguous()
+    branch, weight, bias = (None if t is None else t.contiguous() for t in (branch, weight, bias))
     rows = x.numel() // width
     stats = torch.empty((2, rows), dtype=torch.float32)
     total = None if branch is None else torch.empty_like(x if x.dtype.itemsize > 2 else branch)
@@ -106,7 +107,7 @@ def _run(function: Any, table: array[int], *options: Any) -> None:
 
 def _rows(*tensors: Tensor | None) -> list[int]:
     """Return what C calls Rows of each: two words."""
-    found = []
+    found: list[int] = []
     for t in tensors:
         found += (0, 0) if t is None else (t.data_ptr(), 1 if t.dtype == torch.float32 else 2)
     return found

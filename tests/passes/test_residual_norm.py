@@ -363,3 +363,33 @@ def test_control_a_forgotten_residual_gradient_is_seen(monkeypatch):
     mine, other, exact = compared(inputs((129, 33)))
     with pytest.raises(AssertionError):
         assert_as_exact(mine[1], other[1], exact[1])
+
+
+# -- RMS norms ---------------------------------------------------------------------------------------------------
+
+
+def rms(given, low=BF16, readers=1, full=True, keep=True):
+    x, branch, weight, _ = given
+    return add_norm(x, branch, x.shape[-1:], weight, None, EPS, low, readers, full, keep, centered=False)
+
+
+def torchs_rms(given, low=BF16, readers=1, full=True, keep=True):
+    x, branch, weight, _ = given
+    total = x if branch is None else x + branch
+    normed = F.rms_norm(total, x.shape[-1:], weight, EPS)
+    if x.dtype == torch.float64:
+        return (total,) * keep + (normed,) * (full + readers)
+    return (total,) * keep + shared_cast(normed, low, readers, full)
+
+
+@pytest.mark.parametrize("which", [(3,), (1, 3), (2, 3)], ids=["all", "no branch", "no weight"])
+def test_rms_norms(which):
+    given = [None if i in which else t for i, t in enumerate(inputs((129, 33), mean=0.5))]
+    mine, other, exact = (
+        step(f, g, readers=2) for f, g in ((rms, given), (torchs_rms, given), (torchs_rms, wide(given)))
+    )
+    for i in range(2):
+        assert_as_exact(mine[i], other[i], exact[i])
+    second = [penalty(f, g) for f, g in ((rms, given), (torchs_rms, given), (torchs_rms, wide(given)))]
+    for got, torchs_own, true in zip(*second, strict=True):
+        assert error(got, true) <= 1.1 * error(torchs_own, true) + 1e-6

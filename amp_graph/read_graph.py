@@ -213,11 +213,17 @@ def _activation_bytes(parts: list[Part], held: Collection[Node]) -> tuple[dict[s
     for node in (n for part in parts for n in part.gm.graph.nodes if _writes_memory(n)):
         if is_cast(node) and node.args[0] in held:
             continue
-        for tensor in tensors(value(node)):
+        for tensor in _written(node):
             name = SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             after[name] = after.get(name, 0) + _size(tensor)
         before += 0 if is_cast(node) else sum(map(_size, tensors(captured(node))))
     return dict(sorted(after.items())), before
+
+
+def _written(node: Node) -> list[torch.Tensor]:
+    """Return what ``node`` makes: each tensor once, and none that it hands on."""
+    handed_on = {id(t) for source in node.all_input_nodes for t in tensors(value(source))}
+    return list({id(t): t for t in tensors(value(node)) if id(t) not in handed_on}.values())
 
 
 def _writes_memory(node: Node) -> bool:

@@ -29,6 +29,7 @@ from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
+from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -155,6 +156,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     fusions: list[Pass] = [FuseGelu()] if ours else []
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
+    # What is to be computed again stays torch's: its bits are then those of saving it.
+    norms: list[Pass] = [FuseNorm()] if policy.recomputes == "some" else []
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -163,7 +166,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), again] if eager else []),
+        *([LinearCrossEntropy(), again, *norms] if eager else []),
     ]
     found = [
         IdentifyOps(),

@@ -34,6 +34,7 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of it
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # 2.11 - 2.13: no tracer, no fakes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
 
 __all__ = [
     "FakeTensor",
@@ -63,7 +64,9 @@ __all__ = [
     "in_transform",
     "is_batched",
     "is_dense_fp32",
+    "is_seen",
     "is_sharded",
+    "is_wrapper",
     "keeps_lstm_workspaces",
     "linear_of_packed_weight",
     "linear_pointwise",
@@ -91,6 +94,8 @@ __all__ = [
     "words_of",
 ]
 
+# Tensors that no subclass looks after.
+PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 # A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
 # object, 256 in all) would turn the ninth shape into a silent fp32 run.
 NO_LIMIT = 1_000_000
@@ -440,6 +445,16 @@ def mode_without_capture() -> str:
         return ""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return type(modes[-1]).__name__ if modes else ""
+
+
+def is_seen(tensor: torch.Tensor) -> bool:
+    """Say whether a mode or a subclass is to see the operators that are called on ``tensor``: a tracer, a counter."""
+    return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_wrapper(given: Any) -> bool:
+    """Say whether ``given`` is a tensor that stands for others, which only torch's own operations know to handle."""
+    return type(given) not in PLAIN and is_traceable_wrapper_subclass(given)
 
 
 def allow_in_graph(function: type) -> None:

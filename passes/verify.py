@@ -21,6 +21,7 @@ from amp_graph.passes import (
     folded_norms,
     gradient_memory,
     packed_weights,
+    residual_norm,
     runtime,
     weight_copies,
 )
@@ -45,6 +46,7 @@ OURS = frozenset(
         folded_norms,
         gradient_memory,
         packed_weights,
+        residual_norm,
         runtime,
         weight_copies,
     )

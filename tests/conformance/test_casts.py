@@ -26,30 +26,30 @@ def _bert(width=WIDTH, layers=LAYERS):
     return BertForMaskedLM(
         BertConfig(
             vocab_size=VOCAB, hidden_size=width, num_hidden_layers=layers, num_attention_heads=HEADS,
-            intermediate_size=4 * width, max_position_embeddings=32, hidden_dropout_prob=0.0,
+            intermediate_size=4 * width, max_position_embeddings=128, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0, **INIT,
         )
     )  # fmt: skip
 
 
-def _gpt2():
+def _gpt2(width=WIDTH):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=32, resid_pdrop=0.0,
+            vocab_size=VOCAB, n_embd=width, n_layer=LAYERS, n_head=HEADS, n_positions=128, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=1, **INIT,
         )
     )  # fmt: skip
 
 
-def _vit():
+def _vit(width=WIDTH, image=16):
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH, image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0,
+            hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+            intermediate_size=4 * width, image_size=image, patch_size=4, num_labels=5, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0, **INIT,
         )
     )  # fmt: skip
@@ -64,6 +64,18 @@ DEEP = {
 
 # Narrower linears than 256 do not recompute their inputs: the time would not be worth it.
 WIDE = {"bert": Case("bert", lambda: _bert(256, 2), _masked_lm, own), "gpt2": DEEP["gpt2"]}
+
+
+def _ids():
+    return torch.randint(3, VOCAB, (4, 128))
+
+
+# As large as norms have to be for one pass of compiled C to pay: 4 texts of 128 tokens of 256, 4 images of 257 patches.
+LARGE = {
+    "bert": Case("bert", lambda: _bert(256), lambda: ((), {"input_ids": (ids := _ids()), "labels": ids}), own),
+    "gpt2": Case("gpt2", lambda: _gpt2(256), lambda: ((), {"input_ids": _ids()}), of("logits", classify)),
+    "vit": Case("vit", lambda: _vit(128, 64), lambda: ((torch.randn(4, 3, 64, 64),), {}), of("logits", classify)),
+}
 
 
 def autocast():
@@ -101,11 +113,19 @@ def activations(casts):
     return casts.forward_activation + casts.backward_gradient
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", LARGE)
 def test_casts_of_activations_as_exact_as_autocast(name):
+    ours, _ = step(LARGE[name], "bf16")
+    theirs, _ = step(LARGE[name])
+    assert activations(ours) <= 0.10 * activations(theirs)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_casts_of_activations_of_small_models(name):
+    """Where calls cost more than memory, norms are torch's, and so are the casts around them."""
     ours, _ = step(DEEP[name], "bf16")
     theirs, _ = step(DEEP[name])
-    assert activations(ours) <= 0.60 * activations(theirs)
+    assert activations(ours) <= activations(theirs)
 
 
 @pytest.mark.parametrize("name", DEEP)
@@ -139,10 +159,10 @@ def test_saved_activations_where_fast(name):
     assert ours <= 0.75 * theirs
 
 
-@pytest.mark.parametrize("name", DEEP)
-def test_saved_activations_as_exact_as_autocast(name):
-    _, ours = step(DEEP[name], "bf16")
-    _, theirs = step(DEEP[name])
+@pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
+def test_saved_activations_as_exact_as_autocast(case):
+    _, ours = step(case, "bf16")
+    _, theirs = step(case)
     assert ours <= theirs
 
 

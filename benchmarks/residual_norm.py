@@ -1,0 +1,88 @@
+"""A residual sum, its layer norm and the casts of both in one pass of compiled C, against torch's operations.
+
+First the pieces alone, by rows and width: sum, norm and cast for one and for three readers, with gradients of all
+parameters, and without gradients. Then whole models with and without the pass. Ratios of process CPU times of
+interleaved rounds, ours to torch's: below 1 ours is faster [quartiles].
+
+    python benchmarks/residual_norm.py [--models vit,gpt,bert_sdpa] [--scale 0.5] [--rounds 31] [--skip-pieces]
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from interleaved import interleaved, parser_of, spread
+from torch import Tensor
+from variants import Setup, Variant, inference_call, training_step
+
+from amp_graph.passes.residual_norm import add_norm
+from amp_graph.passes.runtime import shared_cast
+
+LOW, WITHOUT = torch.bfloat16, ",skip=fuse_norm"
+SIZES = ((16, 64), (128, 128), (128, 256), (256, 256), (256, 384), (512, 256), (788, 384), (1024, 768), (4096, 768))
+
+
+def ours(readers: int, *given: Tensor) -> tuple[Tensor, ...]:
+    """Return sum and norm of x, branch, weight and bias by the kernel."""
+    x, branch, weight, bias = given
+    return add_norm(x, branch, weight.shape, weight, bias, 1e-5, LOW, readers, False, True)
+
+
+def torchs(readers: int, *given: Tensor) -> tuple[Tensor, ...]:
+    """Return the same by torch's operations, as converted graphs without the pass call them."""
+    x, branch, weight, bias = given
+    total = x + branch
+    normed = F.layer_norm(total, weight.shape, weight, bias, 1e-5)
+    return total, *((normed.bfloat16(),) if readers == 1 else shared_cast(normed, LOW, readers, False))
+
+
+def piece(function: Callable, readers: int, rows: int, width: int, train: bool) -> Callable[[], object]:
+    """Return a call of ``function`` that makes results, and gradients with ``train``."""
+    torch.manual_seed(0)
+    given = [torch.randn(rows, width), torch.randn(rows, width).to(LOW), torch.randn(width), torch.randn(width)]
+    given = [t.requires_grad_(train) for t in given]
+    grads = [torch.randn(rows, width), *(torch.randn(rows, width).to(LOW) for _ in range(readers))]
+
+    def call() -> object:
+        made = function(readers, *given)
+        return torch.autograd.grad(made, given, grads) if train else made
+
+    return call
+
+
+def pieces(rounds: int) -> None:
+    """Print a line for each size."""
+    for rows, width in SIZES:
+        told = []
+        for readers, train in ((1, True), (3, True), (1, False)):
+            calls = {f.__name__: piece(f, readers, rows, width, train) for f in (ours, torchs)}
+            with torch.set_grad_enabled(train):
+                seconds = interleaved(calls, rounds, time.process_time, least=2e-3)
+            kind = f"{readers} readers" if train else "without gradients"
+            told.append(f"{kind} {spread(seconds['ours'], seconds['torchs'])}")
+        print(f"{rows} x {width} = {rows * width}: {'; '.join(told)}", flush=True)
+
+
+def main() -> None:
+    """Print the pieces, and a line for each model and way."""
+    parser = parser_of(__doc__, rounds=31)
+    parser.add_argument("--models", default="vit,gpt,bert_sdpa")
+    parser.add_argument("--scale", type=float, default=0.5)
+    parser.add_argument("--skip-pieces", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if not options.skip_pieces:
+        pieces(options.rounds)
+    for name in filter(None, options.models.split(",")):
+        for kind, make in (("convert", training_step), ("TrainStep", training_step), ("inference", inference_call)):
+            ways = {
+                way: make(name, options.scale, Variant(way, policy="bf16" + way, whole=kind == "TrainStep"), Setup())
+                for way in ("", WITHOUT)
+            }
+            seconds = interleaved({way: made.run for way, made in ways.items()}, options.rounds, time.process_time)
+            print(f"{name}, {kind}: {spread(seconds[''], seconds[WITHOUT])} of the time", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+/* A residual sum and the norm behind it, forward and backward, in one pass over memory each.
+
+   Before: add, layer_norm, a cast for the products behind it; in backward casts, sums, layer_norm's backward, a cast.
+   After: `forward` and `backward`, which read and write every row once. What casts did happens in registers.
+
+   native_code.py compiles this file with the macro LOW_FP16 (else bf16). Vectors are the compiler's own: a CPU without
+   such wide ones gets several. A row is gone through twice or three times while it is in the first cache.
+   Source of the formulas: aten/src/ATen/native/cpu/layer_norm_kernel.cpp; statistics here are of two passes. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define MOST_THREADS 256
+#define WIDE 16         /* numbers in a vector */
+#define BLOCK 128       /* rows whose contributions to the weights are added in fp32, before fp64 takes the sum */
+#define PART 4096       /* columns, likewise */
+#define ROOM 4          /* fp64 numbers of scratch a column and thread */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Vector __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
+
+/* -- precisions ------------------------------------------------------------------------------------------------- */
+
+typedef enum { NONE, FULL, LOW } Kind;
+
+#ifdef LOW_FP16
+INLINE Vector widen(Halves given) {
+  Vector found;
+#if defined(__AVX512F__)
+  __m512 wide = _mm512_cvtph_ps((__m256i)given);
+  memcpy(&found, &wide, sizeof found);
+#elif defined(__F16C__)
+  __m256 wide[2] = {_mm256_cvtph_ps(((__m128i*)&given)[0]), _mm256_cvtph_ps(((__m128i*)&given)[1])};
+  memcpy(&found, wide, sizeof found);
+#else
+  _Float16 each[WIDE];
+  memcpy(each, &given, sizeof each);
+  for (int k = 0; k < WIDE; ++k) found[k] = (float)each[k];
+#endif
+  return found;
+}
+INLINE Halves narrow(Vector given) {
+  Halves found;
+#if defined(__AVX512F__)
+  __m256i low = _mm512_cvtps_ph((__m512)given, _MM_FROUND_TO_NEAREST_INT);
+  memcpy(&found, &low, sizeof found);
+#elif defined(__F16C__)
+  __m256 wide[2];
+  memcpy(wide, &given, sizeof wide);
+  __m128i low[2] = {_mm256_cvtps_ph(wide[0], _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(wide[1], _MM_FROUND_TO_NEAREST_INT)};
+  memcpy(&found, low, sizeof found);
+#else
+  _Float16 each[WIDE];
+  for (int k = 0; k < WIDE; ++k) each[k] = (_Float16)given[k];
+  memcpy(&found, each, sizeof found);
+#endif
+  return found;
+}
+#else
+INLINE Vector widen(Halves given) {
+  const Bits bits = __builtin_convertvector(given, Bits) << 16;
+  return (Vector)bits;
+}
+INLINE Halves narrow(Vector given) { /* to the nearest, ties to even */
+  const Bits bits = (Bits)given, is_nan = (Bits)(given != given);
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), Halves);
+}
+#endif
+
+typedef struct { /* a matrix of rows without gaps, or nothing */
+  void* at;
+  int64_t kind;
+} Rows;
+
+INLINE Rows row_of(const Rows* all, int64_t row, int64_t width) {
+  const Rows none = {0, NONE};
+  if (all->kind == NONE) return none;
+  const Rows found = {(char*)all->at + row * width * (all->kind == LOW ? 2 : 4), all->kind};
+  return found;
+}
+
+/* `n` numbers from column `i` on; zeros behind them. `n` is a constant but at the end of a row. */
+INLINE Vector load(const Rows* row, int64_t i, int64_t n) {
+  Vector found = {0};
+  if (row->kind == FULL) {
+    memcpy(&found, (const float*)row->at + i, n * 4);
+  } else if (row->kind == LOW) {
+    Halves low = {0};
+    memcpy(&low, (const uint16_t*)row->at + i, n * 2);
+    found = widen(low);
+  }
+  return found;
+}
+
+INLINE void store(const Rows* row, int64_t i, int64_t n, Vector given) {
+  if (row->kind == FULL) {
+    memcpy((float*)row->at + i, &given, n * 4);
+  } else if (row->kind == LOW) {
+    const Halves low = narrow(given);
+    memcpy((uint16_t*)row->at + i, &low, n * 2);
+  }
+}
+
+INLINE double sum_of(Vector lanes) {
+  double sum = 0;
+  for (int k = 0; k < WIDE; ++k) sum += lanes[k];
+  return sum;
+}
+
+/* a * b + c, rounded once where the CPU can. */
+INLINE Vector fused(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* -- what is given ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int64_t rows, width, centered; /* centered: a layer norm; else the mean is taken to be zero, as RMS norms do */
+  Rows x, branch, weight, bias, sum, low, full; /* the last three are written */
+  float *mean, *rstd;
+} Forward;
+
+typedef struct {
+  int64_t rows, width, centered, count; /* count: of further gradients of the norm's results */
+  const Rows* more;
+  Rows grad, grad_sum, sum, weight, dsum, dlow; /* the last two, the sum's gradient in two precisions, are written */
+  const float *mean, *rstd;
+  float *dweight, *dbias; /* written; null where nobody wants them */
+} Backward;
+
+typedef struct {
+  const void* given;
+  double eps, *room;
+  int64_t from, to; /* rows */
+} Share;
+
+/* Goes through a row, vector by vector: `i` is where, and `n` how many numbers. */
+#define EACH(begin, end, body)                                    \
+  do {                                                            \
+    int64_t i = (begin);                                          \
+    for (; i + WIDE <= (end); i += WIDE) { enum { n = WIDE }; body } \
+    if (i < (end)) { const int64_t n = (end) - i; body }          \
+  } while (0)
+
+/* -- forward ---------------------------------------------------------------------------------------------------- */
+
+/* Writes the sum, where there is a branch, and returns the row that is normed, in fp32, and its total. */
+INLINE double add_row(const Forward* f, int64_t row, Rows* room, Rows* seen) {
+  const Rows x = row_of(&f->x, row, f->width), branch = row_of(&f->branch, row, f->width);
+  const Rows sum = row_of(&f->sum, row, f->width);
+  *seen = sum.kind == FULL ? sum : f->branch.kind == NONE && x.kind == FULL ? x : *room;
+  double total = 0;
+  for (int64_t c = 0; c < f->width; c += PART) {
+    const int64_t end = c + PART < f->width ? c + PART : f->width;
+    Vector lanes = {0};
+    EACH(c, end, {
+      Vector v = load(&x, i, n);
+      if (branch.kind != NONE) v += load(&branch, i, n);
+      if (sum.kind != NONE) store(&sum, i, n, v);
+      if (sum.kind == LOW) v = load(&sum, i, n); /* what is normed is what others read */
+      if (seen->at == room->at) store(room, i, n, v);
+      lanes += v;
+    });
+    total += sum_of(lanes);
+  }
+  return total;
+}
+
+INLINE double squares(const Rows* seen, int64_t width, float mean) {
+  double total = 0;
+  for (int64_t c = 0; c < width; c += PART) {
+    const int64_t end = c + PART < width ? c + PART : width;
+    Vector lanes = {0};
+    EACH(c, end, {
+      Vector v = load(seen, i, n) - mean;
+      if (n < WIDE) for (int k = n; k < WIDE; ++k) v[k] = 0;
+      lanes = fused(v, v, lanes);
+    });
+    total += sum_of(lanes);
+  }
+  return total;
+}
+
+INLINE void forward_rows(const Share* mine, const Forward* f) {
+  Rows room = {mine->room, FULL};
+  for (int64_t row = mine->from; row < mine->to; ++row) {
+    Rows seen;
+    const double total = add_row(f, row, &room, &seen);
+    const float mean = f->centered ? (float)(total / f->width) : 0.0f;
+    const float rstd = (float)(1.0 / sqrt(squares(&seen, f->width, mean) / f->width + mine->eps));
+    const Rows low = row_of(&f->low, row, f->width), full = row_of(&f->full, row, f->width);
+    EACH(0, f->width, {
+      Vector v = (load(&seen, i, n) - mean) * rstd;
+      if (f->weight.kind != NONE) v = fused(v, load(&f->weight, i, n), load(&f->bias, i, n));
+      else if (f->bias.kind != NONE) v += load(&f->bias, i, n);
+      store(&low, i, n, v);
+      store(&full, i, n, v);
+    });
+    f->mean[row] = mean;
+    f->rstd[row] = rstd;
+  }
+}
+
+/* The usual kinds are told to the compiler, which takes half the time for them. */
+INLINE void usual_forward(const Share* mine, Forward f, Kind branch, Kind full) {
+  f.x.kind = f.weight.kind = f.bias.kind = FULL;
+  f.low.kind = LOW;
+  f.branch.kind = branch;
+  f.sum.kind = branch == NONE ? NONE : FULL;
+  f.full.kind = full;
+  forward_rows(mine, &f);
+}
+
+static void* forward_share(void* given) {
+  const Share* mine = given;
+  const Forward* f = mine->given;
+  const int usual = f->x.kind == FULL && f->weight.kind == FULL && f->bias.kind == FULL && f->low.kind == LOW;
+  const int has_branch = f->branch.kind == LOW, has_full = f->full.kind == FULL;
+  if (usual && has_branch && !has_full) usual_forward(mine, *f, LOW, NONE);
+  else if (usual && has_branch) usual_forward(mine, *f, LOW, FULL);
+  else if (usual && f->branch.kind == NONE && !has_full) usual_forward(mine, *f, NONE, NONE);
+  else forward_rows(mine, f);
+  return 0;
+}
+
+/* -- backward --------------------------------------------------------------------------------------------------- */
+
+typedef struct { /* what a thread writes to: fp32 sums over a block of rows, fp64 sums over all, and rows */
+  double *weights, *biases;
+  Rows block_weights, block_biases, normed, product;
+} Sums;
+
+INLINE Sums sums_of(double* room, int64_t width) {
+  float* rest = (float*)(room + 2 * width);
+  const Sums found = {room, room + width, {rest, FULL}, {rest + width, FULL}, {rest + 2 * width, FULL}, {rest + 3 * width, FULL}};
+  return found;
+}
+
+static void flush(const Rows* block, double* sums, int64_t width) {
+  float* from = block->at;
+  for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
+  memset(from, 0, width * sizeof *from);
+}
+
+INLINE void backward_row(const Backward* b, const Sums* s, int64_t row) {
+  const int64_t width = b->width;
+  const float mean = b->centered ? b->mean[row] : 0.0f, rstd = b->rstd[row];
+  const Rows sum = row_of(&b->sum, row, width), grad_sum = row_of(&b->grad_sum, row, width);
+  const Rows dsum = row_of(&b->dsum, row, width), dlow = row_of(&b->dlow, row, width);
+  const Rows grad = row_of(&b->grad, row, width);
+  Rows more[b->count + 1];
+  for (int64_t k = 0; k < b->count; ++k) more[k] = row_of(&b->more[k], row, width);
+  double first = 0, second = 0;
+  for (int64_t c = 0; c < width; c += PART) {
+    const int64_t end = c + PART < width ? c + PART : width;
+    Vector lanes = {0}, others = {0};
+    EACH(c, end, {
+      Vector g = load(&grad, i, n);
+      for (int64_t k = 0; k < b->count; ++k) g += load(&more[k], i, n);
+      const Vector x = (load(&sum, i, n) - mean) * rstd;
+      if (b->dweight) store(&s->block_weights, i, n, fused(g, x, load(&s->block_weights, i, n)));
+      if (b->dbias) store(&s->block_biases, i, n, g + load(&s->block_biases, i, n));
+      if (b->weight.kind != NONE) g *= load(&b->weight, i, n);
+      store(&s->normed, i, n, x);
+      store(&s->product, i, n, g);
+      lanes += g;
+      others = fused(g, x, others);
+    });
+    first += sum_of(lanes);
+    second += sum_of(others);
+  }
+  const float of_mean = b->centered ? (float)(first / width) : 0.0f, of_rstd = (float)(second / width);
+  EACH(0, width, {
+    Vector d = (load(&s->product, i, n) - of_mean - load(&s->normed, i, n) * of_rstd) * rstd;
+    if (grad_sum.kind != NONE) d += load(&grad_sum, i, n);
+    store(&dsum, i, n, d);
+    store(&dlow, i, n, d);
+  });
+}
+
+INLINE void backward_rows(const Share* mine, const Backward* b) {
+  const Sums s = sums_of(mine->room, b->width);
+  memset(mine->room, 0, 3 * b->width * sizeof(double)); /* all sums */
+  for (int64_t row = mine->from; row < mine->to; ++row) {
+    backward_row(b, &s, row);
+    if ((row + 1) % BLOCK && row + 1 < mine->to) continue;
+    if (b->dweight) flush(&s.block_weights, s.weights, b->width);
+    if (b->dbias) flush(&s.block_biases, s.biases, b->width);
+  }
+}
+
+INLINE void usual_backward(const Share* mine, Backward b, int is_alone) {
+  b.weight.kind = b.sum.kind = b.dsum.kind = FULL;
+  b.dlow.kind = LOW;
+  if (is_alone) {
+    b.grad.kind = LOW;
+    b.grad_sum.kind = FULL;
+    b.count = 0;
+  }
+  backward_rows(mine, &b);
+}
+
+static void* backward_share(void* given) {
+  const Share* mine = given;
+  const Backward* b = mine->given;
+  const int usual = b->weight.kind == FULL && b->sum.kind == FULL && b->dsum.kind == FULL && b->dlow.kind == LOW;
+  const int is_alone = !b->count && b->grad.kind == LOW && b->grad_sum.kind == FULL;
+  if (usual && b->dweight && b->dbias && is_alone) usual_backward(mine, *b, 1);
+  else if (usual && b->dweight && b->dbias) usual_backward(mine, *b, 0);
+  else backward_rows(mine, b);
+  return 0;
+}
+
+/* -- several threads: each takes whole blocks of rows, so that as good as nothing depends on how many there are ----- */
+
+/* Returns how many took part; `room` becomes their scratch, which the caller frees. 0: there is no memory for it. */
+static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** room, void* (*work)(void*)) {
+  pthread_t ids[MOST_THREADS];
+  Share shares[MOST_THREADS];
+  int started[MOST_THREADS] = {0};
+  const int64_t blocks = (whole.to + BLOCK - 1) / BLOCK;
+  threads = threads < blocks ? threads : blocks;
+  threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+  *room = malloc(threads * ROOM * width * sizeof(double));
+  if (!*room) return 0;
+  for (int64_t t = threads - 1; t >= 0; --t) {
+    const int64_t end = blocks * (t + 1) / threads * BLOCK;
+    shares[t] = whole;
+    shares[t].room = *room + t * ROOM * width;
+    shares[t].from = blocks * t / threads * BLOCK;
+    shares[t].to = end < whole.to ? end : whole.to;
+    started[t] = t && !pthread_create(&ids[t], 0, work, &shares[t]);
+    if (!started[t]) work(&shares[t]);
+  }
+  for (int64_t t = 1; t < threads; ++t)
+    if (started[t]) pthread_join(ids[t], 0);
+  return threads;
+}
+
+/* -- what Python calls: they return 0, or 1 where there is no memory --------------------------------------------- */
+
+int forward(const Forward* f, double eps, int64_t threads) {
+  double* room;
+  threads = in_shares((Share){.given = f, .eps = eps, .to = f->rows}, f->width, threads, &room, forward_share);
+  free(room);
+  return !threads;
+}
+
+int backward(const Backward* b, int64_t threads) {
+  double* room;
+  threads = in_shares((Share){.given = b, .to = b->rows}, b->width, threads, &room, backward_share);
+  for (int64_t i = 0; i < b->width && threads; ++i) {
+    double weights = 0, biases = 0;
+    for (int64_t t = 0; t < threads; ++t) {
+      weights += room[t * ROOM * b->width + i];
+      biases += room[t * ROOM * b->width + b->width + i];
+    }
+    if (b->dweight) b->dweight[i] = (float)weights;
+    if (b->dbias) b->dbias[i] = (float)biases;
+  }
+  free(room);
+  return !threads;
+}

@@ -70,6 +70,7 @@ __all__ = [
     "load_optimizer_states_as",
     "make_fx",
     "multiplies_bf16",
+    "not_captured",
     "numel",
     "on_every_optimizer_step",
     "outer_saved_tensors_hooks",
@@ -246,7 +247,16 @@ def _said_once() -> set[Any]:
 
 
 class CaptureListener(Protocol):
-    """Who hears of what Dynamo did not capture."""
+    """Who hears of what Dynamo captured and did not; what ``begins`` and ``ended`` raise reaches the caller.
+
+    Nothing of the frame has run by then, and Dynamo remembers nothing of it.
+    """
+
+    def begins(self, code: types.CodeType) -> None:
+        """Hear that a frame will be captured, for which there was no compiled code."""
+
+    def ended(self, code: types.CodeType, whole: bool) -> None:
+        """Hear that a frame was captured: ``whole``, as one graph, or not."""
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear that a frame runs as it was written."""
@@ -277,6 +287,7 @@ class _CompileTimeConfig:
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         known = len(break_reasons())
+        self._heard.begins(frame.f_code)
         with dynamo_config.patch(
             allow_rnn=True,
             # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
@@ -293,8 +304,10 @@ class _CompileTimeConfig:
             result = self._inner(frame, *args, **kwargs)
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
-        if getattr(result, "guarded_code", None) is None:
+        made = getattr(result, "guarded_code", None)
+        if made is None:
             self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
+        self._heard.ended(frame.f_code, made is not None and _is_whole(made.code))
         return result
 
 
@@ -400,6 +413,13 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
     torch._dynamo.eval_frame.skip_code(call.__code__)
     return call
+
+
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which Dynamo runs as it is where it is called, and may still trace into from a caller."""
+    code: types.CodeType = function.__code__  # type: ignore[attr-defined]
+    torch._dynamo.eval_frame.skip_code(code)
+    return function
 
 
 def being_traced() -> bool:

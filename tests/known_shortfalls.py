@@ -6,17 +6,10 @@ Nothing here loosens a bound: the tests stand as they should be, and a line leav
 CASTS = "tests/conformance/test_casts.py::"
 
 SHORTFALLS = {
-    "tests/conformance/test_accuracy.py::test_the_corpus_is_as_exact_as_autocast[bf16]": (
-        "mixtral_eager, 1.42: its loop over experts escapes capture, and rounding sends tokens to other experts"
-    ),
     CASTS + "test_casts_of_activations_as_exact_as_autocast[gpt2]": (
         "a layer needs a cast of each norm's output, of its gradient and of both residual gradients, as autocast's"
     ),
     CASTS + "test_casts_of_activations_as_exact_as_autocast[vit]": (
         "a pre-norm block needs six casts to autocast's ten, and the ends of the model six to its seven: 0.61"
-    ),
-    CASTS + "test_never_more_casts_than_autocast[mixtral_eager]": "the values at a graph break return to fp32",
-    "tests/conformance/test_parity.py::test_every_operation_has_the_dtype_that_autocast_gives_it[mixtral_eager]": (
-        "its experts' loop breaks the graph, and the pieces exchange fp32"
     ),
 }

@@ -105,7 +105,6 @@ class Conversion:
         self._wide = widened(self.model, self._forward) if self.policy.level in HELD_LOW else self._forward
         functools.update_wrapper(self, self._forward, updated=())  # transformers' Trainer reads its signature
         self.copies = None
-        self._escapes_in_fp32 = False
         self._run = self._capturing()
         self._misses, self._events = 0, 0  # calls in which nothing ran; what Dynamo did not capture since the last look
         self._read: set[int] = set()  # parameters that a captured graph reads
@@ -155,8 +154,6 @@ class Conversion:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            return self._uncaptured(args, kwargs, error)
         except Exception:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._capturing()
@@ -165,16 +162,6 @@ class Conversion:
             self._nothing_ran()
         elif self._events:
             self._look_for_what_escaped()
-        return result
-
-    def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Capture failed on an operation of the user's: run it plainly, so that the user's own error arrives."""
-        result = self._wide(*args, **kwargs)
-        self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
-        if isinstance(self._run, Escaping) and self._run.broken:
-            self._note("later calls keep what escapes capture in fp32: under torch.autocast it could not be traced")
-            self._escapes_in_fp32 = True
-            self._run = self._capturing()
         return result
 
     def _look_for_what_escaped(self) -> None:
@@ -269,7 +256,7 @@ class Conversion:
 
     def _casts_what_escapes(self) -> bool:
         """Say whether code that escapes capture runs under autocast."""
-        return self.policy.runs_escaped == "autocast" and not self._escapes_in_fp32
+        return self.policy.runs_escaped == "autocast"
 
     @property
     def escaped_runs(self) -> str:
@@ -366,6 +353,11 @@ class Conversion:
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
         """Hear from Dynamo that a capture ended, with a whole graph or not."""
+
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Let what cannot be traced run as it was written: its own errors arrive from there."""
+        self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {_first_line(error)}")
+        return True
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written; torch's own frames are not worth a line."""

@@ -62,6 +62,12 @@ class WholeOnly:
         if code is self.code and (self._here.broken or not whole):
             raise NotWhole(self)
 
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Stop before anything runs where the call cannot be traced as a whole."""
+        if code is self.code:
+            raise NotWhole(self)
+        return False
+
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Leave it to the capture in pieces to say what is skipped."""
 
@@ -93,6 +99,10 @@ class InPieces:
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
         """Take pieces as they come."""
+
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Let what cannot be traced run as it was written: its own errors arrive from there."""
+        return bool(self.heard.failed(code, error))
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written."""

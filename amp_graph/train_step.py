@@ -371,6 +371,10 @@ class TrainStep:
     def ended(self, code: Any, whole: bool) -> None:
         """Hear from Dynamo that a capture ended: with one whole graph, or it raised."""
 
+    def failed(self, code: Any, error: Exception) -> bool:
+        """Hear from Dynamo that tracing failed: an error of this step."""
+        return False
+
     def skipped(self, code: Any, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written: with one whole graph, never."""
 

@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of its module
@@ -258,6 +259,9 @@ class CaptureListener(Protocol):
     def ended(self, code: types.CodeType, whole: bool) -> None:
         """Hear that a frame was captured: ``whole``, as one graph, or not."""
 
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Hear that tracing a frame failed; say whether the frame is to run as it was written."""
+
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear that a frame runs as it was written."""
 
@@ -268,6 +272,14 @@ class CaptureListener(Protocol):
 # Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
 _NO_RECORDS: dict[str, Any] = (
     {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+)
+
+
+# What is raised of Dynamo's own tracing, where running the code might not: by fake tensors, by sizes without a number.
+_TRACING_FAILED = (
+    torch._dynamo.exc.TorchRuntimeError,
+    torch._dynamo.exc.InternalTorchDynamoError,
+    GuardOnDataDependentSymNode,
 )
 
 
@@ -301,7 +313,12 @@ class _CompileTimeConfig:
             accumulated_recompile_limit=NO_LIMIT,
             **_NO_RECORDS,
         ):
-            result = self._inner(frame, *args, **kwargs)
+            try:
+                result = self._inner(frame, *args, **kwargs)
+            except _TRACING_FAILED as error:
+                if not self._heard.failed(frame.f_code, error):
+                    raise
+                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as it was written, as any skipped one
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
         made = getattr(result, "guarded_code", None)

@@ -610,6 +610,32 @@ def test_a_piece_that_cannot_be_rewritten_runs_under_autocast_and_is_reported(mo
     assert any("could not be rewritten: pass plan" in reason for _, reason in amp_graph.report(model).skipped)
 
 
+def test_code_on_which_tracing_fails_runs_as_written_and_once():
+    """Dynamo raises an error of its own at a list whose length data decides."""
+
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head, self.calls = Part(), nn.Linear(16, 4), 0
+
+        def forward(self, x):
+            self.calls += 1
+            total = torch.zeros_like(x)
+            for group in (x.sum(1) > 0).long().unique().tolist():
+                rows = ((x.sum(1) > 0).long() == group).nonzero()[:, 0]
+                total = total.index_add(0, rows, self.part(x[rows]).to(x.dtype))
+            return self.head(total)
+
+    model, plain = Routes(), Routes()
+    plain.load_state_dict(model.state_dict())
+    amp_graph.convert(model)
+    for call in range(1, 4):
+        torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+        assert model.calls == call
+    assert set(products(model, X)) == {BF16}
+    assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
+
+
 def test_an_error_in_a_hook_between_graphs():
     model, calls = amp_graph.convert(CallsItsPartOften()), []
 

@@ -434,7 +434,7 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, which Dynamo runs as it is where it is called, and may still trace into from a caller."""
-    code: types.CodeType = function.__code__  # type: ignore[attr-defined]
+    code: types.CodeType = function.__code__
     torch._dynamo.eval_frame.skip_code(code)
     return function
 

@@ -16,19 +16,26 @@ import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.escape import Escaping, InPieces, WholeOnly, autocast_region, widened_outputs, without_autocast
+from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.base import PassError
+from amp_graph.passes.facts import source_line
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.pieces import PIECE, adopt_piece
 from amp_graph.passes.torch_private import (
     Find,
     being_traced,
@@ -39,11 +46,12 @@ from amp_graph.passes.torch_private import (
     mode_without_capture,
     outside_dynamo,
     own_code_object,
+    plain_forward,
     weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.rewrite import Rewritten, passes_of_copies, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, passes_of_copies, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
@@ -152,8 +160,6 @@ class Conversion:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            return self._uncaptured(args, kwargs, error)
         except Exception:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._capturing()
@@ -164,12 +170,6 @@ class Conversion:
             self._look_for_what_escaped()
         return result
 
-    def _uncaptured(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Capture failed on an operation of the user's: run it plainly, so that the user's own error arrives."""
-        result = self._wide(*args, **kwargs)
-        self._complain(f"the forward could not be captured and ran in fp32: {_first_line(error)}")
-        return result
-
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""
         self._events = 0
@@ -178,18 +178,27 @@ class Conversion:
             few = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
             self._complain(
                 f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}), and the "
-                "code that does ran in fp32",
+                f"code that does ran {self._how()}",
                 self._causes(),
+                warned=not self._casts_what_escapes(),
             )
+
+    def _how(self) -> str:
+        """Say how code that escapes capture runs."""
+        if not self._casts_what_escapes():
+            return "in fp32"
+        kind, dtype = self._kind()
+        return f"under torch.autocast({kind!r}, {dtype})"
 
     def _nothing_ran(self) -> None:
         if self.policy.level == "O0":  # whose forward is called as it is
             return
+        how = self._how() if isinstance(self._run, Escaping) and self._run.broken else "in fp32"
         self._misses += 1
         if self._misses & (self._misses - 1) == 0:
             # Dynamo may have given the frame up for good, for a reason that is gone: try again, ever more rarely.
             self._run = self._capturing()
-        self._complain("nothing was captured, so this call ran in fp32", self._causes() or "no tensor operations")
+        self._complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
 
     def _causes(self) -> str:
         """Return the last few places where capture stopped, each once, a line in all."""
@@ -202,14 +211,15 @@ class Conversion:
         found = dict.fromkeys(f"{s.where}: {_first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.pieces))
         return "; ".join(list(found)[-3:])
 
-    def _complain(self, what: str, causes: str = "") -> None:
+    def _complain(self, what: str, causes: str = "", warned: bool = True) -> None:
         told = f"{what}: {causes}" if causes else what
         text = f"amp_graph: {type(self.model).__name__}: {told}"
         if self.strict:
             raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
         if not any(note.startswith(what) for note in self.notes):  # the causes grow from call to call
             self._note(told)
-            warnings.warn(text, AmpGraphWarning, stacklevel=4)
+            if warned:
+                warnings.warn(text, AmpGraphWarning, stacklevel=4)
 
     def _note(self, what: str) -> None:
         if what not in self.notes:
@@ -234,13 +244,78 @@ class Conversion:
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
-        return capture_with_dynamo(
-            own,
-            weakly(self._backend),
-            dynamic=self.dynamic,
-            fullgraph=False,
-            heard=weakref.proxy(self),
-        )
+        self._whole: WholeOnly | None = None
+        self._kept: KeptModules | None = None
+        if not self._casts_what_escapes():
+            return self._captured_by(own, self._backend, weakref.proxy(self))
+        self._whole = WholeOnly(own.__code__)
+        again = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        many = InPieces(again.__code__, weakref.proxy(self))
+        whole = self._captured_by(own, self._backend, self._whole)
+        pieces = self._captured_by(again, self._backend_of_piece, many)
+        return Escaping((whole, self._whole), (pieces, many), weakly(self._region), weakly(self._finished))
+
+    def _captured_by(self, function: Any, backend: Any, heard: Any) -> Runner:
+        return capture_with_dynamo(function, weakly(backend), dynamic=self.dynamic, fullgraph=False, heard=heard)
+
+    # -- what escapes ---------------------------------------------------------------------------------
+
+    def _casts_what_escapes(self) -> bool:
+        """Say whether code that escapes capture runs under autocast."""
+        return self.policy.runs_escaped == "autocast"
+
+    @property
+    def escaped_runs(self) -> str:
+        """How code between graphs runs ("in fp32", "under torch.autocast(...)"), or "" where there is none."""
+        in_pieces = isinstance(self._run, Escaping) and self._run.broken
+        return self._how() if in_pieces or self.breaks else ""
+
+    def _kind(self) -> tuple[str, torch.dtype]:
+        """Return the device and the low precision for which autocast is switched on."""
+        kind = device_of_model(self.model) or "cpu"
+        return kind, self.policy.torch_dtype(kind)
+
+    @contextmanager
+    def _region(self) -> Iterator[tuple[str, torch.dtype]]:
+        """Run what escapes as the policy wants it."""
+        kind, dtype = self._kind()
+        if self._kept is None:
+            self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
+        with self._kept.standing(), autocast_region(kind, dtype):
+            yield kind, dtype
+
+    def _finished(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give what the user sees its captured dtype: fp32, where it is no input, parameter or buffer."""
+        if not self.policy.keep_outputs:
+            return result
+
+        def own() -> set[int]:
+            return set(map(id, (*tree_leaves((args, kwargs)), *self.model.parameters(), *self.model.buffers())))
+
+        return widened_outputs(result, self._kind()[1], own)
+
+    def _backend_of_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
+        kind, dtype = self._kind()
+        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
+            return self._as_it_is(gm, example_inputs, "the user's torch.autocast around it is obeyed")
+        written = copy_graph(gm)
+        with torch.autocast(kind, enabled=False):
+            refusal = adopt_piece(gm, dtype)
+            try:
+                if not refusal:
+                    return without_autocast(self._backend(gm, example_inputs), kind)
+            except PassError as error:
+                if is_verifying():
+                    raise
+                refusal = f"it could not be rewritten: {_first_line(error)}"
+        return self._as_it_is(written, example_inputs, refusal)
+
+    def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
+        """Run a graph as it was captured, under the autocast that it was captured under."""
+        where = next(filter(None, map(source_line, gm.graph.nodes)), "")
+        self.pieces.append(Piece(where, f"a graph that runs as it was captured, without a plan: {why}"))
+        return self._counted(lower(gm, example_inputs, self.compile, self.policy))
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
@@ -248,6 +323,9 @@ class Conversion:
         reason: Any = getattr(gm, "compile_subgraph_reason", None)
         broken = reason is not None and bool(getattr(reason, "graph_break", False))
         policy = self.policy
+        if broken and self._whole is not None and PIECE not in gm.meta:
+            self._whole.breaks()  # and the graph will never run
+            return plain_forward(gm)
         if broken:  # what a broken piece returns is read by the user's Python, which was captured in fp32
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
@@ -258,8 +336,10 @@ class Conversion:
         if broken:
             record.break_reason, record.break_line = _cause(reason.reason), _line_of(reason.user_stack)
         self.graphs.append(record)
-        run = lower(gm, example_inputs, self.compile, policy)
+        return self._counted(lower(gm, example_inputs, self.compile, policy))
 
+    def _counted(self, run: Runner) -> Runner:
+        """Return ``run``, counting its runs and the parameters that it reads."""
         first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
@@ -273,6 +353,17 @@ class Conversion:
             return run(*args)
 
         return counted
+
+    def begins(self, code: types.CodeType) -> None:
+        """Hear from Dynamo that a capture begins."""
+
+    def ended(self, code: types.CodeType, whole: bool) -> None:
+        """Hear from Dynamo that a capture ended, with a whole graph or not."""
+
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Let what cannot be traced run as it was written: its own errors arrive from there."""
+        self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {_first_line(error)}")
+        return True
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written; torch's own frames are not worth a line."""

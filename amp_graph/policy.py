@@ -31,6 +31,7 @@ SKIPPABLE = (
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
+ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -57,6 +58,8 @@ class Policy:
     planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
     and for "mincut" with an error budget, which painting cannot keep.
     skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
+    escaped: code that escapes capture runs under "autocast" to the policy's dtype, or in "fp32"; empty for "autocast",
+    and for "fp32" where the policy has what autocast does not know: lists in files, ``deny`` or ``opaque``.
     """
 
     dtype: str = "auto"
@@ -78,6 +81,7 @@ class Policy:
     recompute: str = ""
     planner: str = ""
     skip_unprofitable: bool = False
+    escaped: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -90,6 +94,7 @@ class Policy:
             _check("skip", name, SKIPPABLE)
         _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
+        _check("escaped", self.escaped, ("", *ESCAPED))
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
                 f"policy: planner=paint with accuracy={self.accuracy:g}: painting counts no errors\n"
@@ -113,6 +118,12 @@ class Policy:
     def recomputes(self) -> str:
         """How much backward computes again: ``recompute``, or what an empty one stands for."""
         return self.recompute or ("most" if self.accuracy == "fast" else "some")
+
+    @property
+    def runs_escaped(self) -> str:
+        """How code that escapes capture runs: ``escaped``, or what an empty one stands for."""
+        own = self.deny or self.opaque or any(name.endswith(".toml") for name in self.lists)
+        return self.escaped or ("fp32" if own else "autocast")
 
     @property
     def plans_by(self) -> str:

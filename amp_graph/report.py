@@ -36,7 +36,9 @@ class Report:
     """What became of a converted model: its graphs, and what was not captured.
 
     ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
-    precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``.
+    precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``
+    says how code between the graphs runs, where some call was captured in pieces, and ``breaks`` where that begins, and
+    why.
     """
 
     model: str
@@ -48,6 +50,8 @@ class Report:
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     memory: dict[str, int]
+    escaped: str = ""
+    breaks: tuple[tuple[str, str], ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
@@ -71,6 +75,8 @@ class Report:
             "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
             "notes": list(self.notes),
             "memory": dict(self.memory),
+            "escaped": self.escaped,
+            "breaks": [{"where": where, "reason": reason} for where, reason in self.breaks],
         }
 
     def __str__(self) -> str:
@@ -98,6 +104,8 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
         tuple(found.notes),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
+        found.escaped_runs,
+        tuple(dict.fromkeys((one.where, one.reason) for one in found.breaks if one.where)),
     )
 
 

@@ -51,8 +51,18 @@ def _head(report: Report) -> list[str]:
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
     lines.append(f"  captured   {count}" if report.graphs else f"  {report.status}")
+    lines += _escaped(report)
     lines += [f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped]
     return lines + [f"  note: {note}" for note in report.notes]
+
+
+def _escaped(report: Report) -> list[str]:
+    """Say how code between the graphs runs, and where that begins."""
+    if not report.escaped:
+        return []
+    places = [f"    from {short_place(where)}: {reason}" for where, reason in report.breaks]
+    more = [f"    and {len(places) - 5} more places"] if len(places) > 5 else []
+    return [f"  escaped    code between the graphs runs {report.escaped}", *places[:5], *more]
 
 
 def _accuracy(accuracy: str | float) -> str:

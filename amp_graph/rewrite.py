@@ -41,6 +41,7 @@ from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.paint import Problem
+from amp_graph.passes.pieces import GIVEN, PIECE
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.protect_norms import ProtectNorms
@@ -121,9 +122,28 @@ def rewrite_in_place(
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    passes = [*passes_for(policy, device, measured, eager=eager), *last]
-    done = run_passes(gm, passes) if policy.level != "O0" else ()
+    passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager), *last]
+    done = _run(gm, passes) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
+
+
+def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
+    """Return ``policy`` for a piece of a broken model: painted, where some values are low whatever they cost."""
+    if PIECE not in gm.meta:
+        return policy
+    given = any(GIVEN in node.meta for node in gm.graph.nodes)
+    if not given or policy.plans_by == "paint":
+        return replace(policy, keep_outputs=True)
+    accuracy = policy.accuracy if policy.budget is None else "autocast"
+    return replace(policy, keep_outputs=True, planner="paint", accuracy=accuracy, skip_unprofitable=False)
+
+
+def _run(gm: GraphModule, passes: list[Pass]) -> tuple[Timed, ...]:
+    """Run ``passes``; the values of a piece are not those that it computes before its casts are in it."""
+    if PIECE not in gm.meta:
+        return run_passes(gm, passes)
+    at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts))
+    return (*run_passes(gm, passes[:at], checked=False), *run_passes(gm, passes[at:]))
 
 
 def _read_values(gm: GraphModule) -> None:

@@ -53,7 +53,10 @@ class Sampling(Conversion):
 
         return run
 
-    def _complain(self, what: str, causes: str = "") -> None:
+    def _casts_what_escapes(self) -> bool:
+        return False
+
+    def _complain(self, what: str, causes: str = "", warned: bool = True) -> None:
         """Say nothing: the conversion that follows will."""
 
 

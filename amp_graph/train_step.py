@@ -380,6 +380,16 @@ class TrainStep:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
         return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
 
+    def begins(self, code: Any) -> None:
+        """Hear from Dynamo that a capture begins."""
+
+    def ended(self, code: Any, whole: bool) -> None:
+        """Hear from Dynamo that a capture ended: with one whole graph, or it raised."""
+
+    def failed(self, code: Any, error: Exception) -> bool:
+        """Hear from Dynamo that tracing failed: an error of this step."""
+        return False
+
     def skipped(self, code: Any, reason: str) -> None:
         """Hear from Dynamo that a frame runs as it was written: with one whole graph, never."""
 

@@ -30,6 +30,7 @@ from amp_graph.passes.node_value import (
     value,
 )
 from amp_graph.passes.paint import FULL, LOW
+from amp_graph.passes.pieces import GIVEN, LEAVES
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
 from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
@@ -63,6 +64,9 @@ class InsertCasts(Pass):
         if mode is None:
             return PassResult(gm)
         work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)))
+        for node in gm.graph.nodes:
+            if GIVEN in node.meta:
+                set_value(node, node.meta[GIVEN])
         for node in list(gm.graph.nodes):
             if node.op == "output":
                 if self.keep_outputs:
@@ -223,7 +227,7 @@ class _Insertion:
         """Give every output of the graph its captured dtype back."""
         for source in list(output.all_input_nodes):
             if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):
-                self._give(output, source, captured(source).dtype)
+                self._give(output, source, source.meta.get(LEAVES, captured(source).dtype))
 
 
 def _eligible(node: Node) -> list[Node]:

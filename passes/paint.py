@@ -21,6 +21,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
+from amp_graph.passes.pieces import GIVEN, LEAVES, WHY
 from amp_graph.passes.positions import exact
 from amp_graph.passes.torch_private import numel
 
@@ -83,7 +84,7 @@ class Painting:
         self.widest = widest
         self.classes = problem.classes
         self.fast = problem.accuracy == "fast"
-        self.low: set[Node] = set()
+        self.low = {node for node in problem.gm.graph.nodes if GIVEN in node.meta}
         self.tainted: set[Node] = set()  # full because a deny operation made it so
         self.ahead = self._low_ahead()
         self.forced_full = self._written_by_deny()
@@ -172,6 +173,8 @@ class Painting:
         moved = [n for n in inputs if n in kind.applies]
         if not inputs and not has_eligible(node):
             return Choice(AS_CAPTURED, "carries no fp32 value")
+        if GIVEN in node.meta:
+            return Choice(LOW, WHY)
         if kind.conversion:
             return self._conversion(node, kind, moved)
         if kind.written & set(inputs):
@@ -269,11 +272,11 @@ class Painting:
 
     def _only_full_readers(self, node: Node) -> bool:
         """Say whether everything that reads ``node`` takes full precision."""
-        return bool(node.users) and all(self._takes_full(user) for user in node.users)
+        return bool(node.users) and all(self._takes_full(user, node) for user in node.users)
 
-    def _takes_full(self, user: Node) -> bool:
+    def _takes_full(self, user: Node, node: Node) -> bool:
         kind = self.classes.get(user)
-        restored = user.op == "output" and self.problem.keep_outputs
+        restored = user.op == "output" and self.problem.keep_outputs and LEAVES not in node.meta
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
 
     def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
@@ -283,7 +286,7 @@ class Painting:
         if self.widest:
             return False
         ours = self.problem.lists.unlisted == "opaque"
-        return ours and any(user is not node and self._takes_full(user) for user in low[0].users)
+        return ours and any(user is not node and self._takes_full(user, low[0]) for user in low[0].users)
 
     def _is_last_sum(self, node: Node, kind: Classification) -> bool:
         """Say whether a low stream ends in this sum: widening one operand costs what widening the sum would."""

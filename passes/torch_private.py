@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of its module
@@ -74,6 +75,7 @@ __all__ = [
     "make_fx",
     "mode_without_capture",
     "multiplies_bf16",
+    "not_captured",
     "numel",
     "on_every_optimizer_step",
     "outer_saved_tensors_hooks",
@@ -252,7 +254,19 @@ def _said_once() -> set[Any]:
 
 
 class CaptureListener(Protocol):
-    """Who hears of what Dynamo did not capture."""
+    """Who hears of what Dynamo captured and did not; what ``begins`` and ``ended`` raise reaches the caller.
+
+    Nothing of the frame has run by then, and Dynamo remembers nothing of it.
+    """
+
+    def begins(self, code: types.CodeType) -> None:
+        """Hear that a frame will be captured, for which there was no compiled code."""
+
+    def ended(self, code: types.CodeType, whole: bool) -> None:
+        """Hear that a frame was captured: ``whole``, as one graph, or not."""
+
+    def failed(self, code: types.CodeType, error: Exception) -> bool:
+        """Hear that tracing a frame failed; say whether the frame is to run as it was written."""
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear that a frame runs as it was written."""
@@ -264,6 +278,14 @@ class CaptureListener(Protocol):
 # Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
 _NO_RECORDS: dict[str, Any] = (
     {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+)
+
+
+# What is raised of Dynamo's own tracing, where running the code might not: by fake tensors, by sizes without a number.
+_TRACING_FAILED = (
+    torch._dynamo.exc.TorchRuntimeError,
+    torch._dynamo.exc.InternalTorchDynamoError,
+    GuardOnDataDependentSymNode,
 )
 
 
@@ -283,6 +305,7 @@ class _CompileTimeConfig:
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         known = len(break_reasons())
+        self._heard.begins(frame.f_code)
         with dynamo_config.patch(
             allow_rnn=True,
             # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
@@ -296,11 +319,18 @@ class _CompileTimeConfig:
             accumulated_recompile_limit=NO_LIMIT,
             **_NO_RECORDS,
         ):
-            result = self._inner(frame, *args, **kwargs)
+            try:
+                result = self._inner(frame, *args, **kwargs)
+            except _TRACING_FAILED as error:
+                if not self._heard.failed(frame.f_code, error):
+                    raise
+                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as it was written, as any skipped one
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
-        if getattr(result, "guarded_code", None) is None:
+        made = getattr(result, "guarded_code", None)
+        if made is None:
             self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
+        self._heard.ended(frame.f_code, made is not None and _is_whole(made.code))
         return result
 
 
@@ -413,6 +443,13 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
     torch._dynamo.eval_frame.skip_code(call.__code__)
     return call
+
+
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which Dynamo runs as it is where it is called, and may still trace into from a caller."""
+    code: types.CodeType = function.__code__
+    torch._dynamo.eval_frame.skip_code(code)
+    return function
 
 
 def being_traced() -> bool:

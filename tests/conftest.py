@@ -5,8 +5,6 @@ import os
 import pytest
 import torch
 
-from tests.known_shortfalls import SHORTFALLS
-
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
     # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
@@ -19,12 +17,6 @@ def pytest_configure(config):
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid in SHORTFALLS:
-            item.add_marker(pytest.mark.xfail(reason=SHORTFALLS[item.nodeid], strict=False))
 
 
 @pytest.fixture(autouse=True)

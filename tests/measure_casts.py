@@ -190,6 +190,7 @@ def saved_bytes(fn: Callable[[], Any], model: nn.Module, *, weight_copies: bool 
         known |= {_storage(t) for t in converted.copies.tensors if t.layout is torch.strided}
     sizes: dict[StorageWeakRef, int] = {}
 
+    @torch._dynamo.disable
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = _storage(t)
         if storage not in known:

@@ -37,7 +37,14 @@ def tensors(obj: Any) -> Iterator[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode under which Dynamo works: an ordinary one silently runs the original code instead."""
+    """A dispatch mode under which Dynamo works: an ordinary one silently runs the original code instead.
+
+    What it does itself is none of Dynamo's business: between the graphs of a broken model it would be captured, too.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__torch_dispatch__ = torch._dynamo.disable(cls.__torch_dispatch__)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

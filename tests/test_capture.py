@@ -295,13 +295,22 @@ class Hidden(nn.Module):
 
 def test_nothing_captured_is_a_warning_with_the_cause():
     model, x = amp_graph.convert(Hidden()), torch.randn(2, 8)
-    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured, so this call ran in fp32: .+"):
+    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured.* ran under torch.autocast.+: "):
         out = model(x)
-    assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias))
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias).float())
+    assert out.dtype == torch.float32
     assert any("nothing was captured" in note for note in amp_graph.report(model).notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)  # said once
+
+
+def test_nothing_captured_runs_in_fp32_where_the_policy_says_so():
+    model, x = amp_graph.convert(Hidden(), "bf16,escaped=fp32"), torch.randn(2, 8)
+    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured, so this call ran in fp32: .+"):
+        out = model(x)
+    assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias))
 
 
 def test_nothing_captured_is_an_error_where_strict():

@@ -30,6 +30,7 @@ OTHER = {
     "recompute": "all",
     "planner": "mincut",
     "skip_unprofitable": True,
+    "escaped": "fp32",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

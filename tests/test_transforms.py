@@ -1,6 +1,7 @@
 """Functional transforms, other modes of differentiation, and what PyTorch does differently in inference."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -170,10 +171,13 @@ class Broken(nn.Module):
 
 def test_a_part_that_escaped_capture_is_said_with_its_parameters():
     match = r"no graph reads 4 parameters \(body.0.weight, body.0.bias, body.2.weight, ...\)"
-    with pytest.warns(AmpGraphWarning, match=match):
-        amp_graph.convert(Broken())(X)
+    with pytest.warns(AmpGraphWarning, match=match + ".* in fp32"):
+        amp_graph.convert(Broken(), "bf16,escaped=fp32")(X)
     with pytest.raises(CaptureError, match=match):
         amp_graph.convert(Broken(), strict=True)(X)
+    model = amp_graph.convert(Broken())  # in mixed precision, so that a line in the report is enough
+    model(X)
+    assert any(re.search(match + ".* under torch.autocast", note) for note in amp_graph.report(model).notes)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

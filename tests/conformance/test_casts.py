@@ -173,16 +173,13 @@ LIKE = "bf16,keep_outputs=false"
 
 
 READS = "the user's code reads x.dtype, which capture resolved to fp32: its operands are raised"
-PIECES = "pieces of a broken graph meet in the dtypes they were captured in: two casts, and their gradients"
 # name: (reason, how many casts more than autocast, exactly).
 SURPLUS = {
     "custom_function": ("a custom autograd.Function runs in fp32, as captured: its input is raised again", 3),
     "finfo_min_mask": (READS, 4),
     "float64_part": (READS, 3),
     "gcn": (READS, 2),
-    "graph_break_branch": (PIECES + "; the value that Python looks at is raised too", 5),
-    "graph_break_logging": (PIECES, 4),
-    "graph_break_print": (PIECES, 4),
+    "graph_break_branch": ("the value that Python looks at is read in fp32", 1),
     "vae_random": ("random draws keep the dtype, and so the numbers, that they were captured with", 4),
 }
 

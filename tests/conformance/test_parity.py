@@ -64,10 +64,6 @@ EXCEPTIONS = {
     "finfo_min_mask": (READS, fuller(full=1, triu=1, add=3, clamp=1, _softmax=1)),
     "float64_part": (READS, fuller(add=1)),
     "graph_break_logging": ("x.mean().item() is captured, as an operation", extra(scalar_tensor=("float64", 1))),
-    "graph_break_branch": (
-        "a value that the user's Python looks at leaves its graph in the dtype it was captured in",
-        fuller(abs=1, max=1, div=1),
-    ),
     "custom_function": (
         "a custom autograd.Function runs as it was captured, in fp32",
         fuller(mul=1, round=1, div=1),

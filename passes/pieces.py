@@ -1,0 +1,109 @@
+"""Pieces of a broken model: graphs that were captured under ``torch.autocast``, because the code around them runs so.
+
+Before: ``linear(x: bf16, weight: f32) -> bf16``, which only autocast could run. After: as captured in fp32, with ``x``
+known to arrive, and the result known to leave, in bf16; a graph that can be planned like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from amp_graph.passes import facts
+from amp_graph.passes.checkpoints import inline_checkpoints
+from amp_graph.passes.node_value import CAPTURED, adopt_values, keep_trained, tensors, value
+from amp_graph.passes.torch_private import FakeTensor, storage_key, tracing_fake
+
+PIECE = "amp_piece"  # meta key of a graph: it is a piece
+GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
+LEAVES = "amp_leaves"  # meta key: the dtype in which a value leaves the graph
+WHY = "arrives in low precision, or is made so by the user's code"
+METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
+
+
+def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:
+    """Make ``gm``, captured under autocast to ``dtype``, as if captured in fp32; return why not where it cannot be.
+
+    Each low-precision value is recorded as the fp32 one that it stands for. What is low by itself (an input, a
+    conversion) is marked as ``GIVEN``, and what the graph returns with the dtype that the code behind it expects.
+    """
+    adopt_values(gm)
+    inline_checkpoints(gm)
+    refusal = _refusal(gm, dtype)
+    if refusal:
+        return refusal
+    adopt_values(gm)
+    gm.meta[PIECE] = True
+    widening = _Widening(dtype, [t for node in gm.graph.nodes for t in tensors(value(node))])
+    for node in gm.graph.nodes:
+        if any(t.dtype == dtype for t in tensors(value(node))):
+            _adopt(node, dtype, widening)
+    return ""
+
+
+def _refusal(gm: GraphModule, dtype: torch.dtype) -> str:
+    """Return why ``gm`` has to run under autocast as it stands, or ""."""
+    for node in gm.graph.nodes:
+        if facts.is_higher_order(node):
+            return f"{node.name} was traced inside, under autocast"
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast" and (len(node.args) < 3 or node.args[2]):
+            return "the user's torch.autocast(enabled=True) is inside of it"
+        if name.endswith("_increment_nesting"):
+            return "a torch.func transform is inside of it"
+        low = any(t.dtype == dtype for t in tensors(value(node)))
+        if low and node.target == "type" and any(isinstance(a, str) for a in node.args):
+            return "it names a dtype in words"
+    return ""
+
+
+def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:
+    low, wide = value(node), widening.of(value(node))
+    if _is_low_by_itself(node, dtype):
+        node.meta[GIVEN] = low
+    if isinstance(low, torch.Tensor) and any(user.op == "output" for user in node.users):
+        node.meta[LEAVES] = dtype
+    node.meta["val"] = node.meta[CAPTURED] = wide
+    if "example_value" in node.meta:
+        node.meta["example_value"] = wide
+
+
+def _is_low_by_itself(node: Node, dtype: torch.dtype) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    asked = any(leaf is dtype for leaf in tree_leaves((node.args, dict(node.kwargs))))
+    return asked or (node.op == "call_method" and METHODS.get(str(node.target)) is dtype)
+
+
+class _Widening:
+    """The fp32 values that stand for those of low precision; what shared memory shares it again."""
+
+    def __init__(self, dtype: torch.dtype, known: list[torch.Tensor]) -> None:
+        self.dtype = dtype
+        self.known = known  # their ids are keys below
+        self.made: dict[int, torch.Tensor] = {}
+        self.bases: dict[int, torch.Tensor] = {}
+
+    def of(self, val: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._one, val)
+
+    def _one(self, low: torch.Tensor) -> torch.Tensor:
+        if low.dtype != self.dtype or not isinstance(low, FakeTensor):
+            return low
+        if id(low) not in self.made:
+            with tracing_fake(low.fake_mode, symbolic=False), torch.no_grad():
+                self.made[id(low)] = self._widened(low)
+            keep_trained(self.made[id(low)], low)
+        return self.made[id(low)]
+
+    def _widened(self, low: torch.Tensor) -> torch.Tensor:
+        key = storage_key(low)
+        if key is None:
+            return torch.empty_like(low, dtype=torch.float32)
+        if key not in self.bases:
+            count = low.untyped_storage().nbytes() // low.element_size()
+            self.bases[key] = torch.empty(count, dtype=torch.float32, device=low.device)
+        return self.bases[key].as_strided(low.shape, low.stride(), low.storage_offset())

@@ -46,6 +46,7 @@ from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.share_casts import ShareCasts
+from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
@@ -195,7 +196,7 @@ def passes_for_compilers(policy: Policy) -> list[Pass]:
 
 def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
-    return _wanted([FuseBias()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    return _wanted([FuseBias(), SmallProducts()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

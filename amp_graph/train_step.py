@@ -307,7 +307,7 @@ class TrainStep:
         if self.compile == "eager":
             return gm.forward
         with torch.no_grad():
-            return compiler_of(self.compile, self.policy, device_of(gm))(gm, given)
+            return compiler_of(self.compile, self.policy, device_of(gm), whole=True)(gm, given)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
         """Call an optimizer that is no part of the graph, unless a gradient was infinite."""

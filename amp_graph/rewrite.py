@@ -199,6 +199,12 @@ def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
     return _wanted([FuseBias(), SmallProducts()], policy) if policy.op_list(device).unlisted == "opaque" else []
 
 
+def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
+    """Return the passes for captured graphs that Inductor compiles, of which ``user`` is the owner."""
+    ours = torch.is_grad_enabled() and policy.weight_copies and policy.op_list("cpu").unlisted == "opaque"
+    return _wanted([KeepGradientMemory(user=user)], policy) if ours else []
+
+
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
     return _wanted([AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []

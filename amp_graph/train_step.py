@@ -33,7 +33,14 @@ from amp_graph.passes.torch_private import Find, capture_with_dynamo, compiled_f
 from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
-from amp_graph.rewrite import Rewritten, device_of, passes_for_compilers, passes_of_step, rewrite_in_place
+from amp_graph.rewrite import (
+    Rewritten,
+    device_of,
+    passes_for_compilers,
+    passes_for_inductor,
+    passes_of_step,
+    rewrite_in_place,
+)
 from amp_graph.step_graph import StepGraph, StepParts, mark_loss, take_loss_mark, trace_step
 from amp_graph.step_inputs import (
     call_model,
@@ -199,7 +206,10 @@ class TrainStep:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=self.compile == "eager")
+        last = passes_for_inductor(policy, self) if (self.compile, device) == ("inductor", "cpu") else []
+        rewritten = rewrite_in_place(
+            gm, policy, None if device == "cpu" else device, last, eager=self.compile == "eager"
+        )
         if self.compile != "eager":
             run_passes(gm, passes_for_compilers(policy))
         captured = CapturedStep(rewritten, take_loss_mark(gm))

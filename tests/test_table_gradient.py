@@ -117,3 +117,24 @@ def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
     del ours, held
     gc.collect()
     assert not POOL.tensors
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_step_uses_one_memory_for_all_tables_of_a_shape(monkeypatch):
+    monkeypatch.setattr(what_pays, "LEAST_TABLES", 0)
+
+    def trained(policy):
+        model = Tables()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = amp_graph.TrainStep(model, lambda y: y.square().sum(), optimizer, policy, compile="inductor")
+        losses = [step((IDS + turn) % ROWS) for turn in range(3)]
+        return losses, list(model.parameters()), len(POOL.tensors), step.graph_text()
+
+    losses, ours, kept, text = trained("bf16")
+    wanted, plain, none, _ = trained("bf16,skip=keep_gradient_memory")
+    assert text.count("amp_graph.table_gradient") == 2
+    assert 1 <= kept <= 2
+    assert none == 0
+    assert torch.allclose(torch.stack(losses), torch.stack(wanted), rtol=1e-5)
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -73,10 +73,13 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, poli
     return compiler_of(compile, policy, device_of(gm))(gm, list(example_inputs))
 
 
-def compiler_of(compile: Compile, policy: Policy, device: str) -> Callable[..., Runner]:
-    """Return what compiles a graph: Inductor with our own passes, another backend of Dynamo, or the function given."""
+def compiler_of(compile: Compile, policy: Policy, device: str, *, whole: bool = False) -> Callable[..., Runner]:
+    """Return what compiles a graph: Inductor with our own passes, another backend of Dynamo, or the function given.
+
+    whole: the graphs are those of steps.
+    """
     if compile == "inductor":
-        return functools.partial(compile_with_inductor, passes=passes_in_inductor(policy, device))
+        return functools.partial(compile_with_inductor, passes=passes_in_inductor(policy, device), whole=whole)
     return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
 
 

@@ -51,7 +51,7 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.rewrite import Rewritten, copy_graph, passes_of_copies, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, passes_for_inductor, passes_of_copies, rewrite_in_place
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
@@ -331,6 +331,8 @@ class Conversion:
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
         device, eager = device_of_model(self.model), self.compile == "eager"
         last = passes_of_copies(self.copies, policy, device or "cpu")
+        if self.compile == "inductor" and device is None:
+            last = passes_for_inductor(policy, self)
         rewritten = rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         if broken:

@@ -16,6 +16,7 @@ from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.table_gradient import POOL
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import HALVES, HELD_LOW, Policy
 from amp_graph.sample import Sample, measure
@@ -123,7 +124,9 @@ def drop_weight_copies(model: torch.nn.Module) -> int:
     found = conversion_of(model)
     if found is None:
         raise CaptureError("drop_weight_copies: the model is not converted\n  fix:   amp_graph.convert(model)")
-    return found.copies.drop() if found.copies is not None else 0
+    if found.copies is not None:
+        return found.copies.drop()
+    return POOL.drop() if found.compile == "inductor" else 0
 
 
 def _refuse_what_is_no_model(model: Any) -> None:

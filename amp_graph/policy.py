@@ -27,7 +27,7 @@ SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
     "eliminate_casts", "fold_norms", "fuse_bias", "fuse_gelu", "fuse_norm", "keep_gradient_memory", "keep_recurrent",
     "linear_cross_entropy", "lstm_backward", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations",
-    "share_casts",
+    "share_casts", "small_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

@@ -48,6 +48,7 @@ from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.share_casts import ShareCasts
+from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
@@ -218,7 +219,13 @@ def passes_for_compilers(policy: Policy) -> list[Pass]:
 
 def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
-    return _wanted([FuseBias()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    return _wanted([FuseBias(), SmallProducts()], policy) if policy.op_list(device).unlisted == "opaque" else []
+
+
+def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
+    """Return the passes for captured graphs that Inductor compiles, of which ``user`` is the owner."""
+    ours = torch.is_grad_enabled() and policy.weight_copies and policy.op_list("cpu").unlisted == "opaque"
+    return _wanted([KeepGradientMemory(user=user)], policy) if ours else []
 
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:

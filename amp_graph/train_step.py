@@ -42,7 +42,14 @@ from amp_graph.passes.torch_private import (
 from amp_graph.passes.weight_copies import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
-from amp_graph.rewrite import Rewritten, device_of, passes_for_compilers, passes_of_step, rewrite_in_place
+from amp_graph.rewrite import (
+    Rewritten,
+    device_of,
+    passes_for_compilers,
+    passes_for_inductor,
+    passes_of_step,
+    rewrite_in_place,
+)
 from amp_graph.step_graph import StepGraph, StepParts, mark_loss, take_loss_mark, trace_step
 from amp_graph.step_inputs import (
     call_model,
@@ -213,7 +220,10 @@ class TrainStep:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        rewritten = rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=self.compile == "eager")
+        last = passes_for_inductor(policy, self) if (self.compile, device) == ("inductor", "cpu") else []
+        rewritten = rewrite_in_place(
+            gm, policy, None if device == "cpu" else device, last, eager=self.compile == "eager"
+        )
         if self.compile != "eager":
             run_passes(gm, passes_for_compilers(policy))
         captured = CapturedStep(rewritten, take_loss_mark(gm))
@@ -322,7 +332,7 @@ class TrainStep:
         if self.compile == "eager":
             return direct_calls(gm)
         with torch.no_grad():
-            return compiler_of(self.compile, self.policy, device_of(gm))(gm, given)
+            return compiler_of(self.compile, self.policy, device_of(gm), whole=True)(gm, given)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
         """Call an optimizer that is no part of the graph, unless a gradient was infinite."""

@@ -34,6 +34,7 @@ class Job:
     setup: Setup
     rounds: int
     patience: float = 900.0  # seconds that a first call may take
+    anew: bool = True  # whether compilers begin with nothing, so that the first call's seconds say something
 
 
 class OutOfPatience(BaseException):
@@ -94,17 +95,23 @@ def _once(job: Job, variant: Variant, device: Device) -> tuple[Prepared, Results
     """Prepare a variant, and measure what is measured once."""
     make = training_step if job.training else inference_call
     made = make(job.name, job.scale, variant, job.setup)
-    return made, _first_call(made, device, job.patience) | _costs(made, variant, device, job.setup.cuda_graphs)
+    return made, _first_call(made, device, job.patience, job.anew) | _costs(
+        made, variant, device, job.setup.cuda_graphs
+    )
 
 
-def _first_call(made: Prepared, device: Device, patience: float) -> Results:
-    """Run the first step, which captures and compiles, by the wall's clock; of that, what amp_graph's passes took."""
+def _first_call(made: Prepared, device: Device, patience: float, anew: bool = True) -> Results:
+    """Run the first step, which captures and compiles, by the wall's clock; of that, what amp_graph's passes took.
+
+    No seconds of what was not compiled ``anew``.
+    """
     start = time.perf_counter()
     with _at_most(patience):
         made.run()
     if device.name == "cuda":
         torch.cuda.synchronize()
-    return {"first_call_s": time.perf_counter() - start, "passes_s": made.seconds_of_passes()}
+    seconds = time.perf_counter() - start
+    return {"first_call_s": seconds if anew else None, "passes_s": made.seconds_of_passes()}
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from amp_graph.passes.native_code import FOLDER
 RESULTS = Path(__file__).parent / "results"
 MODES = ("training", "inference")
 # What is chosen of all that could be measured: all other options change the figures, which are kept apart by them.
-CHOICES = ("models", "modes", "variants", "compiled", "output", "threads", "patience")
+CHOICES = ("models", "modes", "variants", "compiled", "output", "threads", "patience", "keep_compiled")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cudnn-benchmark", action="store_true", help="on a GPU")
     parser.add_argument("--cuda-graphs", action="store_true", help="on a GPU: Inductor's mode='reduce-overhead'")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds that a first call may take")
+    parser.add_argument(
+        "--keep-compiled", type=Path, help="a folder of what was compiled, for a run that goes on later"
+    )
     parser.add_argument("--skip", default="", help="passes to switch off, as in the policy word skip=")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed", help="path without suffix")
     options = parser.parse_args(argv)
@@ -104,18 +107,26 @@ def planned(options: argparse.Namespace, setup: Setup, held: Results) -> list[En
 
 
 @contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Have Inductor and amp_graph compile all there is, and nothing come from an earlier run: its time is measured."""
+def compiled_anew(kept: Path | None = None) -> Iterator[None]:
+    """Have Inductor and amp_graph compile all there is, and nothing come from an earlier run: its time is measured.
+
+    With ``kept``, a folder, what an earlier run left there is used, and first calls say nothing.
+    """
     import torch._inductor.config as inductor
 
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, FOLDER: str(Path(folder) / "amp_graph")}),
-        inductor.patch(force_disable_caches=True),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own,
+        mock.patch.dict(os.environ, _folders(kept or Path(own))),
+        inductor.patch(force_disable_caches=kept is None),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         yield
+
+
+def _folders(inside: Path) -> dict[str, str]:
+    """Return the variables that say where compilers keep things."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(inside.absolute()), FOLDER: str(inside.absolute() / "amp_graph")}
 
 
 def warm_up(device: str, compiled: bool) -> None:
@@ -134,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     held = opened(path, machine(options.device))
     rates = {}
     plan = planned(options, setup, held)
-    with compiled_anew():
+    with compiled_anew(options.keep_compiled):
         warm_up(device.name, any(v.compiled for entry in plan for v in entry.every))
         for entry in plan:
             threads = entry.run["options"]["threads"]
@@ -142,7 +153,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             if threads not in rates:
                 rates[threads] = measured_rates(device, {"fp32": torch.float32, setup.dtype: DTYPES[setup.dtype]})
             training = entry.mode == "training"
-            job = Job(entry.name, options.scale, training, setup, options.rounds, options.patience)
+            job = Job(
+                entry.name,
+                options.scale,
+                training,
+                setup,
+                options.rounds,
+                options.patience,
+                options.keep_compiled is None,
+            )
             found = measured(job, entry.every, device, rates[threads])
             print(one_line(entry.mode, entry.name, found), flush=True)
             written(path, held, entry.run, entry.mode, entry.name, found)

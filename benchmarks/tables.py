@@ -132,8 +132,12 @@ def _costs(row: Results) -> list[str]:
         kept = [f"{_mb(saved['total'])} in all", ""]
     count = [f"{casts['count']}", _mb(casts["bytes"])] if casts else ["", ""]
     memory = [_mb(row["peak_bytes"]), _mb(row["held_bytes"])]
-    seconds = [f"{row['first_call_s']:.1f}", "" if row["passes_s"] is None else f"{row['passes_s']:.2f}"]
+    seconds = [_seconds(row["first_call_s"], 1), _seconds(row["passes_s"], 2)]
     return [f"{row['ms']:.1f}", f"{row['over_limit']:.1f}", *count, *kept, *memory, *seconds]
+
+
+def _seconds(found: float | None, digits: int) -> str:
+    return "" if found is None else f"{found:.{digits}f}"
 
 
 def _mb(count: int | None) -> str:

@@ -33,7 +33,7 @@ class GradientMemory:
     def zeros_like(self, weight: Tensor) -> Tensor:
         """Return zeros of the shape and dtype of ``weight``, dense, that nothing else reads or writes."""
         own = self._last.pop(id(weight), None)  # no other thread finds it now
-        if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not _is_free(own):
+        if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not is_free(own):
             own = torch.zeros(weight.shape, dtype=weight.dtype)
         else:
             own.zero_()
@@ -64,7 +64,7 @@ class GradientMemory:
         return table_rows
 
 
-def _is_free(own: Tensor) -> bool:
+def is_free(own: Tensor) -> bool:
     """Say whether no other tensor has the memory, and it is what it was: private and whole."""
     storage = own.untyped_storage()
     return (

@@ -15,22 +15,28 @@ from torch.fx import Graph, GraphModule
 from amp_graph.passes.base import Pass
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
+from amp_graph.passes.product_kernel import FILES, lower_small_products
+from amp_graph.passes.step_options import options_of_step
 
 HOOK = "post_grad_custom_pre_pass"
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], *, passes: Sequence[Pass] = ()
+    gm: GraphModule, example_inputs: Sequence[Any], *, passes: Sequence[Pass] = (), whole: bool = False
 ) -> Callable[..., Any]:
     """Return what Inductor makes of ``gm``, and of its backward later on, with ``passes`` over its flat graphs.
 
-    Options of Inductor that the user has set hold; a pass of the user's own in the place of ours, too.
+    whole: ``gm`` is the flat graph of a step, which has no backward. Options of Inductor that the user has set hold; a
+    pass of the user's own in the place of ours, too.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     _lower_linear_bias()
+    lower_small_products()
     ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
+    if whole:
+        ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
     found: Callable[..., Any] = compiled
     return found
@@ -62,8 +68,8 @@ def _hook(passes: Sequence[Pass]) -> Any:
             run_passes(_module_of(graph), passes)
 
         def uuid(self) -> Any:
-            files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))
-            return [get_hash_for_files(files), [repr(one) for one in passes]]
+            files = (__file__, *FILES, *sorted({inspect.getfile(type(one)) for one in passes}))
+            return [get_hash_for_files(files), [repr(one) for one in passes], torch.get_num_threads()]
 
     return Passes()
 

@@ -6,6 +6,7 @@ Before: ``embedding_bag(ids, table, mode="sum")``. After: ``table_rows(table, id
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.table_gradient import POOL, compiled_rows
 from amp_graph.passes.torch_private import numel, storage_key
 from amp_graph.passes.what_pays import reusing_gradients_pays
 
@@ -36,7 +38,8 @@ class KeepGradientMemory(Pass):
     of one length. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
     """
 
-    memory: GradientMemory
+    memory: GradientMemory | None = None  # None: that of compiled graphs, of ``user``
+    user: object = None
     name: ClassVar[str] = "keep-gradient-memory"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -49,10 +52,12 @@ class KeepGradientMemory(Pass):
             few = "the tables are small beside what is computed: their gradients are not kept"
             return PassResult(gm, (), (*skips, *(Skip(node.name, few) for node in given)))
         changes = []
+        if self.memory is None and given:
+            POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in given.values()), self.user)
         for node, arguments in given.items():
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
-            node.target, node.kwargs = self.memory.rows, {}
+            node.target, node.kwargs = compiled_rows if self.memory is None else self.memory.rows, {}
             changes.append(Change(self.name, "memory used again", node.name, "its table's gradient is large"))
         return PassResult(gm, tuple(changes), tuple(skips))
 

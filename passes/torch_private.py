@@ -89,6 +89,7 @@ __all__ = [
     "softmax_backward",
     "storage_holders",
     "storage_key",
+    "takes_kernels_of_ours",
     "tracing_fake",
     "unset_fake_temporarily",
     "weakly",
@@ -618,6 +619,11 @@ def convolution_pointwise(
 
 def keeps_lstm_workspaces() -> bool:
     """Say whether what oneDNN's LSTM leaves for its backward survives a compiler: in 2.11 gradients were garbage."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def takes_kernels_of_ours() -> bool:
+    """Say whether Inductor's code generation is as ``product_kernel.py`` goes by: 2.13 was tried."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from amp_graph.passes.torch_private import multiplies_bf16
+from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
 # Products of queries and keys of one head up to which materializing them beats the CPU's flash backward.
 MOST_SCORES = 512 * 512
@@ -93,6 +93,36 @@ def bias_in_product_pays(device: str, dtype: torch.dtype, outputs: int, inputs: 
     384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256.
     """
     return packing_pays(device, dtype, outputs, inputs)
+
+
+# Arithmetic and elements of a step that take about a millisecond: of less, what calls cost is a part worth saving.
+MOST_FLOPS, MOST_ELEMENTS = 1 << 28, 1 << 24
+
+
+def calling_from_cpp_pays(device: str, flops: int, elements: int) -> bool:
+    """Say whether a step of so many ``flops``, and ``elements`` of results, is worth compiling its calls, too.
+
+    CPU, three layers of 256 at batch 32: 0.85 to 0.9 of the time. The C++ compiler takes some ten seconds more.
+    """
+    return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS
+
+
+# Multiplications up to which a product is faster in a kernel that packs what it needs and no more; and with several
+# threads, on which the library's is spread. Elements of a result from which on it is all about writing them.
+MOST_MULTIPLIED, MOST_MULTIPLIED_BY_SEVERAL, MOST_OF_A_RESULT = 1 << 24, 1 << 20, 1 << 18
+
+
+def small_product_pays(device: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
+    """Say whether a product of ``rows`` x ``depth`` by ``depth`` x ``columns`` is faster in compiled code of our own.
+
+    bf16 on CPU with dot products, one thread (``benchmarks/small_products.py``): 3 to 27 times as fast up to a million
+    multiplications, 1.3 to 2.7 times up to 8 million, 1.2 to 1.3 times at 17 million, 1.0 to 1.15 times from 67 million
+    on; 0.74 to 0.78 for results of a million elements from a depth of 1 or 8.
+    """
+    if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or cpu_has_amx():
+        return False
+    most = MOST_MULTIPLIED if torch.get_num_threads() == 1 else MOST_MULTIPLIED_BY_SEVERAL
+    return 0 < rows * columns * depth <= most and rows * columns <= MOST_OF_A_RESULT
 
 
 # Sizes of an LSTM's state, and what that is of a batch, from which on oneDNN's backward loses to products.

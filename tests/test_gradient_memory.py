@@ -114,7 +114,7 @@ def test_a_gradient_that_is_held_is_left_alone(held):
 
 
 def test_control_memory_that_somebody_has_is_seen(monkeypatch):
-    monkeypatch.setattr(gradient_memory, "_is_free", lambda own: True)
+    monkeypatch.setattr(gradient_memory, "is_free", lambda own: True)
     model = converted()
     kept = step(model)[0]
     before = kept.clone()

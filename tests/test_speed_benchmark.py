@@ -240,6 +240,31 @@ def test_a_first_call_that_takes_too_long_is_given_up(prepared, monkeypatch):
     time.sleep(0.1)  # and no alarm is left
 
 
+def test_what_is_kept_compiled_says_nothing_of_first_calls(prepared, tmp_path, monkeypatch):
+    import os
+
+    import measuring
+    import speed
+    from devices import Device
+    from tables import _costs
+
+    from amp_graph.passes.native_code import folder
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with speed.compiled_anew(tmp_path / "kept"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
+        assert folder() == tmp_path / "kept" / "amp_graph"
+        assert not torch._inductor.config.force_disable_caches
+    with speed.compiled_anew():
+        assert torch._inductor.config.force_disable_caches
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+    found = measuring._first_call(prepared("fp32"), Device(), 60.0, anew=False)
+    assert found["first_call_s"] is None
+    row = {"ms": 1.0, "over_limit": 1.0, "casts": None, "saved": None, "peak_bytes": None, "held_bytes": None} | found
+    assert _costs(row)[-2:] == ["", ""]
+
+
 # -- the choice of variants -------------------------------------------------------------------------------
 
 

@@ -147,11 +147,12 @@ class Conversion:
         if in_transform():
             self._complain("called inside a torch.func transform, where nothing can be captured: this call ran in fp32")
             return self._wide(*args, **kwargs)
-        if mode := mode_without_capture():
+        mode = mode_without_capture() if self.policy.level != "O0" else ""
+        if mode:
             self._complain(
-                f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran in fp32"
+                f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran {self._how()}"
             )
-            return self._wide(*args, **kwargs)
+            return self._plainly(args, kwargs)
         before = self.runs
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -169,6 +170,14 @@ class Conversion:
         elif self._events:
             self._look_for_what_escaped()
         return result
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call without any capture, as what escapes it."""
+        if not self._casts_what_escapes():
+            return self._wide(*args, **kwargs)
+        with self._region():
+            result = self._wide(*args, **kwargs)
+        return self._finished(result, args, kwargs)
 
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""

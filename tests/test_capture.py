@@ -457,16 +457,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_under_a_dispatch_mode_a_call_runs_plainly_and_does_no_harm_for_later():
-    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_under_a_dispatch_mode_a_call_is_not_captured_and_does_no_harm_for_later(policy, dtype):
+    model, x = amp_graph.convert(Net(), policy), torch.randn(3, 16)
     with pytest.warns(AmpGraphWarning, match="Products, a dispatch mode"), Products() as cold:
-        model(x)
-    assert cold.dtypes == [torch.float32] * 2
+        assert model(x).dtype == torch.float32
+    assert cold.dtypes == [dtype] * 2
     assert_runs_low(model, x)
     with Products() as warm:
-        model(x)
-    assert warm.dtypes == [torch.float32] * 2
+        assert model(x).dtype == torch.float32
+    assert warm.dtypes == [dtype] * 2
     assert_runs_low(model, x)
+
+
+def test_a_dispatch_mode_is_nothing_to_a_model_left_as_it_is():
+    model, x = amp_graph.convert(Net(), "O0"), torch.randn(3, 16)
+    with warnings.catch_warnings(), Products() as mode:
+        warnings.simplefilter("error")
+        model(x)
+    assert mode.dtypes == [torch.float32] * 2
 
 
 def test_flops_of_a_converted_model_can_be_counted():

@@ -28,11 +28,14 @@ from amp_graph.passes.plan_precision import MARK, marks
 from amp_graph.passes.regions import GRAD, REGION, is_trained
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import shared_cast
-from amp_graph.passes.torch_private import numel
+from amp_graph.passes.torch_private import OpOverload, numel
 from amp_graph.passes.what_pays import norm_in_one_pass_pays
 
-LAYER_NORM = torch.ops.aten.layer_norm.default
-NORMS = (F.layer_norm, torch.layer_norm)
+LAYER_NORM, RMS_NORM = torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default
+NORMS: dict[Any, OpOverload] = {
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), LAYER_NORM),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
+}
 LOWS = (torch.bfloat16, torch.float16)
 # Of a node's own; the rest is copied to what takes its place.
 OWN = (OPS, MARK, CAST, "val", "example_value", CAPTURED)
@@ -40,7 +43,7 @@ OWN = (OPS, MARK, CAST, "val", "example_value", CAPTURED)
 
 @dataclass(frozen=True)
 class FuseNorm(Pass):
-    """Replaces ``layer_norm(x + branch)`` in fp32, and the casts of its result, by one ``add_norm``.
+    """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, by one ``add_norm``.
 
     Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm;
     nobody writes to sum or norm; all of it is in one checkpoint, and in no region of the user's. Without a sum of its
@@ -52,7 +55,7 @@ class FuseNorm(Pass):
     name: ClassVar[str] = "fuse-norm"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every layer norm, in order."""
+        """Visit every layer norm and RMS norm, in order."""
         memory = observe(gm, marks(gm))
         changes, skips = [], []
         for node in list(gm.graph.nodes):
@@ -78,6 +81,7 @@ class Found:
     arguments: dict[str, Any]
     dtype: torch.dtype
     casts: tuple[Node, ...]
+    centered: bool  # a layer norm, else an RMS norm
 
     @property
     def total(self) -> Node:
@@ -119,9 +123,10 @@ class Found:
 
 def _found(node: Node) -> Found | None:
     """Return what there is to fuse around ``node``, None where that is no norm with a cast or a sum beside it."""
-    if node.op != "call_function" or node.target not in NORMS or names_of(node) != ("aten.layer_norm",):
+    op = NORMS.get(node.target) if node.op == "call_function" else None
+    if op is None or names_of(node) != (str(op).rsplit(".", 1)[0],):
         return None
-    given = facts.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
+    given = {"bias": None} | facts.schema_arguments(op, node.args, dict(node.kwargs))
     total = given["input"]
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
@@ -129,7 +134,7 @@ def _found(node: Node) -> Found | None:
     casts = tuple(user for user in node.users if _lowers(user) and _place(user) == _place(node))
     lows = {_cast_to(cast) for cast in casts} | ({value(branch).dtype} if branch is not None else set())
     dtypes = lows - {torch.float32}
-    return Found(node, x, branch, given, dtypes.pop(), casts) if len(dtypes) == 1 else None
+    return Found(node, x, branch, given, dtypes.pop(), casts, op is LAYER_NORM) if len(dtypes) == 1 else None
 
 
 def _summands(node: Node, given: dict[str, Any]) -> tuple[Node, Node | None]:
@@ -196,7 +201,9 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
     lows, fulls, kept = found.low, found.full, found.kept
     shape, weight, bias, eps = (found.arguments[name] for name in ("normalized_shape", "weight", "bias", "eps"))
     keep = found.branch is not None or bool(kept)
-    options = (tuple(shape), weight, bias, eps, found.dtype, len(lows), bool(fulls), keep)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps  # an RMS norm's
+    options: tuple[Any, ...] = (tuple(shape), weight, bias, eps, found.dtype, len(lows), bool(fulls), keep)
+    options += () if found.centered else (False,)
     with gm.graph.inserting_after(found.norm if found.branch is None else found.total):
         fused = gm.graph.call_function(add_norm, (found.x, found.branch, *options))
     # What passes x on belongs to where the norm is, a checkpoint maybe, and not to where x was made.

@@ -74,9 +74,16 @@ def both_full(s, x):
     return norm(s, torch.exp(x) + torch.exp(-x)) @ s.w
 
 
-PROGRAMS = (pre_norm, post_norm, several_readers, parallel_norms, only_the_sum_is_low, both_full)
+def rms_norms(s, x):
+    x = torch.exp(x * s.b)
+    s1 = x + F.rms_norm(x, (WIDTH,), s.g, 1e-6) @ s.w
+    h = F.rms_norm(s1, (WIDTH,))
+    return s1 + (h @ s.v) * (h @ s.u)
+
+
+PROGRAMS = (pre_norm, post_norm, several_readers, parallel_norms, only_the_sum_is_low, both_full, rms_norms)
 # How many norms become one pass, of these with a sum.
-FUSED = dict(zip(PROGRAMS, ((2, 1), (2, 2), (1, 0), (2, 0), (1, 1), (1, 1)), strict=True))
+FUSED = dict(zip(PROGRAMS, ((2, 1), (2, 2), (1, 0), (2, 0), (1, 1), (1, 1), (2, 1)), strict=True))
 
 
 def graphs(function, policy="bf16", x=X, **state):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
+from amp_graph.passes.table_gradient import POOL
 
 AUTOCAST, LAST, INDUCTOR = "autocast", " channels_last", " + Inductor"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +110,10 @@ class Prepared:
     def gradient_memory(self) -> list[Tensor]:
         """Return the memory that is held from step to step for gradients of tables."""
         found = conversion_of(self.converted) if self.converted is not None else None
-        return found.copies.gradients.tensors if found is not None and found.copies is not None else []
+        if found is not None and found.copies is not None:
+            return found.copies.gradients.tensors
+        owner = self.step or found
+        return POOL.tensors if owner is not None and owner.compile == "inductor" else []
 
     def seconds_of_passes(self) -> float | None:
         """Return what amp_graph's passes took so far, without capture and compiler; None for what has none."""

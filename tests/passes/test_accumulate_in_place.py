@@ -250,7 +250,8 @@ def exact_gradients():
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=["whole", "micro-batches"])
 def test_gradients_of_a_step_are_no_further_off(policy, options):
     (ours, step), (plain, _) = stepped(policy, **options), stepped(f"{policy},skip=accumulate_in_place", **options)
-    assert step.captured[0].steps[True].passes[0].result.changes
+    (done,) = [t for t in step.captured[0].steps[True].passes if t.name == "accumulate-in-place"]
+    assert done.result.changes
     exact = exact_gradients()
     errors = [[error(g, e) for g, e in zip(given, exact, strict=True)] for given in (ours, plain)]
     assert all(a <= 1.1 * b + 1e-6 for a, b in zip(*errors, strict=True))
@@ -281,7 +282,7 @@ def test_steps_go_on_as_without_it():
 def test_where_it_runs(policy, compile, runs):
     _, step = stepped(policy, compile=compile)
     names = [timed.name for timed in step.captured[0].steps[True].passes]
-    assert names == ["accumulate-in-place"] * runs
+    assert ("accumulate-in-place" in names) == runs
     assert ("accumulate-in-place" in amp_graph.report(step).text()) == runs
 
 

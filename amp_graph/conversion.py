@@ -163,7 +163,7 @@ class Conversion:
             raise
         except Exception:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
-                self._run = self._capturing()
+                self._run = self._escaping() if self._whole is not None else self._capturing()
             raise
         if self.runs == before:
             self._nothing_ran()
@@ -243,6 +243,8 @@ class Conversion:
 
     def _capturing(self) -> Runner:
         self._find: Find = _find_nothing
+        self._whole: WholeOnly | None = None
+        self._kept: KeptModules | None = None
         if self.policy.level == "O0":
             return self._forward
         forward = self._wide
@@ -253,16 +255,20 @@ class Conversion:
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
-        self._whole: WholeOnly | None = None
-        self._kept: KeptModules | None = None
         if not self._casts_what_escapes():
             return self._captured_by(own, self._backend, weakref.proxy(self))
         self._whole = WholeOnly(own.__code__)
-        again = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        self._own, self._as_whole = own, self._captured_by(own, self._backend, self._whole)
+        return self._escaping()
+
+    def _escaping(self) -> Escaping:
+        """Return what runs calls as what was captured whole, or else in pieces, of which none is captured yet."""
+        assert self._whole is not None, "asked for where code that escapes runs under autocast"
+        again = own_code_object(self._own)
         many = InPieces(again.__code__, weakref.proxy(self))
-        whole = self._captured_by(own, self._backend, self._whole)
         pieces = self._captured_by(again, self._backend_of_piece, many)
-        return Escaping((whole, self._whole), (pieces, many), weakly(self._region), weakly(self._finished))
+        whole = (self._as_whole, self._whole)
+        return Escaping(whole, (pieces, many), weakly(self._region), weakly(self._finished))
 
     def _captured_by(self, function: Any, backend: Any, heard: Any) -> Runner:
         return capture_with_dynamo(function, weakly(backend), dynamic=self.dynamic, fullgraph=False, heard=heard)

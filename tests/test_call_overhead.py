@@ -88,6 +88,11 @@ def test_what_dynamo_forgets_is_captured_anew():
     assert len(conversion_of(model).graphs) == 2
 
 
+def test_errors_of_a_model_left_as_it_is_arrive():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        amp_graph.convert(nn.Linear(8, 4), "O0")(X[:, :3])
+
+
 def test_errors_of_the_model_arrive():
     model = amp_graph.convert(nn.Linear(8, 4), strict=True)
     model(X)

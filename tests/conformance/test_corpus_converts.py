@@ -1,13 +1,10 @@
 """Every model of the corpus converts and trains under every policy, with the graph contract verified."""
 
-import warnings
-
 import pytest
 import torch
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.errors import AmpGraphWarning
 from tests.corpus import CASES, make
 
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
@@ -30,11 +27,11 @@ def with_gradient(name):
     return {n for n, p in model.named_parameters() if p.grad is not None}
 
 
-# Models of which a part runs as written, in fp32, and which say so: a loop over experts that were hit.
+# Models of which a part runs as written, under autocast, and whose reports say so: a loop over experts that were hit.
 ESCAPES = {"mixtral_eager"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=pytest.mark.slow) if "fast" in p else p for p in POLICIES])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_three_training_steps(name, policy):
     case = CASES[name]
@@ -45,10 +42,7 @@ def test_three_training_steps(name, policy):
     for _ in range(3):
         _, args, kwargs = make(name)  # a model may write into its inputs
         model.zero_grad()
-        with warnings.catch_warnings():
-            if name in ESCAPES:
-                warnings.filterwarnings("ignore", "amp_graph: .* only a part of the forward", AmpGraphWarning)
-            loss = case.loss(model(*args, **kwargs))
+        loss = case.loss(model(*args, **kwargs))
         assert loss.isfinite()
         if loss.requires_grad:
             (loss * scale).backward()

@@ -55,9 +55,8 @@ class GradientMemory:
     def _reader(self) -> Callable[..., Tensor]:
         def table_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
             """Return ``F.embedding(ids, weight, padding)``, or the sum of each bag ``ids[i]`` of its rows."""
-            trains = torch.is_grad_enabled() and weight.requires_grad
-            if not trains or in_forward_mode() or is_batched(weight) or is_batched(ids):
-                return _rows(weight, ids, padding, bags)
+            if not has_own_backward(weight, ids):
+                return plain_rows(weight, ids, padding, bags)
             found: Tensor = _Rows.apply(weight, ids, padding, bags, self)
             return found
 
@@ -72,10 +71,32 @@ def is_free(own: Tensor) -> bool:
     )
 
 
-def _rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
+def has_own_backward(weight: Tensor, ids: Tensor) -> bool:
+    """Say whether rows of ``weight`` get a gradient by ``add_rows``; transforms need torch's own operations."""
+    if not torch.is_grad_enabled() or not weight.requires_grad:
+        return False
+    return not (in_forward_mode() or is_batched(weight) or is_batched(ids))
+
+
+def plain_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
+    """Return ``F.embedding(ids, weight, padding)``, or the sum of each bag ``ids[i]`` of its rows."""
     if bags:
         return F.embedding_bag(ids, weight, mode="sum", padding_idx=padding)
     return F.embedding(ids, weight, padding)
+
+
+def spread(grad: Tensor, ids: Tensor, bags: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient of each row that was read, [ids, width], and all ``ids`` as one list."""
+    rows = grad.unsqueeze(1).expand(*ids.shape, -1) if bags else grad
+    return rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
+
+
+def add_rows(table: Tensor, rows: Tensor, ids: Tensor, padding: int) -> Tensor:
+    """Add ``rows`` to the zeros of ``table`` in place, but for the row ``padding`` (negative: none); return it."""
+    table.index_add_(0, ids, rows)
+    if padding >= 0:
+        table[padding].zero_()
+    return table
 
 
 class _Rows(torch.autograd.Function):
@@ -86,18 +107,15 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.weight = weight  # not saved: it may be updated before the backward, whose gradient does not depend on it
         ctx.padding, ctx.bags, ctx.memory = padding, bags, memory
-        return _rows(weight, ids, padding, bags)
+        return plain_rows(weight, ids, padding, bags)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        rows = grad.unsqueeze(1).expand(*ids.shape, -1) if ctx.bags else grad
-        rows, flat = rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
+        rows, flat = spread(grad, ids, ctx.bags)
         padding = -1 if ctx.padding is None else ctx.padding % len(ctx.weight)
         if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
             table = torch.ops.aten.embedding_dense_backward(rows, flat, len(ctx.weight), padding, False)
             return table, None, None, None, None
-        table = ctx.memory.zeros_like(ctx.weight).index_add_(0, flat, rows)
-        if padding >= 0:
-            table[padding].zero_()
+        table = add_rows(ctx.memory.zeros_like(ctx.weight), rows, flat, padding)
         return table, None, None, None, None

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.gradient_memory import is_free
+from amp_graph.passes.gradient_memory import add_rows, has_own_backward, is_free, plain_rows, spread
 from amp_graph.passes.operators import OPS, define_operator
-from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched
+from amp_graph.passes.torch_private import bytes_of
 
 
 class Pool:
@@ -78,16 +77,10 @@ POOL = Pool()
 
 def compiled_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
     """Return ``F.embedding(ids, weight, padding)``, or the sum of each bag ``ids[i]`` of its rows."""
-    if not (torch.is_grad_enabled() and weight.requires_grad) or in_forward_mode() or is_batched(weight):
-        return _rows(weight, ids, padding, bags)
+    if not has_own_backward(weight, ids):
+        return plain_rows(weight, ids, padding, bags)
     found: Tensor = _Rows.apply(weight, ids, padding, bags)
     return found
-
-
-def _rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
-    if bags:
-        return F.embedding_bag(ids, weight, mode="sum", padding_idx=padding)
-    return F.embedding(ids, weight, padding)
 
 
 class _Rows(torch.autograd.Function):
@@ -96,13 +89,12 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.count, ctx.bags = weight.shape[0], bags
         ctx.padding = -1 if padding is None else padding % weight.shape[0]
-        return _rows(weight, ids, padding, bags)
+        return plain_rows(weight, ids, padding, bags)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        rows = grad.unsqueeze(1).expand(*ids.shape, -1) if ctx.bags else grad
-        rows, flat = rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
+        rows, flat = spread(grad, ids, ctx.bags)
         if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
             table = torch.ops.aten.embedding_dense_backward(rows, flat, ctx.count, ctx.padding, False)
         else:
@@ -111,10 +103,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _table_gradient(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
-    table = POOL.zeros(count, rows.shape[1]).index_add_(0, ids, rows)
-    if padding >= 0:
-        table[padding].zero_()
-    return table
+    return add_rows(POOL.zeros(count, rows.shape[1]), rows, ids, padding)
 
 
 def _fake(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import load
+from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
 
@@ -25,7 +25,6 @@ SOURCE = Path(__file__).with_name("update_kernel.c")
 RULES = ("adam", "sgd", "adagrad")
 FLAGS = ("decoupled", "decay", "amsgrad", "momentum", "nesterov")
 LOWS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
 INFINITE = float("inf")
 
 
@@ -178,8 +177,7 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _threads(tensors: Sequence[Tensor]) -> int:
-    share = sum(t.numel() for t in tensors) // LEAST_OF_A_THREAD
-    return max(1, min(torch.get_num_threads(), share))
+    return threads_for(sum(t.numel() for t in tensors))
 
 
 ROWS = "Tensor[]? rows=None, int[]? with_rows=None, int[]? alone=None"

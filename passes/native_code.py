@@ -21,6 +21,7 @@ import torch
 from amp_graph.lists import AmpGraphError
 
 FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
+LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
 SECONDS = 120  # that a compiler may take; it needs half a second
 # No product fused with a sum that the source does not fuse.
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
@@ -50,6 +51,11 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
+
+
+def threads_for(elements: int) -> int:
+    """Return how many of torch's threads compiled code may start for so many elements."""
+    return max(1, min(torch.get_num_threads(), elements // LEAST_OF_A_THREAD))
 
 
 def folder() -> Path:

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import load
+from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
 
 SOURCE = Path(__file__).with_name("norm_kernel.c")
 MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
-LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
 
 
 @lru_cache
@@ -114,7 +113,7 @@ def _rows(*tensors: Tensor | None) -> list[int]:
 
 
 def _threads(like: Tensor) -> ctypes.c_int64:
-    return ctypes.c_int64(max(1, min(torch.get_num_threads(), like.numel() // LEAST_OF_A_THREAD)))
+    return ctypes.c_int64(threads_for(like.numel()))
 
 
 def _fake(

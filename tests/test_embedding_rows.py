@@ -99,7 +99,7 @@ def updated(grads, **options):
 @pytest.mark.parametrize("dense", ["bf16", "fp32", "none"])
 def test_every_reader_adds_the_rows(dense, threads, monkeypatch):
     """The same bits as from the sum of table and dense gradient, with shares that end within a row."""
-    monkeypatch.setattr("amp_graph.one_pass_ops.LEAST_OF_A_THREAD", 100)
+    monkeypatch.setattr("amp_graph.passes.native_code.LEAST_OF_A_THREAD", 100)
     grad, ids = given()
     slots, rows = OPS.gradient_rows([grad], [ids], [None], [-1], 100, RULE)
     other, bias = torch.randn(100, 40), torch.randn(33).bfloat16()

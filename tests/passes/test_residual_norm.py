@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes import norm_ops, residual_norm
+from amp_graph.passes import native_code, norm_ops, residual_norm
 from amp_graph.passes.norm_ops import OPS
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import shared_cast
@@ -180,7 +180,7 @@ def test_inputs_and_gradients_that_lie_otherwise():
 
 @pytest.mark.parametrize("rows", [1, 127, 1000])
 def test_threads_change_nothing_that_is_written_row_by_row(rows, monkeypatch):
-    monkeypatch.setattr(norm_ops, "LEAST_OF_A_THREAD", 64)
+    monkeypatch.setattr(native_code, "LEAST_OF_A_THREAD", 64)
     given, found = inputs((rows, 50)), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)

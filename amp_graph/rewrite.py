@@ -30,6 +30,7 @@ from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.fuse_norm import FuseNorm
+from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
 from amp_graph.passes.identify_ops import OPS, IdentifyOps
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -174,11 +175,11 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
-    fusions: list[Pass] = [FuseGelu()] if ours else []
+    fusions: list[Pass] = [FuseGelu(), FuseRmsNorm()] if ours else []
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     # What is to be computed again stays torch's: its bits are then those of saving it.
-    norms: list[Pass] = [FuseNorm()] if policy.recomputes == "some" else []
+    norms = FuseNorm(layer_norms=policy.recomputes == "some")
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -187,7 +188,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), again, *norms] if eager else []),
+        *([LinearCrossEntropy(), again, norms] if eager else []),
     ]
     found = [
         IdentifyOps(),

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.identify_ops import OPS, Identity, identify
-from amp_graph.passes.node_value import captured, fake_mode_of, value
-from amp_graph.passes.regions import GRAD, REGION
+from amp_graph.passes.formulas import Formula, constant_beside, is_closed, only_reader, operation, put_call
+from amp_graph.passes.node_value import fake_mode_of
 
 # The inner function, and the odd polynomial that it is given: {power: coefficient}.
 TANH = math.sqrt(2 / math.pi)
@@ -46,49 +43,37 @@ class FuseGelu(Pass):
         """Visit every ``tanh`` and ``erf``."""
         mode = fake_mode_of(gm)
         changes = []
-        inner = [(node, *FORMS[name]) for node in gm.graph.nodes if (name := _operation(node)[0]) in FORMS]
+        inner = [(node, *FORMS[name]) for node in gm.graph.nodes if (name := operation(node)[0]) in FORMS]
         for node, approximate, polynomial in inner:
             found = _formula(node, polynomial)
             if found is None or mode is None:
                 continue
-            fused = _replace(gm, found, approximate)
-            identity = identify(fused, mode)
-            if isinstance(identity, Identity):
-                fused.meta[OPS] = identity
+            fused = put_call(gm, found, F.gelu, (found.x,), mode, approximate=approximate)
             what = f"{len(found.inside)} operations that are gelu, approximate={approximate!r}"
             changes.append(Change(self.name, "fused", fused.name, what))
         return PassResult(gm, tuple(changes))
 
 
-@dataclass
-class _Formula:
-    """A GELU that was found: its argument, its last node, and every node of it."""
-
-    x: Node
-    last: Node
-    inside: set[Node] = field(default_factory=set)
-
-
-def _formula(inner: Node, wanted: Polynomial) -> _Formula | None:
+def _formula(inner: Node, wanted: Polynomial) -> Formula | None:
     """Return the GELU around ``inner`` (its tanh or erf), or None where this is something else."""
-    plus_one = _only_reader(inner, "aten.add")
-    if plus_one is None or _constant_beside(plus_one, inner) != 1:
+    plus_one = only_reader(inner, "aten.add")
+    if plus_one is None or constant_beside(plus_one, inner) != 1:
         return None
-    factor, product, coefficient = plus_one, _only_reader(plus_one, *SCALES), 1.0
-    while product is not None and (constant := _constant_beside(product, factor)) is not None:
+    factor, product, coefficient = plus_one, only_reader(plus_one, *SCALES), 1.0
+    while product is not None and (constant := constant_beside(product, factor)) is not None:
         coefficient, factor = coefficient * constant, product
-        product = _only_reader(product, *SCALES)
-    others = [n for n in _operation(product)[1] if n is not factor] if product is not None else []
-    if product is None or len(others) != 1 or _operation(product)[0] != "aten.mul":
+        product = only_reader(product, *SCALES)
+    others = [n for n in operation(product)[1] if n is not factor] if product is not None else []
+    if product is None or len(others) != 1 or operation(product)[0] != "aten.mul":
         return None
     for last, after, outside in _tails(product):
         for x, before, between in _scaled(others[0]):
             if not math.isclose(coefficient * before * after, 0.5, rel_tol=1e-6):
                 continue
-            found = _Formula(x, last, {inner, *_between(plus_one, product), product, *between, *outside})
-            argument = _operation(inner)[1][0]
+            found = Formula(x, last, {inner, *_between(plus_one, product), product, *between, *outside})
+            argument = operation(inner)[1][0]
             polynomial = _polynomial(argument, found) if isinstance(argument, Node) else None
-            if polynomial is not None and _same(polynomial, wanted) and _is_closed(found):
+            if polynomial is not None and _same(polynomial, wanted) and is_closed(found):
                 return found
     return None
 
@@ -96,8 +81,8 @@ def _formula(inner: Node, wanted: Polynomial) -> _Formula | None:
 def _tails(product: Node) -> Iterator[tuple[Node, float, set[Node]]]:
     """Yield where the formula may end: at the product, or at a number behind it."""
     yield product, 1.0, set()
-    behind = _only_reader(product, *SCALES)
-    constant = _constant_beside(behind, product) if behind is not None else None
+    behind = only_reader(product, *SCALES)
+    constant = constant_beside(behind, product) if behind is not None else None
     if behind is not None and constant is not None:
         yield behind, constant, {behind}
 
@@ -105,10 +90,10 @@ def _tails(product: Node) -> Iterator[tuple[Node, float, set[Node]]]:
 def _scaled(node: Node) -> Iterator[tuple[Node, float, set[Node]]]:
     """Yield how ``node`` may be read: as itself, and as a number times something."""
     yield node, 1.0, set()
-    name, args = _operation(node)
+    name, args = operation(node)
     if name in SCALES:
         inner = next((a for a in args if isinstance(a, Node)), None)
-        constant = _constant_beside(node, inner) if inner is not None else None
+        constant = constant_beside(node, inner) if inner is not None else None
         if inner is not None and constant is not None:
             yield inner, constant, {node}
 
@@ -122,11 +107,11 @@ def _between(first: Node, last: Node) -> set[Node]:
     return found
 
 
-def _polynomial(node: Node, found: _Formula) -> Polynomial | None:
+def _polynomial(node: Node, found: Formula) -> Polynomial | None:
     """Return what ``node`` is as a polynomial in ``found.x``, whose nodes are noted; None where it is none."""
     if node is found.x:
         return {1: 1.0}
-    name, args = _operation(node)
+    name, args = operation(node)
     if name not in ("aten.mul", "aten.div", "aten.add", "aten.pow") or len(args) != 2:
         return None
     found.inside.add(node)
@@ -158,60 +143,3 @@ def _same(polynomial: Polynomial, wanted: Polynomial) -> bool:
     return all(
         math.isclose(polynomial.get(p, 0), wanted.get(p, 0), rel_tol=1e-6) for p in polynomial.keys() | wanted.keys()
     )
-
-
-def _is_closed(found: _Formula) -> bool:
-    """Say whether nobody else reads an inner value, and all of it is of one precision and one region."""
-    like = captured(found.x)
-    places = {tuple(repr(n.meta.get(key)) for key in (GRAD, REGION, CHECKPOINT)) for n in found.inside}
-    return len(places) == 1 and all(
-        (node is found.last or set(node.users) <= found.inside) and captured(node).dtype == like.dtype
-        for node in found.inside
-    )
-
-
-def _only_reader(node: Node, *names: str) -> Node | None:
-    """Return the one node that reads ``node``, where it is one of the operations ``names``."""
-    if len(node.users) != 1:
-        return None
-    (user,) = node.users
-    return user if _operation(user)[0] in names else None
-
-
-def _constant_beside(node: Node, operand: Node) -> float | None:
-    """Return the number that ``node`` adds to, or multiplies, ``operand`` with; None where it is no number."""
-    name, args = _operation(node)
-    if len(args) != 2 or operand not in args:
-        return None
-    other = args[1] if args[0] is operand else args[0]
-    if isinstance(other, Node):
-        return None
-    if name == "aten.div":
-        return 1 / other if args[0] is operand and other else None
-    return float(other)
-
-
-def _operation(node: Node) -> tuple[str, list[Any]]:
-    """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
-    identity = node.meta.get(OPS)
-    if not isinstance(identity, Identity) or len(identity.operations) != 1:
-        return "", []
-    # Numbers are read off the call: an identity is shared by calls that differ in their integers.
-    args = [*node.args, *node.kwargs.values()]
-    if set(node.kwargs) - {"input", "other", "exponent"}:
-        return "", []
-    if not all(isinstance(a, (Node, int, float)) for a in args):
-        return "", []
-    return identity.names[0], args
-
-
-def _replace(gm: GraphModule, found: _Formula, approximate: str) -> Node:
-    last = found.last
-    with gm.graph.inserting_after(last):
-        fused = gm.graph.call_function(F.gelu, (found.x,), {"approximate": approximate})
-    fused.meta = {k: v for k, v in last.meta.items() if k != OPS}
-    last.replace_all_uses_with(fused)
-    for node in reversed([n for n in gm.graph.nodes if n in found.inside]):
-        gm.graph.erase_node(node)
-    assert isinstance(value(fused), torch.Tensor), "a GELU gives a tensor"
-    return fused

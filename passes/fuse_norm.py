@@ -45,12 +45,15 @@ OWN = (OPS, MARK, CAST, "val", "example_value", CAPTURED)
 class FuseNorm(Pass):
     """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, by one ``add_norm``.
 
-    Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm;
-    nobody writes to sum or norm; all of it is in one checkpoint, and in no region of the user's. Without a sum of its
-    own, what else reads the normed value joins in, so that gradients meet in the kernel. Exactness: rounding-different;
-    the sum is bit-exact, norm and gradients are fp32 inside and rounded once, at most in the last place from torch's
-    fp32 norm and cast. Only where C can be compiled, and from a size on that pays.
+    Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm; or it
+    is an RMS norm of low values, which torch computes by way of two casts. Nobody writes to sum or norm; all is in
+    one checkpoint, and in no region of the user's. Without a sum of its own, what else reads the normed value joins in,
+    so that gradients meet in the kernel. Exactness: rounding-different; the sum is bit-exact, norm and gradients are
+    fp32 inside and rounded once, at most in the last place from torch's fp32 norm and cast. Only where C can be
+    compiled, and from a size on that pays. ``layer_norms``: these, too.
     """
+
+    layer_norms: bool = True
 
     name: ClassVar[str] = "fuse-norm"
 
@@ -60,7 +63,7 @@ class FuseNorm(Pass):
         changes, skips = [], []
         for node in list(gm.graph.nodes):
             found = _found(node)
-            if found is None:
+            if found is None or (found.centered and not self.layer_norms):
                 continue
             reason = _why_not(found, memory)
             if reason:
@@ -90,13 +93,16 @@ class Found:
 
     @property
     def low(self) -> tuple[Node, ...]:
-        """The values in low precision, one a reader whose gradient is its own."""
+        """The values in low precision, one a reader whose gradient is its own; the norm itself where that is low."""
+        if value(self.norm).dtype == self.dtype:
+            return (self.norm,)
         return tuple(part for cast in self.casts for part in _parts(cast)[0])
 
     @property
     def full(self) -> tuple[Node, ...]:
         """The values of the norm in fp32, where somebody reads them: the norm, or a part of a shared cast."""
-        own = [self.norm] if any(user not in self.casts for user in self.norm.users) else []
+        read = any(user not in self.casts for user in self.norm.users)
+        own = [self.norm] if read and value(self.norm).dtype == torch.float32 else []
         return (*own, *(part for cast in self.casts for part in _parts(cast)[1]))
 
     @property
@@ -128,9 +134,11 @@ def _found(node: Node) -> Found | None:
         return None
     given = {"bias": None} | facts.schema_arguments(op, node.args, dict(node.kwargs))
     total = given["input"]
+    x, branch = _summands(node, given)
+    if value(total).dtype == value(node).dtype in LOWS and op is RMS_NORM:
+        return Found(node, x, branch, given, value(node).dtype, (), centered=False)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
-    x, branch = _summands(node, given)
     casts = tuple(user for user in node.users if _lowers(user) and _place(user) == _place(node))
     lows = {_cast_to(cast) for cast in casts} | ({value(branch).dtype} if branch is not None else set())
     dtypes = lows - {torch.float32}

@@ -78,6 +78,17 @@ LARGE = {
 }
 
 
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=4, use_cache=False, **sizes)
+    return LlamaForCausalLM(config)
+
+
+LLAMA = Case("llama", _llama, lambda: ((), {"input_ids": (ids := _ids()), "labels": ids}), own)
+
+
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -157,6 +168,15 @@ def test_saved_activations_where_fast(name):
     _, ours = step(WIDE[name], "bf16,accuracy=fast")
     _, theirs = step(WIDE[name])
     assert ours <= 0.75 * theirs
+
+
+# What is left are casts of rotated queries and keys.
+@pytest.mark.parametrize(("policy", "casts", "saved"), [("bf16", 0.5, 0.8), ("bf16,accuracy=fast", 0.2, 0.75)])
+def test_norms_that_llama_writes_out_cost_no_casts_and_save_what_they_read(policy, casts, saved):
+    ours, our_bytes = step(LLAMA, policy)
+    theirs, their_bytes = step(LLAMA)
+    assert activations(ours) <= casts * activations(theirs)
+    assert our_bytes <= saved * their_bytes
 
 
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.passes import fuse_norm, native_code, norm_ops, what_pays
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.node_value import value
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.policy import Policy
 from amp_graph.rewrite import passes_for
@@ -268,13 +269,39 @@ def test_compilers_get_torchs_operations():
     assert any(isinstance(p, FuseNorm) for p in passes_for(Policy.parse("bf16"), "cpu", eager=True))
 
 
-@pytest.mark.parametrize(
-    ("policy", "why"),
-    [("bf16,lists=autocast_cpu", "it runs what the user wrote"), ("bf16,recompute=all", "norms are computed again")],
-)
-def test_policies_that_keep_torchs_norms(policy, why):
-    passes = passes_for(Policy.parse(policy), "cpu", eager=True)
-    assert not any(isinstance(p, FuseNorm) for p in passes), why
+def test_a_reproduction_of_autocast_keeps_torchs_norms():
+    passes = passes_for(Policy.parse("bf16,lists=autocast_cpu"), "cpu", eager=True)
+    assert not any(isinstance(p, FuseNorm) for p in passes)
+
+
+def test_layer_norms_that_are_computed_again_stay_torchs():
+    assert not calls(graphs(pre_norm, "bf16,recompute=all")[0])
+    assert len(calls(graphs(rms_norms, "bf16,recompute=all")[0])) == 2
+
+
+def low_rms_norms(s, x):
+    x = x @ s.u  # the stream is low from here on
+    s1 = x + F.rms_norm(x, (WIDTH,), s.g, 1e-6) @ s.w
+    h = F.rms_norm(s1, (WIDTH,))
+    return s1 + (h @ s.v) * (h @ s.u)
+
+
+@pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "fp16,accuracy=fast"])
+def test_rms_norms_of_a_low_stream_are_one_pass_without_a_cast(policy):
+    gm, plain, given, _ = graphs(low_rms_norms, policy)
+    first, second = calls(gm)
+    assert (first.args[1], second.args[1] is not None) == (None, True)
+    low = Policy.parse(policy).torch_dtype("cpu")
+    assert [value(n).dtype for n in (first.args[0], *second.args[:2])] == [low] * 3
+    ours, before, exact = run_step(gm, given), run_step(plain, given), exact_step(low_rms_norms, given)
+    for mine, other, true in zip(
+        ours.outputs + ours.grads, before.outputs + before.grads, exact.outputs + exact.grads, strict=True
+    ):
+        if true is None:
+            assert mine is None
+            continue
+        assert mine.dtype == other.dtype
+        assert error(mine, true) <= 1.25 * error(other, true) + 1e-6
 
 
 def test_control_a_branch_that_is_forgotten_is_seen(monkeypatch):

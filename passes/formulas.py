@@ -1,0 +1,123 @@
+"""Formulas that were written out in Python: how passes read them, and put one call in their place.
+
+Before: eight nodes of arithmetic on ``x``. After: ``put_call(gm, Formula(x, last, inside), F.gelu, (x,), mode)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.facts import is_mutable
+from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of, tensor_inputs
+from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.regions import GRAD, REGION
+from amp_graph.passes.torch_private import FakeTensorMode, storage_key
+
+CONVERSIONS = (("aten.to",), ("aten.type_as",))
+
+
+@dataclass
+class Formula:
+    """A formula that was found: what it is a function of, its last node, and every node of it."""
+
+    x: Node
+    last: Node
+    inside: set[Node] = field(default_factory=set)
+
+
+def operation(node: Node) -> tuple[str, list[Any]]:
+    """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
+    identity = node.meta.get(OPS)
+    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+        return "", []
+    # Numbers are read off the call: an identity is shared by calls that differ in their integers.
+    args = [*node.args, *node.kwargs.values()]
+    if set(node.kwargs) - {"input", "other", "exponent"}:
+        return "", []
+    if not all(isinstance(a, (Node, int, float)) for a in args):
+        return "", []
+    return identity.names[0], args
+
+
+def only_reader(node: Node, *names: str) -> Node | None:
+    """Return the one node that reads ``node``, where it is one of the operations ``names``."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    return user if operation(user)[0] in names else None
+
+
+def constant_beside(node: Node, operand: Node) -> float | None:
+    """Return the number that ``node`` adds to, or multiplies, ``operand`` with; None where it is no number."""
+    name, args = operation(node)
+    if len(args) != 2 or operand not in args:
+        return None
+    other = args[1] if args[0] is operand else args[0]
+    if isinstance(other, Node):
+        return None
+    if name == "aten.div":
+        return 1 / other if args[0] is operand and other else None
+    return float(other)
+
+
+def converts_nothing(node: Node) -> bool:
+    """Say whether ``node`` asks for a dtype that its operand has, and returns that operand."""
+    if names_of(node) not in CONVERSIONS or not node.args or not isinstance(node.args[0], Node):
+        return False
+    given, made = value(node.args[0]), value(node)
+    return bool(storage_key(given) == storage_key(made) and given.dtype == made.dtype)
+
+
+def is_closed(found: Formula) -> bool:
+    """Say whether nobody else reads an inner value, and all of it is of one precision and one region.
+
+    Nor may anything be written to ``x`` half-way.
+    """
+    like = captured(found.x)
+    places = {tuple(repr(n.meta.get(key)) for key in (GRAD, REGION, CHECKPOINT)) for n in found.inside}
+    closed = len(places) == 1 and all(
+        (node is found.last or set(node.users) <= found.inside) and captured(node).dtype == like.dtype
+        for node in found.inside
+    )
+    return closed and not _is_written_meanwhile(found)
+
+
+def _is_written_meanwhile(found: Formula) -> bool:
+    """Say whether something between the first and the last node of ``found`` writes to the storage of ``x``."""
+    node, key = min(found.inside), storage_key(captured(found.x))
+    while node is not found.last:
+        identity = node.meta.get(OPS)
+        writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
+        if writes and any(storage_key(t) == key for n in tensor_inputs(node) if (t := captured(n)) is not None):
+            return True
+        node = node.next
+    return False
+
+
+def put_call(
+    gm: GraphModule,
+    found: Formula,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    mode: FakeTensorMode,
+    **kwargs: Any,
+) -> Node:
+    """Put ``function(*args, **kwargs)`` in the place of a formula, identified; return it."""
+    last = found.last
+    with gm.graph.inserting_after(last):
+        fused = gm.graph.call_function(function, tuple(args), kwargs)
+    fused.meta = {k: v for k, v in last.meta.items() if k != OPS}
+    last.replace_all_uses_with(fused)
+    for node in reversed([n for n in gm.graph.nodes if n in found.inside]):
+        gm.graph.erase_node(node)
+    assert isinstance(value(fused), torch.Tensor), "a formula gives a tensor"
+    identity = identify(fused, mode)
+    if isinstance(identity, Identity):
+        fused.meta[OPS] = identity
+    return fused

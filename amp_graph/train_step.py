@@ -20,6 +20,7 @@ from amp_graph.backend import Compile, Runner, check_compile, compiler_of
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import Replayed, check_cuda_graph
+from amp_graph.devices import device_of
 from amp_graph.embedding_rows import tables_of
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
 from amp_graph.fused_update import group_updates, why_not_fused
@@ -32,6 +33,7 @@ from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import (
+    CaptureListener,
     Find,
     capture_with_dynamo,
     compiled_frames,
@@ -44,7 +46,6 @@ from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.rewrite import (
     Rewritten,
-    device_of,
     passes_for_compilers,
     passes_for_inductor,
     passes_of_step,
@@ -213,7 +214,7 @@ class TrainStep:
             weakly(self._backend),
             dynamic=False,
             fullgraph=True,
-            heard=weakref.proxy(self),
+            heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
         )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
@@ -389,22 +390,6 @@ class TrainStep:
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
         return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
-
-    def begins(self, code: Any) -> None:
-        """Hear from Dynamo that a capture begins."""
-
-    def ended(self, code: Any, whole: bool) -> None:
-        """Hear from Dynamo that a capture ended: with one whole graph, or it raised."""
-
-    def failed(self, code: Any, error: Exception) -> bool:
-        """Hear from Dynamo that tracing failed: an error of this step."""
-        return False
-
-    def skipped(self, code: Any, reason: str) -> None:
-        """Hear from Dynamo that a frame runs as it was written: with one whole graph, never."""
-
-    def broke(self, reason: str, stack: Any) -> None:
-        """Hear from Dynamo that a graph ended early: with one whole graph, it raises."""
 
 
 def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from amp_graph.backend import Compile
+from amp_graph.build_step import CapturedStep
 from amp_graph.captured_graphs import Captured
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
@@ -25,7 +26,7 @@ from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text
-from amp_graph.train_step import CapturedStep, TrainStep
+from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"

@@ -33,7 +33,7 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     weakly,
 )
-from amp_graph.passes.weight_copies import weights_were_written
+from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.step_graph import StepGraph, mark_loss

@@ -153,7 +153,7 @@ def _nothing(found: Conversion) -> str:
             "nothing to show: level O0 runs the model as it is written, and captures nothing\n"
             "  legal: level O1\n  fix:   --policy bf16"
         )
-    causes = [*(f"{s.where}: {s.reason}" for s in found.pieces), *found.notes]
+    causes = [*(f"{s.where}: {s.reason}" for s in found.log.skips), *found.said.notes]
     listed = "".join(f"\n    {cause}" for cause in dict.fromkeys(causes))
     return (
         f"nothing was captured of {type(found.model).__name__}{':' if listed else ''}{listed}\n"

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from amp_graph.capture_target import captured
+from amp_graph.captured_graphs import Captured
 from amp_graph.command_lists import entry_of, rule_lines
-from amp_graph.conversion import Captured, Conversion
+from amp_graph.conversion import Conversion
+from amp_graph.devices import device_of
 from amp_graph.errors import AmpGraphError
 from amp_graph.graph_report import NodeReport
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
 from amp_graph.passes.text import type_text
 from amp_graph.read_graph import Part, is_cast, node_reports, numbered, parts_of, shown_name
-from amp_graph.rewrite import device_of
 from amp_graph.terminal import write_lines
 
 

@@ -16,7 +16,7 @@ import torch
 
 from amp_graph.capture_target import sampled
 from amp_graph.cli import BUDGETS
-from amp_graph.conversion import device_of_model
+from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.measure_plans import Loss, Trained, train
 from amp_graph.plan_figures import Figures, Plans, plans_for

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.backend import Runner
 from amp_graph.errors import AmpGraphWarning
+from amp_graph.passes.torch_private import CaptureListener
 
 HINT = (
     "amp_graph: code that escaped capture was running under torch.autocast({kind!r}, {dtype}), where low and full "
@@ -42,7 +43,7 @@ class NotKnown(NotWhole):
     """No compiled code fits a call that would run in pieces: it may be one that can be captured whole."""
 
 
-class WholeOnly:
+class WholeOnly(CaptureListener):
     """Hears of the capture of one whole call, and stops it where that is not to be had."""
 
     def __init__(self, code: types.CodeType) -> None:
@@ -75,7 +76,7 @@ class WholeOnly:
         """Leave it to the capture in pieces to say where it breaks."""
 
 
-class InPieces:
+class InPieces(CaptureListener):
     """Hears of the capture of a call in pieces, tells it to ``heard``, and stops at calls nobody expects."""
 
     def __init__(self, code: types.CodeType, heard: Any) -> None:

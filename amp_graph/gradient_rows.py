@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_graph.one_pass_ops import addresses, library, place
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
-from amp_graph.passes.operators import define_operator
+from amp_graph.passes.operators import define_as_typed
 
 
 def gradient_rows(
@@ -62,12 +62,9 @@ def _read(grad: Tensor, ids: Tensor, offsets: Tensor | None, padding: int) -> tu
     return array("q", words), (flat, given, begins)
 
 
-define_operator(
-    "gradient_rows(Tensor[] grads, Tensor[] ids, Tensor?[] offsets, int[] paddings, int table, str rule)"
-    " -> (Tensor, Tensor)",
-    gradient_rows,
-    lambda grads, ids, offsets, paddings, table, rule: (
-        grads[0].new_empty(table, dtype=torch.int32),
-        grads[0].new_empty(min(sum(i.numel() for i in ids), table), grads[0].shape[-1]),
-    ),
-)
+def _fake(grads: list[Tensor], ids: list[Tensor], table: int) -> tuple[Tensor, Tensor]:
+    slots = grads[0].new_empty(table, dtype=torch.int32)
+    return slots, grads[0].new_empty(min(sum(i.numel() for i in ids), table), grads[0].shape[-1])
+
+
+define_as_typed(gradient_rows, _fake)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from amp_graph.conversion import conversion_of, device_of_model
+from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
+from amp_graph.devices import device_of_model
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.policy import Policy
 

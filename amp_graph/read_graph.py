@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.conversion import Captured
+from amp_graph.captured_graphs import Captured
+from amp_graph.devices import device_of
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
 from amp_graph.passes import facts
 from amp_graph.passes.error_budget import BUDGET
@@ -27,7 +28,7 @@ from amp_graph.passes.predict import predicted_ratio
 from amp_graph.passes.recompute_activations import SPARED
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import numel
-from amp_graph.rewrite import Rewritten, device_of
+from amp_graph.rewrite import Rewritten
 
 
 @dataclass(frozen=True)

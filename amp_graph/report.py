@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from amp_graph.backend import Compile
-from amp_graph.conversion import Captured, Conversion, conversion_of
+from amp_graph.build_step import CapturedStep
+from amp_graph.captured_graphs import Captured
+from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.graph_report import GraphReport
 from amp_graph.memory_report import memory_of
@@ -24,7 +26,7 @@ from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text
-from amp_graph.train_step import CapturedStep, TrainStep
+from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
@@ -101,11 +103,11 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         _backend(found.compile),
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
-        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.pieces)),
-        tuple(found.notes),
+        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
+        tuple(found.said.notes),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
-        tuple(dict.fromkeys((one.where, one.reason) for one in found.breaks if one.where)),
+        tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
     )
 
 
@@ -153,7 +155,7 @@ def _status(found: Conversion) -> str:
         return AS_WRITTEN
     if found.graphs:
         return ""
-    return FAILED if found.notes or found.pieces else NOT_CAPTURED
+    return FAILED if found.said.notes or found.log.skips else NOT_CAPTURED
 
 
 def _not_converted(model: object) -> str:

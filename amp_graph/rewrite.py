@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.passes.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.align_shapes import AlignShapes
@@ -248,12 +249,6 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:
     return [one for one in passes if one.name.replace("-", "_") not in policy.skip]
-
-
-def device_of(gm: GraphModule) -> str:
-    """Return the type of the device that the graph computes on: the first that is not the CPU, else "cpu"."""
-    found = {t.device.type for n in gm.graph.nodes for t in tensors(value(n))}
-    return next(iter(sorted(found - {"cpu", "meta"})), "cpu")
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

@@ -14,7 +14,10 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.backend import Runner
-from amp_graph.conversion import Conversion, device_of_model
+from amp_graph.captured_graphs import CapturedGraphs
+from amp_graph.complaints import Complaints
+from amp_graph.conversion import Conversion
+from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.measure_influence import Measured, MeasureInfluence
@@ -34,14 +37,15 @@ class Sampled:
 
 
 @dataclass(eq=False)
-class Sampling(Conversion):
-    """A conversion that changes no precision: its graphs run in fp32, and measure."""
+class SampledGraphs(CapturedGraphs):
+    """Graphs that run in fp32, as they were captured, and measure."""
 
     found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
     through_inputs: bool = True  # whether inputs that need no gradient get one, to be measured
 
-    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        name_nodes(gm, self.model, self._forward)
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Make one captured graph ready to plan, and return what runs and measures it."""
+        name_nodes(gm, self.model, self.forward)
         problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
         buffers = {id(b) for b in self.model.buffers()} if self.through_inputs else None
         measuring = MeasureInfluence(gm, problem.memory, buffers)
@@ -53,11 +57,12 @@ class Sampling(Conversion):
 
         return run
 
-    def _casts_what_escapes(self) -> bool:
-        return False
 
-    def _complain(self, what: str, causes: str = "", warned: bool = True) -> None:
-        """Say nothing: the conversion that follows will."""
+class Silent(Complaints):
+    """Says nothing: the conversion that follows will."""
+
+    def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
+        """Let it be."""
 
 
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
@@ -78,19 +83,30 @@ def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: boo
 def _measure(
     model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None, through_inputs: bool
 ) -> list[Sampled]:
-    wrapped = model.__dict__.get("forward")
-    low = replace(policy, level="O1")
-    sampling = Sampling(model, low, dynamic=dynamic, wrapped=wrapped, through_inputs=through_inputs)
+    sampling, graphs = _sampling(model, policy, dynamic, through_inputs)
     with _as_before(model), torch.random.fork_rng(), torch.enable_grad():
         sampling.attach()
         try:
-            _differentiate(sample(model), sampling)
+            _differentiate(sample(model), graphs)
         finally:
             sampling.detach()
-    return [Sampled(problem, measuring.measured()) for problem, measuring in sampling.found]
+    return [Sampled(problem, measuring.measured()) for problem, measuring in graphs.found]
 
 
-def _differentiate(loss: Any, sampling: Sampling) -> None:
+def _sampling(
+    model: torch.nn.Module, policy: Policy, dynamic: bool | None, through_inputs: bool
+) -> tuple[Conversion, SampledGraphs]:
+    """Return a conversion that changes no precision, not attached, and the graphs that its calls will capture."""
+    fp32 = replace(policy, level="O1", escaped="fp32")
+    made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
+    made.said = Silent(model, strict=False)
+    made.captured = graphs = SampledGraphs(
+        model, made.forward, fp32, "eager", (), made.escaped, made.log, made.said, through_inputs=through_inputs
+    )
+    return made, graphs
+
+
+def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise CaptureError(

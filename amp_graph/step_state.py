@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.master_weights import follow, master_of, updated_master, were_written_back
-from amp_graph.passes.weight_copies import last_update
+from amp_graph.passes.weight_updates import last_update
 
 
 @dataclass

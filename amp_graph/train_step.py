@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,22 +15,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, Runner, check_compile, compiler_of
+from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.build_step import CapturedStep, StepBuilder
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
-from amp_graph.cuda_graph import Replayed, check_cuda_graph
-from amp_graph.embedding_rows import tables_of
+from amp_graph.cuda_graph import check_cuda_graph
 from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
-from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
-from amp_graph.name_nodes import name_nodes
-from amp_graph.one_pass_update import check_way, plan_one_pass
-from amp_graph.passes.checkpoints import outline_checkpoints
-from amp_graph.passes.direct_calls import direct_calls
-from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
-from amp_graph.passes.manager import run_passes
+from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import (
+    CaptureListener,
     Find,
     capture_with_dynamo,
     compiled_frames,
@@ -39,18 +33,10 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     weakly,
 )
-from amp_graph.passes.weight_copies import weights_were_written
+from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import make_equal, ranks_of
-from amp_graph.rewrite import (
-    Rewritten,
-    device_of,
-    passes_for_compilers,
-    passes_for_inductor,
-    passes_of_step,
-    rewrite_in_place,
-)
-from amp_graph.step_graph import StepGraph, StepParts, mark_loss, take_loss_mark, trace_step
+from amp_graph.step_graph import StepGraph, mark_loss
 from amp_graph.step_inputs import (
     call_model,
     forward_of,
@@ -58,22 +44,9 @@ from amp_graph.step_inputs import (
     make_loss_scale,
     policy_of,
     refuse,
-    refuse_several_devices,
     split_batch,
 )
 from amp_graph.step_state import StepState
-from amp_graph.step_update import StepOptions, lows_of
-from amp_graph.update_masters import step_with_gradients
-
-
-@dataclass
-class CapturedStep:
-    """One captured forward with its loss, and the whole steps traced from it: by whether they update."""
-
-    rewritten: Rewritten
-    loss: int  # which of the graph's outputs it is
-    steps: dict[bool, StepGraph] = field(default_factory=dict)
-    hoisted: list[Hoisted] | None = None  # weight casts that became inputs; known at the first call
 
 
 class TrainStep:
@@ -132,24 +105,22 @@ class TrainStep:
         check_compile(compile)
         check_at_floor("TrainStep", at_floor)
         check_way(update, compile)
-        self.update = update
         self.at_floor, self._calls = at_floor, 0
-        self._ranks = ranks_of(process_group, model, reduce_dtype)
-        check_cuda_graph(cuda_graph, model, self._ranks)
-        self.cuda_graph = cuda_graph
-        if self._ranks is not None:
+        ranks = ranks_of(process_group, model, reduce_dtype)
+        check_cuda_graph(cuda_graph, model, ranks)
+        if ranks is not None:
             make_equal(model, process_group)
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
             convert(model, self.policy)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
-        self.clip_norm, self.clip_value = clip_norm, clip_value
         self.captured: list[CapturedStep] = []
         self._state = StepState()
+        how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
+        self._builder = StepBuilder(model, optimizer, *how, self._state)
         self._last = True
-        self._options = self._read_options()
-        self._why_outside = why_not_fused(optimizer)
+        self._options = graph_options(optimizer)
         _forget_when_loaded(optimizer, weakref.ref(self))
         self._run = self._capturing()
 
@@ -157,8 +128,8 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
-        if self._read_options() != self._options:
-            self._options = self._read_options()
+        if graph_options(self.optimizer) != self._options:
+            self._options = graph_options(self.optimizer)
             self._forget()
         self._state.read_rates(self.optimizer.param_groups)
         if self.micro_batches == 1:
@@ -213,108 +184,36 @@ class TrainStep:
             weakly(self._backend),
             dynamic=False,
             fullgraph=True,
-            heard=weakref.proxy(self),
+            heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
         )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        name_nodes(gm, self.model, self.model.forward)
-        device = device_of(gm)
-        policy = replace(self.policy, keep_outputs=True)
-        last = passes_for_inductor(policy, self) if (self.compile, device) == ("inductor", "cpu") else []
-        rewritten = rewrite_in_place(
-            gm, policy, None if device == "cpu" else device, last, eager=self.compile == "eager"
-        )
-        if self.compile != "eager":
-            run_passes(gm, passes_for_compilers(policy))
-        captured = CapturedStep(rewritten, take_loss_mark(gm))
+        captured = self._builder.take(gm)
         self.captured.append(captured)
-
         owner, own = weakref.ref(self), weakref.ref(captured)
 
         def run(*args: Any) -> Any:
             step, captured = owner(), own()
             assert step is not None, "a step's graph is called by the step alone"
             assert captured is not None, "a step has its graphs for as long as it lives"
-            if captured.hoisted is None:
-                weights = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
-                captured.hoisted = hoist_weight_casts(gm, weights)
-                outline_checkpoints(gm, traced=True)
-            if step._last not in captured.steps:
-                captured.steps[step._last] = step._build(captured, args)
-            step._state.refresh()
-            graph = captured.steps[step._last]
-            found = graph(*args)
-            if step._last:
-                step._was_updated(graph, args)
-            return found
+            return step._run_on(captured, args)
 
         return run
 
-    def _build(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
-        """Trace the whole step for these inputs."""
-        gm, hoisted, state = captured.rewritten.gm, captured.hoisted or [], self._state
-        # In the optimizer's order, by which norms are added up.
-        owned = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
-        trained = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in owned]
-        trained.sort(key=lambda i: owned[id(args[i])])
-        strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in owned]
-        if strangers and not trained:
-            raise CaptureError(
-                "TrainStep: the optimizer has none of the parameters that the model trains\n"
-                "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
-            )
-        parameters = [args[i] for i in trained]
-        refuse_several_devices(parameters)
-        updates = [] if self._why_outside else group_updates(self.optimizer, parameters)
-        if self.loss_scale is not None:
-            self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
-        sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
-        copies = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
-        masters = {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]}
-        lows = {id(args[i]): low for i, low in lows_of(args, trained, copies, masters).items()}
-        tables = [id(args[i]) for i in tables_of(gm) if i in trained]
-        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
-        parts = StepParts(
-            gm.forward,
-            args,
-            trained,
-            updates,
-            [state.rate_of(u.group) for u in updates],
-            sums,
-            self.loss_scale,
-            StepOptions(
-                self.clip_norm,
-                self.clip_value,
-                self.micro_batches,
-                self._last,
-                captured.loss,
-                outside=bool(self._why_outside),
-                pointwise=self.compile != "eager",
-                one_pass=one_pass,
-            ),
-            [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)],
-            hoisted,
-            copies,
-            masters,
-            self._ranks,
-        )
-        device = device_of(gm)
-        passes = passes_of_step(self.policy, device) if self.compile == "eager" and self.policy.level != "O0" else []
-        step = trace_step(parts, self._lower, passes)
-        if self.cuda_graph:
-            step.run = Replayed(step.run, self._batch_in(args), step.outputs)
-        step.update = how if self._last else ""
-        step.after = weakly(self._step_outside) if self._why_outside and self._last and trained else None
-        return step
-
-    def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return which inputs of a captured graph are no tensors of the model's own."""
-        own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        return tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
+    def _run_on(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
+        """Run the step that was traced from ``captured``, or trace it."""
+        if self._last not in captured.steps:
+            captured.steps[self._last] = self._builder.build(captured, args, self._last)
+        self._state.refresh()
+        graph = captured.steps[self._last]
+        found = graph(*args)
+        if self._last:
+            self._was_updated(graph, args)
+        return found
 
     def _was_updated(self, step: StepGraph, args: Sequence[Any]) -> None:
         """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
-        if not self._why_outside:
+        if not self._builder.is_outside:
             weights_were_written()  # by fused operators, which leave version counters alone
             self._state.was_updated()
         self._look_at_floor(step, args)
@@ -328,27 +227,7 @@ class TrainStep:
         if stuck.device.type == "cpu" and stuck.item() >= STUCK:
             complain_of_floor("TrainStep", int(stuck), self.loss_scale.floor, step.first_bad(args), self.at_floor)
 
-    def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
-        if self.compile == "eager":
-            return direct_calls(gm)
-        with torch.no_grad():
-            return compiler_of(self.compile, self.policy, device_of(gm), whole=True)(gm, given)
-
-    def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
-        """Call an optimizer that is no part of the graph, unless a gradient was infinite."""
-        if found_inf is not None and found_inf.item():
-            return
-        step_with_gradients(self.optimizer, parameters, grads)
-
     # -- state ----------------------------------------------------------------------------------------
-
-    def _read_options(self) -> list[dict[str, Any]]:
-        """Return what of the optimizer is part of the graph: all options but learning rates."""
-        found = []
-        for group in self.optimizer.param_groups:
-            options = {k: v for k, v in group.items() if k not in ("lr", "params", "initial_lr")}
-            found.append({**options, "params": [id(p) for p in group["params"]]})
-        return found
 
     def _forget(self) -> None:
         """Trace anew at the next call: state or options of the optimizer were replaced."""
@@ -390,21 +269,14 @@ class TrainStep:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
         return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
 
-    def begins(self, code: Any) -> None:
-        """Hear from Dynamo that a capture begins."""
 
-    def ended(self, code: Any, whole: bool) -> None:
-        """Hear from Dynamo that a capture ended: with one whole graph, or it raised."""
-
-    def failed(self, code: Any, error: Exception) -> bool:
-        """Hear from Dynamo that tracing failed: an error of this step."""
-        return False
-
-    def skipped(self, code: Any, reason: str) -> None:
-        """Hear from Dynamo that a frame runs as it was written: with one whole graph, never."""
-
-    def broke(self, reason: str, stack: Any) -> None:
-        """Hear from Dynamo that a graph ended early: with one whole graph, it raises."""
+def graph_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what of the optimizer is part of a step's graph: all options but learning rates."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("lr", "params", "initial_lr")}
+        found.append({**options, "params": [id(p) for p in group["params"]]})
+    return found
 
 
 def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:

@@ -9,40 +9,17 @@
 
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "kernel.h"
 
 #define ADAM 1
 #define SGD 2
 #define ADAGRAD 3
-#define MOST_THREADS 256
 #define CHUNK 1024
 #define LINE 16  /* elements that memory is read in */
 #define LANES 32 /* sums at a time: one would wait for each addition */
-#define INLINE static inline __attribute__((always_inline))
 
-/* -- precisions ------------------------------------------------------------------------------------------------- */
-
-#ifdef LOW_FP16
-typedef _Float16 Low;
-INLINE float widen(Low x) { return (float)x; }
-INLINE Low narrow(float x) { return (Low)x; }
-#else
-typedef uint16_t Low;
-INLINE float widen(Low x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float found;
-  memcpy(&found, &bits, sizeof found);
-  return found;
-}
-INLINE Low narrow(float x) { /* to the nearest, ties to even */
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (Low)(x != x ? 0x7fc0u : rounded);
-}
-#endif
+/* -- numbers ------------------------------------------------------------------------------------------------------ */
 
 INLINE float element(const void* grad, int is_low, int64_t i) {
   return is_low ? widen(((const Low*)grad)[i]) : ((const float*)grad)[i];
@@ -274,22 +251,16 @@ static void* do_share(void* given) {
 
 /* Does all shares, each in its thread, and returns what was seen in the whole. */
 static Share in_shares(Share whole, int64_t threads) {
-  pthread_t ids[MOST_THREADS];
   Share shares[MOST_THREADS];
-  int started[MOST_THREADS] = {0};
-  threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+  threads = threads_of(threads);
   for (int64_t k = 0; k < whole.count; ++k) whole.to += whole.all[k].size;
-  for (int64_t t = threads - 1; t >= 0; --t) {
+  for (int64_t t = 0; t < threads; ++t) {
     shares[t] = whole;
     shares[t].from = whole.to * t / threads;
     shares[t].to = whole.to * (t + 1) / threads;
-    started[t] = t && !pthread_create(&ids[t], 0, do_share, &shares[t]);
-    if (!started[t]) do_share(&shares[t]);
   }
-  for (int64_t t = 0; t < threads; ++t) {
-    if (started[t]) pthread_join(ids[t], 0);
-    whole.squares += shares[t].squares;
-  }
+  do_shares(shares, sizeof *shares, threads, do_share);
+  for (int64_t t = 0; t < threads; ++t) whole.squares += shares[t].squares;
   return whole;
 }
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.operators import OPS, define_operator
+from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import flash_attention_cpu, in_forward_mode, is_batched, softmax_backward
 
 # Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
@@ -152,17 +152,10 @@ def _block(
     return torch.bmm(dscores, key).mul_(scale), torch.bmm(dscores.mT, query).mul_(scale), dvalue
 
 
-def _fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _fake(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     alike = query.shape[1] == key.shape[1]  # else the queries were grouped, and their copy is contiguous
     return torch.empty_like(query if alike else query.contiguous()), torch.empty_like(key), torch.empty_like(value)
 
 
 # One operator, so that a graph in which it is traced (TrainStep's, a compiler's) has one node and not the loop.
-define_operator(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-    attention_backward,
-    _fake,
-)
+define_as_typed(attention_backward, _fake)

@@ -17,10 +17,11 @@ from torch.fx.node import map_arg
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classified
-from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call, trace_node, traced_inputs
+from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call
 from amp_graph.passes.node_value import CAPTURED, fake_mode_of, tensors
 from amp_graph.passes.regions import GRAD, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
+from amp_graph.passes.trace_node import trace_node, traced_inputs
 
 KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "amp_module", "amp_wish", GRAD)
 

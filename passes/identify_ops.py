@@ -7,27 +7,21 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.decompositions import DECOMPOSITIONS
-from amp_graph.passes.node_value import argument_values, fake_mode_of, tensors, value
+from amp_graph.passes.node_key import node_key
+from amp_graph.passes.node_value import fake_mode_of, tensors, value
 from amp_graph.passes.regions import TRANSFORM
-from amp_graph.passes.torch_private import (
-    FakeTensorMode,
-    OpOverload,
-    concrete_size,
-    make_fx,
-    tracing_fake,
-)
+from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
+from amp_graph.passes.trace_node import trace_node
 
 OPS = "amp_ops"  # meta key
 
@@ -133,24 +127,13 @@ def tensor_inputs(node: Node) -> list[Node]:
     return list(found.values())
 
 
-def traced_inputs(node: Node) -> list[Node]:
-    """Return the nodes behind the placeholders of ``trace_node(..., symbolic=True)``, in order."""
-    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
-    found: dict[int, Node] = {}
-    for leaf in flat:
-        if isinstance(leaf, Node):
-            given = [value(leaf)] if isinstance(value(leaf), torch.SymInt) else tensors(value(leaf))
-            found.update((id(one), leaf) for one in given)
-    return list(found.values())
-
-
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they cannot be known.
 
     Nodes that call the same operations share one answer: integers among its arguments may be another node's.
     Operations in ``decompose`` are replaced by what they are written in terms of.
     """
-    key = _key(node)
+    key = node_key(node)
     if key is None:
         return _trace(node, mode, decompose)
     key = (key, decompose)
@@ -168,152 +151,6 @@ def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
 
 
 _CACHE: dict[Any, Identity | str] = {}
-LAYS_OUT = frozenset({"contiguous", "ravel"})
-LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-
-
-def _key(node: Node) -> Any:
-    """Return what decides a node's operations: the target and its arguments, tensors by dtype and rank.
-
-    Integers count by type only: sizes and dims do not decide which operation a call becomes, and a key with
-    them would be new for each layer.
-    """
-    args, kwargs = argument_values(node)
-    flat, spec = tree_flatten((args, kwargs))
-    try:
-        first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
-        same = tuple(first.get(id(leaf)) for leaf in flat)
-        leaves = tuple(_leaf_key(leaf) for leaf in flat)
-        told = (_whole_slices(args), _exponents(node, flat), _lying(node, flat))
-        key = (node.op, node.target, str(spec), leaves, same, *told)
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the numbers that a power is called with: lists tell small exponents from large ones."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
-
-
-def _lying(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
-    """Return how the operands lie of what is no operation at all where they lie as it wants them already."""
-    if getattr(node.target, "__name__", str(node.target)) not in LAYS_OUT:
-        return ()
-    return tuple(_layouts(leaf) for leaf in flat if isinstance(leaf, torch.Tensor))
-
-
-def _layouts(tensor: torch.Tensor) -> tuple[bool, ...]:
-    """Say of each layout whether ``tensor`` has it, without a guard on symbolic sizes."""
-    sizes, strides = (tuple(map(concrete_size, numbers)) for numbers in (tensor.shape, tensor.stride()))
-    alike = torch.empty_strided(sizes, strides, device="meta")
-    return tuple(alike.is_contiguous(memory_format=layout) for layout in LAYOUTS)
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return ("tensor", leaf.dtype, leaf.dim(), leaf.device.type)
-    if isinstance(leaf, (bool, torch.SymBool)):
-        return ("bool", leaf if isinstance(leaf, bool) else None)
-    if isinstance(leaf, (int, torch.SymInt)):
-        return ("int",)
-    if isinstance(leaf, torch.SymFloat):
-        return ("float",)
-    if isinstance(leaf, slice):
-        return ("slice", leaf.start is None, leaf.stop is None, leaf.step is None)
-    return (type(leaf), leaf)
-
-
-def _whole_slices(args: Sequence[Any]) -> tuple[bool | None, ...]:
-    """Say which slices of ``x[index]`` take their whole dimension: torch makes no operation of those."""
-    if len(args) != 2 or not isinstance(args[0], torch.Tensor):
-        return ()
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
-        return ()
-    sizes = args[0].shape
-    hidden = len(sizes) - sum(type(i) in (int, slice) for i in index)
-    found: list[bool | None] = []
-    dim = 0
-    for i in index:
-        if isinstance(i, slice) and dim < len(sizes):
-            found.append(_is_whole(i, sizes[dim]))
-        dim += hidden if i is Ellipsis else i is not None
-    return tuple(found)
-
-
-def _is_whole(part: slice, size: Any) -> bool | None:
-    numbers = (size, part.start or 0, part.stop or 0, part.step or 1)
-    return part.indices(size) == (0, size, 1) if all(type(n) is int for n in numbers) else None
-
-
-def trace_node(
-    node: Node,
-    mode: FakeTensorMode,
-    decompose: frozenset[OpOverload] = frozenset(),
-    *,
-    symbolic: bool = False,
-) -> GraphModule:
-    """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
-
-    Symbolic sizes are traced as numbers, in a fake mode of their own: which operations run does not depend
-    on them, and tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that is
-    to run; a symbolic number is then an input as a tensor is.
-    """
-    args, kwargs = argument_values(node)
-    flat, spec = tree_flatten((args, kwargs))
-    if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
-        flat = [once[id(leaf)] for leaf in flat]
-    places: dict[int, list[int]] = {}
-    for i, leaf in enumerate(flat):
-        if isinstance(leaf, (torch.Tensor, torch.SymInt)):
-            places.setdefault(id(leaf), []).append(i)
-
-    def call(*given: torch.Tensor) -> Any:
-        leaves = list(flat)
-        for same, tensor in zip(places.values(), given, strict=True):
-            for place in same:
-                leaves[place] = tensor
-        call_args, call_kwargs = tree_unflatten(leaves, spec)
-        if node.op == "call_method":
-            return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
-        return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
-
-    table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
-    with tracing_fake(mode, symbolic=symbolic):
-        # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
-        given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
-        return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
-
-
-def _is_symbolic(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
-    if isinstance(leaf, slice):
-        return any(_is_symbolic(part) for part in (leaf.start, leaf.stop, leaf.step))
-    return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
-    """Return ``leaf`` with numbers for its symbolic sizes, in ``mode``."""
-    if isinstance(leaf, torch.SymInt):
-        return concrete_size(leaf)
-    if isinstance(leaf, torch.SymFloat):
-        return 1.0
-    if isinstance(leaf, torch.SymBool):
-        return True
-    if isinstance(leaf, slice):
-        return slice(*(_concrete(part, mode) for part in (leaf.start, leaf.stop, leaf.step)))
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    sizes = [concrete_size(size) for size in leaf.shape]
-    strides = [concrete_size(stride) for stride in leaf.stride()]
-    with mode:
-        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
 
 
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:

@@ -20,6 +20,7 @@ import torch
 
 from amp_graph.lists import AmpGraphError
 
+HEADER = Path(__file__).with_name("kernel.h")  # which any of the sources may include
 FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
 LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
 SECONDS = 120  # that a compiler may take; it needs half a second
@@ -43,7 +44,7 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
     """
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
-    told = "\n".join((source.read_text(), *options, platform.machine(), *platform.libc_ver()))
+    told = "\n".join((source.read_text(), HEADER.read_text(), *options, platform.machine(), *platform.libc_ver()))
     try:
         made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
         if not made.is_file():
@@ -68,7 +69,8 @@ def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
     """Write ``made`` as a whole: another process may be about to load it."""
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = made.with_name(f"{made.stem}.{uuid.uuid4().hex}.part")
-    command = [*_compiler(), *options, "-shared", "-fPIC", "-pthread", str(source), "-o", str(part), "-lm"]
+    command = [*_compiler(), *options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}"]
+    command += [str(source), "-o", str(part), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
-from amp_graph.passes.operators import define_operator
+from amp_graph.passes.operators import define_as_typed
 
 SOURCE = Path(__file__).with_name("norm_kernel.c")
 MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
@@ -117,16 +116,7 @@ def _threads(like: Tensor) -> ctypes.c_int64:
 
 
 def _fake(
-    x: Tensor,
-    branch: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,
-    low: torch.dtype,
-    wants_low: bool,
-    wants_full: bool,
-    centered: bool,
+    x: Tensor, branch: Tensor | None, width: int, low: torch.dtype, wants_low: bool, wants_full: bool
 ) -> list[Tensor]:
     made = [x.new_empty((2, x.numel() // width), dtype=torch.float32)]
     dtypes = [] if branch is None else [torch.promote_types(x.dtype, branch.dtype)]
@@ -135,33 +125,18 @@ def _fake(
 
 
 def _fake_backward(
-    grads: Sequence[Tensor],
-    grad_sum: Tensor | None,
     total: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
     width: int,
     low: torch.dtype,
     wants_full: bool,
     wants_low: bool,
     wants_weight: bool,
     wants_bias: bool,
-    centered: bool,
 ) -> list[Tensor]:
     dtypes = [torch.float32] * wants_full + [low] * wants_low
     made = [total.new_empty(total.shape, dtype=dtype) for dtype in dtypes]
     return made + [total.new_empty((width,), dtype=torch.float32) for _ in range(wants_weight + wants_bias)]
 
 
-define_operator(
-    "residual_norm(Tensor x, Tensor? branch, Tensor? weight, Tensor? bias, int width, float eps, ScalarType low, "
-    "bool wants_low, bool wants_full, bool centered) -> Tensor[]",
-    residual_norm,
-    _fake,
-)
-define_operator(
-    "residual_norm_backward(Tensor[] grads, Tensor? grad_sum, Tensor total, Tensor stats, Tensor? weight, int width, "
-    "ScalarType low, bool wants_full, bool wants_low, bool wants_weight, bool wants_bias, bool centered) -> Tensor[]",
-    residual_norm_backward,
-    _fake_backward,
-)
+define_as_typed(residual_norm, _fake)
+define_as_typed(residual_norm_backward, _fake_backward)

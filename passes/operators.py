@@ -5,6 +5,7 @@ Before: a Python function that a tracer goes through. After: ``amp_graph::attent
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,3 +21,19 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_graph::{name}", fake, lib=LIBRARY)
+
+
+def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register ``function`` under its name, with the schema that its annotations say; it writes to no argument.
+
+    ``fake`` takes those of its arguments that it names. Whole numbers are no sizes: they are the same in all of a
+    graph's calls.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
+    known, wanted = inspect.signature(function), tuple(inspect.signature(fake).parameters)
+
+    def picked(*args: Any, **kwargs: Any) -> Any:
+        given = known.bind(*args, **kwargs).arguments
+        return fake(*(given[name] for name in wanted))
+
+    define_operator(function.__name__ + schema, function, picked)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.native_code import HEADER
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
 
 SOURCE = Path(__file__).with_name("small_product.c")
-FILES = (__file__, str(SOURCE))  # what the kernel is made of
+FILES = (__file__, str(SOURCE), str(HEADER))  # what the kernel is made of
 POINTERS = ("const at::BFloat16*",) * 3 + ("at::BFloat16*",)
 NUMBERS = ("const int64_t",) * 12
 ENTRY = """
@@ -93,7 +94,8 @@ def _node_type() -> Any:
 
 def source_of(name: str) -> str:
     """Return C++ that defines the kernel under ``name``: pointers and numbers as in ``POINTERS`` and ``NUMBERS``."""
-    return f"#include <torch/csrc/inductor/cpp_prefix.h>\n{SOURCE.read_text()}{ENTRY.replace('NAME', name)}{BODY}"
+    code = SOURCE.read_text().replace(f'#include "{HEADER.name}"', HEADER.read_text())
+    return f"#include <torch/csrc/inductor/cpp_prefix.h>\n{code}{ENTRY.replace('NAME', name)}{BODY}"
 
 
 def _kernel(wrapper: Any) -> str:

@@ -5,11 +5,9 @@
    small_product.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
    AVX512_BF16 the loops at the end say the same. */
 
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-typedef uint16_t Low;
+#include "kernel.h"
 
 typedef struct {
   const Low *a, *b, *bias; /* bias: null for none */
@@ -154,26 +152,13 @@ static void multiply(const Product *p) {
 
 #else
 
-static float widened(Low x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float f;
-  memcpy(&f, &bits, sizeof f);
-  return f;
-}
-
-static Low rounded(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return x != x ? (Low)0x7fc0 : (Low)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 static void multiply(const Product *p) {
   for (int64_t i = 0; i < p->rows; i++)
     for (int64_t j = 0; j < p->columns; j++) {
-      float sum = p->bias ? widened(p->bias[j]) : 0.0f;
+      float sum = p->bias ? widen(p->bias[j]) : 0.0f;
       for (int64_t k = 0; k < p->depth; k++)
-        sum += widened(p->a[i * p->a_row + k * p->a_column]) * widened(p->b[k * p->b_row + j * p->b_column]);
-      p->out[i * p->columns + j] = rounded(p->relu && sum < 0.0f ? 0.0f : sum);
+        sum += widen(p->a[i * p->a_row + k * p->a_column]) * widen(p->b[k * p->b_row + j * p->b_column]);
+      p->out[i * p->columns + j] = narrow(p->relu && sum < 0.0f ? 0.0f : sum);
     }
 }
 

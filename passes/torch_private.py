@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
 
 __all__ = [
+    "CaptureListener",
     "FakeTensor",
     "FakeTensorMode",
     "Find",
@@ -254,10 +255,11 @@ def _said_once() -> set[Any]:
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
-class CaptureListener(Protocol):
-    """Who hears of what Dynamo captured and did not; what ``begins`` and ``ended`` raise reaches the caller.
+class CaptureListener:
+    """Hears of what Dynamo captured and did not; this one does nothing.
 
-    Nothing of the frame has run by then, and Dynamo remembers nothing of it.
+    What ``begins`` and ``ended`` raise reaches the caller: nothing of the frame has run by then, and Dynamo remembers
+    nothing of it.
     """
 
     def begins(self, code: types.CodeType) -> None:
@@ -268,6 +270,7 @@ class CaptureListener(Protocol):
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
         """Hear that tracing a frame failed; say whether the frame is to run as it was written."""
+        return False
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Hear that a frame runs as it was written."""

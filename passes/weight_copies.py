@@ -6,7 +6,6 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,83 +13,14 @@ from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.gradient_memory import GradientMemory
-from amp_graph.passes.torch_private import (
-    StorageWeakRef,
-    borrow,
-    bytes_of,
-    holders,
-    on_every_optimizer_step,
-    storage_key,
-    words_of,
-)
+from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, may_be_kept
+from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
+from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, FOLDED = range(3)
-LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
-
-
-class _Updates:
-    """When parameters were last updated by what no version counter shows: an object that is new each time."""
-
-    mark: object = None
-
-
-_UPDATES = _Updates()
-
-
-def weights_were_written() -> None:
-    """Make every copy in this process old.
-
-    Fused optimizers, and those that write to ``.data``, leave version counters alone; so may what follows an
-    update (an exponential average, clipping, masks). Each step of any optimizer therefore ends here.
-    """
-    _UPDATES.mark = object()
-
-
-def last_update() -> object:
-    """Return an object that is another one after each update of any weights in this process."""
-    hear_of_updates()
-    return _UPDATES.mark
-
-
-def hear_of_updates() -> None:
-    """Have every optimizer say when it stepped."""
-    on_every_optimizer_step(_after_step)
-
-
-def _after_step(*_: Any) -> None:
-    """Hear of a step. torch.compile traces this: it may only assign."""
-    weights_were_written()
-
-
-@dataclass(eq=False, slots=True)
-class _Kept:
-    """One copy, and what the parameter looked like when it was made: replaced as a whole, for threads read it."""
-
-    low: Tensor
-    version: int
-    mark: object
-    # Held weakly, so that no other storage gets this one's identity, and none is kept from being freed.
-    storage: StorageWeakRef
-    key: int
-    pointer: int
-    stride: tuple[int, ...]
-    words: memoryview
-    values: bytes
-    given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
-    reused: bool = False  # whether the copy was of any use
-    passed: object = None  # the mark of an update after which no copy was made
-    asked: int = 0  # how often it was to be read packed
-    for_packing: bool = False  # made for nothing but to be packed
-    beside: Any = None  # what was made along with it
-
-    def again(self, low: Tensor, version: int, mark: object) -> _Kept:
-        """Return what is known once the same parameter was cast anew, to ``low``."""
-        stable = (self.storage, self.key, self.pointer, self.stride, self.words)
-        given = self.given if low is self.low else None
-        return _Kept(low, version, mark, *stable, self.words.tobytes(), given, self.passed is mark)
 
 
 class WeightCopies:
@@ -112,9 +42,9 @@ class WeightCopies:
         self.enabled = True
         self._found_written = found_written or (lambda weight: None)
         self.checked = checked
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, KeptCopy] = {}
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
-        self.packed: tuple[dict[Any, _Kept], ...] = ({}, {}, {})
+        self.packed: tuple[dict[Any, KeptCopy], ...] = ({}, {}, {})
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
@@ -137,7 +67,7 @@ class WeightCopies:
         self._purge()
         return [kept.low for kept in self._all()]
 
-    def _all(self) -> list[_Kept]:
+    def _all(self) -> list[KeptCopy]:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
 
     @property
@@ -145,16 +75,16 @@ class WeightCopies:
         """What the copies take."""
         return sum(bytes_of(low) for low in self.tensors)
 
-    def is_current(self, weight: Tensor, kept: _Kept) -> bool:
+    def is_current(self, weight: Tensor, kept: KeptCopy) -> bool:
         """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
-        if not _is_of(kept, weight) or weight._version != kept.version or _UPDATES.mark is not kept.mark:
+        if not is_of(kept, weight) or weight._version != kept.version or UPDATES.mark is not kept.mark:
             return False
         if kept.words.tobytes() != kept.values:
             self._written_in_secret(weight)
             return False
         return True
 
-    def for_packing(self, weight: Tensor) -> tuple[Tensor, _Kept | None]:
+    def for_packing(self, weight: Tensor) -> tuple[Tensor, KeptCopy | None]:
         """Return ``weight`` in low precision, without gradient; and its copy, if that has been read often enough."""
         kept = self._kept.get(id(weight))
         if kept is None or not self.is_current(weight, kept):
@@ -167,8 +97,8 @@ class WeightCopies:
         return kept.low, kept if kept.asked > PLAIN_READS else None
 
     def keep_packed(
-        self, weight: Tensor, kept: _Kept, packed: Tensor, store: int, key: Any = None, beside: Any = None
-    ) -> _Kept:
+        self, weight: Tensor, kept: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
+    ) -> KeptCopy:
         """Keep what was made of the copy ``kept``, and the copy itself where something else reads it."""
         made = kept.again(packed, kept.version, kept.mark)
         made.beside = beside
@@ -179,7 +109,7 @@ class WeightCopies:
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
-        updates, grad_enabled, known = _UPDATES, torch.is_grad_enabled, self._kept
+        updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
         def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
@@ -187,7 +117,7 @@ class WeightCopies:
             if kept is None:
                 return self._first(weight)
             mark = updates.mark
-            if kept.mark is not mark and kept.passed is not mark and _passes(kept, weight) and grad_enabled():
+            if kept.mark is not mark and kept.passed is not mark and is_passed_over(kept, weight) and grad_enabled():
                 kept.passed = mark
                 return lowered(weight)
             if (
@@ -223,15 +153,15 @@ class WeightCopies:
             return weight.to(self.dtype)
         if not FEW < len(self._kept) < self._room:
             self._purge()
-        version, mark = weight._version, _UPDATES.mark  # before the values: a write in between makes the copy old
+        version, mark = weight._version, UPDATES.mark  # before the values: a write in between makes the copy old
         low, own = self._cast(weight)
         if type(own) is Tensor:  # not where a mode that traces is at work
             storage, words = StorageWeakRef(weight.untyped_storage()), words_of(weight)
             place = (storage.cdata, weight.data_ptr(), weight.stride())
-            self._kept[id(weight)] = _Kept(own, version, mark, storage, *place, words, words.tobytes())
+            self._kept[id(weight)] = KeptCopy(own, version, mark, storage, *place, words, words.tobytes())
         return low
 
-    def _again(self, weight: Tensor, kept: _Kept) -> Tensor | None:
+    def _again(self, weight: Tensor, kept: KeptCopy) -> Tensor | None:
         """Cast ``weight``, which was written to, as a plain cast does.
 
         Returns None where that went into the old copy, which is large and nobody has any more: fresh memory costs
@@ -239,8 +169,8 @@ class WeightCopies:
         """
         if not weight.is_leaf:
             return self._first(weight)
-        version, mark = weight._version, _UPDATES.mark
-        if weight.numel() >= LARGE and _is_nobody_elses(kept):
+        version, mark = weight._version, UPDATES.mark
+        if weight.numel() >= LARGE and is_nobody_elses(kept):
             with torch.no_grad():
                 kept.low.copy_(weight)
             low, own = None, kept.low
@@ -284,47 +214,3 @@ class WeightCopies:
                 "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
-
-
-def _passes(kept: _Kept, weight: Tensor) -> bool:
-    """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
-    return not kept.reused and weight.numel() < LARGE
-
-
-def _is_of(kept: _Kept, weight: Tensor) -> bool:
-    """Say whether ``kept`` was made of ``weight``, and that is where it was."""
-    same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
-    return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
-
-
-class _Holder:
-    def __init__(self) -> None:
-        self.low = torch.empty(1)
-
-
-def _is_nobody_elses(kept: _Kept) -> bool:
-    """Say whether no graph, alias or thread has the copy, or the way back that was made for it."""
-    if kept.given is None:
-        return holders(kept, "low") == _ALONE
-    return holders(kept, "low") == holders(kept, "given") == _BORROWED
-
-
-_HOLDER = _Holder()
-_ALONE = holders(_HOLDER, "low")  # what is counted of a tensor that one attribute holds
-_ALIAS = _HOLDER.low.detach()
-_BORROWED = holders(_HOLDER, "low")  # and of one that has an alias
-del _ALIAS
-
-
-def may_be_kept(weight: Any) -> bool:
-    """Say whether a copy of ``weight`` can be trusted until one of the signs of a write shows."""
-    return (
-        type(weight) is torch.nn.Parameter
-        and weight.is_leaf
-        and weight.device.type == "cpu"
-        and weight.layout is torch.strided
-        and not weight.is_inference()
-        and not weight.is_shared()
-        and not getattr(weight, "_fsdp_flattened", False)
-        and 0 < weight.numel() * weight.element_size() == weight.untyped_storage().nbytes()
-    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph import cuda_graph
+from amp_graph.build_step import StepBuilder
 from amp_graph.errors import CaptureError
 
 STEPS = 9  # three as they are, one recording, and replays
@@ -133,7 +134,7 @@ def test_parameters_that_moved_are_recorded_anew(recordings):
 
 
 def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
-    monkeypatch.setattr(amp_graph.TrainStep, "_batch_in", lambda self, args: ())
+    monkeypatch.setattr(StepBuilder, "_batch_in", lambda self, args: ())
     monkeypatch.setattr(cuda_graph.Replayed, "_addresses", lambda self, args: ())
     assert not equal(trained(True)[0], trained(False)[0])
 

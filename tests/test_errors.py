@@ -288,7 +288,7 @@ def test_interrupted_during_capture_it_works_at_the_next_call(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("amp_graph.conversion.name_nodes", interrupted)
+        patched.setattr("amp_graph.captured_graphs.name_nodes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     before.check()

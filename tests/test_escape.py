@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph import conversion
+from amp_graph import captured_graphs
 from amp_graph.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.base import PassError
@@ -577,14 +577,14 @@ def test_an_error_that_forward_handles_itself():
 @pytest.mark.parametrize("kind", [CallsItsPartOften, BreaksInTraining])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_while_a_piece_is_rewritten(kind, error, monkeypatch):
-    model, rewrite = amp_graph.convert(kind()), conversion.rewrite_in_place
+    model, rewrite = amp_graph.convert(kind()), captured_graphs.rewrite_in_place
 
     def interrupted(*args, **kwargs):
-        monkeypatch.setattr(conversion, "rewrite_in_place", rewrite)
+        monkeypatch.setattr(captured_graphs, "rewrite_in_place", rewrite)
         assert not torch.is_autocast_enabled("cpu")
         raise error
 
-    monkeypatch.setattr(conversion, "rewrite_in_place", interrupted)
+    monkeypatch.setattr(captured_graphs, "rewrite_in_place", interrupted)
     with pytest.raises((error, torch._dynamo.exc.BackendCompilerFailed)):
         model(X)
     assert not torch.is_autocast_enabled("cpu")
@@ -599,7 +599,7 @@ def test_a_piece_that_cannot_be_rewritten_runs_under_autocast_and_is_reported(mo
     def refuse(*args, **kwargs):
         raise PassError("pass plan-precision failed: a stand-in")
 
-    monkeypatch.setattr(conversion, "rewrite_in_place", refuse)
+    monkeypatch.setattr(captured_graphs, "rewrite_in_place", refuse)
     model = CallsItsPartOften()
     with torch.autocast("cpu", BF16):
         theirs = model(X)

@@ -560,6 +560,17 @@ def zeros():
     return tuple(f"-D{name}=0" for name in ("DECOUPLED", "DECAY", "AMSGRAD", "MOMENTUM", "NESTEROV"))
 
 
+def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv(native_code.FOLDER, str(tmp_path / "compiled"))
+    changed = tmp_path / native_code.HEADER.name
+    changed.write_text(native_code.HEADER.read_text() + "/* another */\n")
+    for header, count in ((native_code.HEADER, 1), (native_code.HEADER, 1), (changed, 2)):
+        monkeypatch.setattr(native_code, "HEADER", header)
+        load.cache_clear()
+        load(SOURCE, ("-DRULE=SGD", *zeros()))
+        assert len(list((tmp_path / "compiled").iterdir())) == count
+
+
 def test_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv(native_code.FOLDER, str(tmp_path))
     load.cache_clear()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, VerifyError
-from amp_graph.passes import weight_copies
+from amp_graph.passes import weight_copies, weight_updates
 from tests.measure import CastCounter
 
 OFF = "bf16,weight_copies=false"
@@ -117,14 +117,14 @@ def test_control_an_update_that_nobody_hears_of_is_missed(monkeypatch):
     optimizers = [torch.optim.AdamW(model.parameters(), 0.01, fused=True) for model in (ours, theirs)]
     assert_equal_step(ours, theirs)
     assert_equal_step(ours, theirs)
-    version, mark = ours.second.weight._version, weight_copies._UPDATES.mark
+    version, mark = ours.second.weight._version, weight_updates.UPDATES.mark
     for optimizer in optimizers:
         optimizer.step()
     assert ours.second.weight._version == version
-    heard, weight_copies._UPDATES.mark = weight_copies._UPDATES.mark, mark
+    heard, weight_updates.UPDATES.mark = weight_updates.UPDATES.mark, mark
     with torch.no_grad():
         assert not torch.equal(ours(X), theirs(X))
-    weight_copies._UPDATES.mark = heard
+    weight_updates.UPDATES.mark = heard
     assert_equal_output(ours, theirs)
 
 
@@ -320,7 +320,7 @@ def test_a_write_of_one_element_to_data_needs_the_stated_way():
     assert_equal_output(ours, theirs)
     for model in (ours, theirs):
         model.twice.data[0, 1] = 8.0
-    weight_copies.weights_were_written()
+    weight_updates.weights_were_written()
     assert_equal_output(ours, theirs)
 
 
@@ -366,7 +366,7 @@ def test_an_update_between_forward_and_backward_leaves_that_backward_its_weights
 
 @pytest.mark.parametrize("kind", [lambda: Net(512), deep], ids=["read twice", "read once"])
 def test_control_a_copy_that_is_written_over_changes_that_backward(kind, monkeypatch):
-    monkeypatch.setattr(weight_copies, "_is_nobody_elses", lambda kept: True)
+    monkeypatch.setattr(weight_copies, "is_nobody_elses", lambda kept: True)
     assert not updated_before_backward(kind)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from amp_graph.conversion import Captured
+from amp_graph.captured_graphs import Captured
 from amp_graph.passes.plan_precision import Mark, marks
 from amp_graph.passes.text import graph_text
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.passes.weight_copies import weights_were_written
+from amp_graph.passes.weight_updates import weights_were_written
 from tests.corpus import CASES, Case, make
 from tests.corpus.losses import classify, of, own
 from tests.corpus.transformers_models import HEADS, INIT, VOCAB, WIDTH, _masked_lm

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import amp_graph
+from amp_graph.passes.kept_copy import may_be_kept
 from amp_graph.passes.torch_private import WORDS, words_of
-from amp_graph.passes.weight_copies import WeightCopies, may_be_kept
+from amp_graph.passes.weight_copies import WeightCopies
 
 X = torch.randn(3, 4)
 

@@ -1,0 +1,142 @@
+"""The graphs that Dynamo captured of one model: what each was rewritten to, and which parameters their runs read.
+
+Before: a GraphModule, as a Dynamo backend is given it. After: a ``Captured`` in ``graphs``, and what runs it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.backend import Compile, Runner, lower
+from amp_graph.capture_log import CaptureLog, Place, break_at, first_line
+from amp_graph.complaints import Complaints
+from amp_graph.devices import device_of_model
+from amp_graph.escape import without_autocast
+from amp_graph.escaped_code import EscapedCode
+from amp_graph.name_nodes import name_nodes
+from amp_graph.passes.base import PassError
+from amp_graph.passes.facts import source_line
+from amp_graph.passes.manager import is_verifying
+from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.pieces import adopt_piece
+from amp_graph.passes.torch_private import weakly
+from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.policy import Policy
+from amp_graph.rewrite import Rewritten, copy_graph, passes_for_inductor, passes_of_copies, rewrite_in_place
+
+
+@dataclass
+class Captured:
+    """One captured graph of a converted model: what it was rewritten to, and why it ended."""
+
+    rewritten: Rewritten
+    training: bool
+    grad: bool
+    break_reason: str = ""
+    break_line: str = ""
+
+
+@dataclass(eq=False)
+class CapturedGraphs:
+    """Takes the graphs of ``model``, whose forward is ``forward``: a Dynamo backend is ``take``, or ``take_piece``."""
+
+    model: torch.nn.Module
+    forward: Callable[..., Any]
+    policy: Policy
+    compile: Compile
+    measured: tuple[Measured, ...]
+    escaped: EscapedCode
+    log: CaptureLog
+    said: Complaints
+    graphs: list[Captured] = field(default_factory=list)
+    runs: int = 0
+    copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
+    _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one captured graph, record it, and return what runs it and counts the run."""
+        name_nodes(gm, self.model, self.forward)
+        broken, policy = break_of(gm), self.policy
+        if broken is not None:  # what a broken piece returns is read by the user's Python, which was captured in fp32
+            policy = replace(policy, keep_outputs=True)
+        self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
+        device, eager = device_of_model(self.model), self.compile == "eager"
+        last = passes_of_copies(self.copies, policy, device or "cpu")
+        if self.compile == "inductor" and device is None:
+            last = passes_for_inductor(policy, self)
+        rewritten = rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
+        record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
+        if broken is not None:
+            record.break_reason, record.break_line = broken.reason, broken.where
+        self.graphs.append(record)
+        return self._counted(lower(gm, example_inputs, self.compile, policy))
+
+    def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
+        kind, dtype = self.escaped.kind()
+        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
+            return self._as_it_is(gm, example_inputs, "the user's torch.autocast around it is obeyed")
+        written = copy_graph(gm)
+        with torch.autocast(kind, enabled=False):
+            refusal = adopt_piece(gm, dtype)
+            try:
+                if not refusal:
+                    return without_autocast(self.take(gm, example_inputs), kind)
+            except PassError as error:
+                if is_verifying():
+                    raise
+                refusal = f"it could not be rewritten: {first_line(error)}"
+        return self._as_it_is(written, example_inputs, refusal)
+
+    def unread(self) -> list[str]:
+        """Return the names of the parameters that no run of a graph has read."""
+        return [name for name, p in self.model.named_parameters() if id(p) not in self._read]
+
+    def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
+        """Run a graph as it was captured, under the autocast that it was captured under."""
+        where = next(filter(None, map(source_line, gm.graph.nodes)), "")
+        self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
+        return self._counted(lower(gm, example_inputs, self.compile, self.policy))
+
+    def _counted(self, run: Runner) -> Runner:
+        """Return ``run``, counting its runs and the parameters that it reads."""
+        first, owner = True, weakref.ref(self)
+
+        def counted(*args: Any) -> Any:
+            nonlocal first
+            counts = owner()
+            if counts is not None:  # a piece of the user's code may be called by another model
+                if first:
+                    first = False
+                    counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+                counts.runs += 1
+            return run(*args)
+
+        return counted
+
+    def _new_copies(self) -> WeightCopies | None:
+        """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
+        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
+            return None
+        made = WeightCopies(self.escaped.kind()[1], weakly(self._written_in_secret), is_verifying())
+        # Dynamo may keep compiled code, and with it what that reads, for longer than the model lives.
+        weakref.finalize(self, made.drop).atexit = False
+        return made
+
+    def _written_in_secret(self, weight: torch.Tensor) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
+        self.said.written_in_secret(name)
+
+
+def break_of(gm: GraphModule) -> Place | None:
+    """Return where and why a graph that Dynamo captured ends before its frame; None for one that does not."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    return break_at(reason.reason, reason.user_stack)

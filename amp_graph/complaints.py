@@ -1,0 +1,51 @@
+"""What a converted model says of calls that went otherwise than planned: a note for the report, a warning, an error.
+
+Before: a call under a dispatch mode. After: "called under FlopCounterMode, ..." once as an AmpGraphWarning and a note.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+
+from amp_graph.errors import AmpGraphWarning, CaptureError
+
+
+@dataclass
+class Complaints:
+    """Speaks for ``model``; ``strict``: by CaptureErrors."""
+
+    model: torch.nn.Module
+    strict: bool
+    notes: list[str] = field(default_factory=list)
+
+    def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
+        """Say ``what``, once, and why; raises CaptureError where strict. ``warned``: by a warning, not a note alone."""
+        told = f"{what}: {causes}" if causes else what
+        text = f"amp_graph: {type(self.model).__name__}: {told}"
+        if self.strict:
+            raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
+        if not any(note.startswith(what) for note in self.notes):  # the causes grow from call to call
+            self.note(told)
+            if warned:
+                warnings.warn(text, AmpGraphWarning, stacklevel=4)
+
+    def note(self, what: str) -> None:
+        """Have it in the report."""
+        if what not in self.notes:
+            self.notes.append(what)
+
+    def written_in_secret(self, name: str) -> None:
+        """Warn that the parameter ``name`` was written where its version counter did not show it."""
+        self.note(
+            f"{name} was written without a trace in its version counter (through .data, say): weights are cast at each "
+            "call from now on, until amp_graph.drop_weight_copies(model)"
+        )
+        warnings.warn(
+            f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
+            "  fix:   write under torch.no_grad() to the parameter itself, or policy 'weight_copies=false'",
+            AmpGraphWarning,
+            stacklevel=5,
+        )

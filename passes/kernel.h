@@ -1,0 +1,112 @@
+/* What our C has in common: the low precision, one number and one vector at a time, and threads.
+
+   Before: a `widen` and a `narrow` in each source. After: #include "kernel.h". `Low` is bf16, or fp16 with LOW_FP16.
+   Also read as C++, by Inductor. */
+
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define MOST_THREADS 256
+#define WIDE 16 /* numbers in a vector; vectors are the compiler's own: a CPU without such wide ones gets several */
+
+typedef float Vector __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
+
+/* -- precisions ------------------------------------------------------------------------------------------------- */
+
+#ifdef LOW_FP16
+
+typedef _Float16 Low;
+
+INLINE float widen(Low x) { return (float)x; }
+INLINE Low narrow(float x) { return (Low)x; }
+
+INLINE Vector widen_all(Halves given) {
+  Vector found;
+#if defined(__AVX512F__)
+  __m512 wide = _mm512_cvtph_ps((__m256i)given);
+  memcpy(&found, &wide, sizeof found);
+#elif defined(__F16C__)
+  __m256 wide[2] = {_mm256_cvtph_ps(((__m128i*)&given)[0]), _mm256_cvtph_ps(((__m128i*)&given)[1])};
+  memcpy(&found, wide, sizeof found);
+#else
+  Low each[WIDE];
+  memcpy(each, &given, sizeof each);
+  for (int k = 0; k < WIDE; ++k) found[k] = widen(each[k]);
+#endif
+  return found;
+}
+
+INLINE Halves narrow_all(Vector given) {
+  Halves found;
+#if defined(__AVX512F__)
+  __m256i low = _mm512_cvtps_ph((__m512)given, _MM_FROUND_TO_NEAREST_INT);
+  memcpy(&found, &low, sizeof found);
+#elif defined(__F16C__)
+  __m256 wide[2];
+  memcpy(wide, &given, sizeof wide);
+  __m128i low[2];
+  for (int k = 0; k < 2; ++k) low[k] = _mm256_cvtps_ph(wide[k], _MM_FROUND_TO_NEAREST_INT);
+  memcpy(&found, low, sizeof found);
+#else
+  Low each[WIDE];
+  for (int k = 0; k < WIDE; ++k) each[k] = narrow(given[k]);
+  memcpy(&found, each, sizeof found);
+#endif
+  return found;
+}
+
+#else
+
+typedef uint16_t Low;
+
+INLINE float widen(Low x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float found;
+  memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+INLINE Low narrow(float x) { /* to the nearest, ties to even */
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (Low)(x != x ? 0x7fc0u : rounded);
+}
+
+INLINE Vector widen_all(Halves given) {
+  const Bits bits = __builtin_convertvector(given, Bits) << 16;
+  return (Vector)bits;
+}
+
+INLINE Halves narrow_all(Vector given) { /* likewise */
+  const Bits bits = (Bits)given, is_nan = (Bits)(given != given);
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), Halves);
+}
+
+#endif
+
+/* -- threads ---------------------------------------------------------------------------------------------------- */
+
+/* How many threads take part where so many are wanted. */
+INLINE int64_t threads_of(int64_t wanted) { return wanted < 1 ? 1 : wanted > MOST_THREADS ? MOST_THREADS : wanted; }
+
+/* Does `count` shares of `size` bytes each, one a thread: the first, and those that get none, in the caller's. */
+static inline void do_shares(void* shares, size_t size, int64_t count, void* (*work)(void*)) {
+  pthread_t ids[MOST_THREADS];
+  int started[MOST_THREADS] = {0};
+  for (int64_t t = count - 1; t >= 0; --t) {
+    void* share = (char*)shares + t * size;
+    started[t] = t && !pthread_create(&ids[t], 0, work, share);
+    if (!started[t]) work(share);
+  }
+  for (int64_t t = 1; t < count; ++t)
+    if (started[t]) pthread_join(ids[t], 0);
+}

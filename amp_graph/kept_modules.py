@@ -89,5 +89,6 @@ def _in_fp32(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
     return not_captured(in_fp32)
 
 
+@not_captured  # a graph of ours is none of the model's
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor

@@ -34,7 +34,8 @@ class _PointwiseConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.few = stride, few
-        return _forward(x, weight, bias, stride, few)
+        # No view: what a function with a backward of its own returns as one may not be written in place (relu_).
+        return _forward(x, weight, bias, stride, few).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -415,10 +415,17 @@ def test_the_report_says_where_and_how():
 # -- nothing is left behind ---------------------------------------------------------------------------
 
 
+class Doubled(nn.Linear):
+    """Of the user's own code: captured by itself where the loop around it is not."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 class Fails(nn.Module):
-    def __init__(self, error):
+    def __init__(self, error, fc=Doubled):
         super().__init__()
-        self.fc, self.kept, self.error, self.fails = nn.Linear(16, 16), nn.Linear(16, 4), error, True
+        self.fc, self.kept, self.error, self.fails = fc(16, 16), nn.Linear(16, 4), error, True
 
     def forward(self, x):
         for _ in range(2):
@@ -440,6 +447,17 @@ def test_an_error_between_graphs_arrives_and_leaves_nothing_on(error):
         assert "forward" not in model.kept.__dict__
     model.fails = False
     model(X)
+    assert products(model, X) == [BF16, BF16, FULL]
+    assert amp_graph.report(model).graphs
+
+
+def test_code_of_ours_counts_as_no_capture():
+    """What puts a kept module's inputs into fp32 is called where Dynamo listens, and is no graph of the model."""
+    model = amp_graph.convert(Fails(None, nn.Linear), "bf16,keep_fp32=kept")
+    model.fails = False
+    with pytest.warns(AmpGraphWarning, match="nothing was captured"):
+        model(X)
+    assert not any("amp_graph" in where for where, _ in amp_graph.report(model).skipped)
     assert products(model, X) == [BF16, BF16, FULL]
 
 

@@ -537,6 +537,17 @@ def test_a_graph_break_names_the_line():
     assert "GradScaler" in str(caught.value)
 
 
+def test_a_size_that_data_decides_is_refused_by_line():
+    class Averages(Net):
+        def forward(self, x):
+            out = self.first(x)
+            return out / 2 if 1.0 / out.argmax().item() > 0.1 else out
+
+    model, optimizer = build(Averages)
+    with pytest.raises(CaptureError, match=r"(?s)not one graph.*out\.argmax\(\)\.item\(\).*fix:"):
+        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_gradients_in_another_layout_than_their_parameters(layout, optimizer):

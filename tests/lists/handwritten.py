@@ -55,6 +55,9 @@ def upsample(sides: int, *flags: object) -> list[tuple]:
 
 
 HANDWRITTEN: dict[str, Callable[[], list[tuple]]] = {
+    "bernoulli": lambda: [(fixed(8, 1), 0.7), (fixed(5000), 0.3)],
+    "bernoulli_": lambda: [(fixed(8, 1), 0.7), (fixed(5000), 0.3)],
+    "normal_": lambda: [(fixed(5000),)],
     "chain_matmul": lambda: [([x(2, 3), x(3, 4), x(4, 5)],)],
     "einsum": lambda: [("ij,jk->ik", [x(2, 3), x(3, 4)])],
     "tensordot": lambda: [(x(2, 3), x(3, 4), [1], [0])],

@@ -145,6 +145,7 @@ def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:
         args, kwargs = tree_map(leaf, sample)
         if before:
             args, kwargs = lowered((args, kwargs), rule, dtype)
+        torch.manual_seed(0)
         result = tree_flatten(target(rule.op)(*args, **kwargs))[0]
         outputs = [o if o.dtype != torch.float32 else o.to(dtype) for o in result if isinstance(o, torch.Tensor)]
         differentiable = [o for o in outputs if o.requires_grad]

@@ -35,7 +35,8 @@ def test_a_cast_commutes_with_what_is_neutral(dtype):
 def test_what_does_not_commute_is_found_out():
     base = load("default", dtype="bfloat16", device="cpu")
     rules = [rule for name in ("mul", "gelu", "relu") for rule in base.rules[f"aten.{name}"]]
-    assert set(not_commuting(rules, "bfloat16")) == {"aten.mul", "aten.gelu"}
+    rules.append(replace(rules[0], op="aten.normal_"))
+    assert set(not_commuting(rules, "bfloat16")) == {"aten.mul", "aten.gelu", "aten.normal_"}
 
 
 def not_commuting(rules, dtype):

@@ -1,5 +1,7 @@
 """1 x 1 convolutions as matrix products: the same gradients to the last rounding, in the same layouts."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,6 +67,13 @@ def test_second_derivatives(few, stride):
     x, w = drawn(2, 3, 4, 4, dtype=torch.float64), drawn(5, 3, 1, 1, dtype=torch.float64, seed=1)
     given = (x.to(memory_format=LAST).requires_grad_(), w.requires_grad_())
     assert torch.autograd.gradgradcheck(lambda x, w: pointwise_conv(x, w, None, stride, few), given)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_result_may_be_written_in_place(few):
+    in_place = run(lambda *a: pointwise_conv(*a, few).relu_(), BF16, (1, 1))
+    plain = run(lambda *a: pointwise_conv(*a, few).relu(), BF16, (1, 1))
+    assert all(map(torch.equal, in_place, plain))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first jvp
@@ -144,6 +153,29 @@ def test_a_block_trains_as_without_it(monkeypatch, few):
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
 
 
+class SqueezeAndExcite(nn.Module):
+    """As EfficientNet and MobileNet have it: what follows each convolution writes into its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.reduce, self.expand = nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        x = self.act(self.conv(x))
+        return x * F.hardsigmoid(self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True)))), inplace=True)
+
+
+def test_activations_in_place_behind_it():
+    torch.manual_seed(0)
+    exact = SqueezeAndExcite()
+    model = amp_graph.convert(copy.deepcopy(exact), "bf16")
+    for m, x in ((exact.double(), X.double()), (model, X)):
+        m(x).square().sum().backward()
+    assert len(products(model)) == 2
+    assert all(error(p.grad, q.grad) < 0.03 for p, q in zip(model.parameters(), exact.parameters(), strict=True))
+
+
 def test_many_places_without_gradients_are_torchs(monkeypatch):
     monkeypatch.setattr(what_pays, "FEW_PLACES", 0)
     model = amp_graph.convert(Bottleneck().eval(), "bf16")
@@ -154,10 +186,11 @@ def test_many_places_without_gradients_are_torchs(monkeypatch):
     assert any("as fast" in s.reason for t in graph.rewritten.passes for s in t.result.skips)
 
 
-def test_a_whole_step():
+@pytest.mark.parametrize("kind", [Bottleneck, SqueezeAndExcite])
+def test_a_whole_step(kind):
     def losses(policy):
         torch.manual_seed(0)
-        model = Bottleneck()
+        model = kind()
         step = amp_graph.TrainStep(
             model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1), policy
         )

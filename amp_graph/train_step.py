@@ -188,7 +188,7 @@ class TrainStep:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
-        except torch._dynamo.exc.Unsupported as error:
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             raise CaptureError(
                 f"TrainStep: {type(self.model).__name__} and its loss are not one graph: {str(error).strip()}\n"
                 "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"

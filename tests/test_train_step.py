@@ -538,7 +538,7 @@ def test_a_graph_break_names_the_line():
 
 
 def test_a_size_that_data_decides_is_refused_as_a_break_is():
-    """Dynamo has another error for a branch on such a size: transformers' Longformer asks whether any token is global."""
+    """Dynamo has another error for a branch on such a size: is any token of Longformer's a global one?"""
 
     class Global(Net):
         def forward(self, x):

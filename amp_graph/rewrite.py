@@ -24,6 +24,7 @@ from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.convolution import Convolution
+from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
@@ -94,8 +95,21 @@ def rewrite(
     copied = copy_graph(graph_module)
     if example_inputs is not None:
         copied = _with_values(copied, example_inputs)
+    _refuse_without_values(copied)
     rewrite_in_place(copied, policy)
     return copied
+
+
+def _refuse_without_values(gm: GraphModule) -> None:
+    """Raise CaptureError where nothing is known of what a graph computes; what Dynamo captures is always known."""
+    adopt_values(gm)
+    if any(tensors(value(n)) for n in gm.graph.nodes):
+        return
+    if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
+        raise CaptureError(
+            "rewrite: the graph has no recorded values (node.meta['val']), so nothing can be planned\n"
+            "  fix:   amp_graph.rewrite(graph_module, policy, example_inputs=(x,))"
+        )
 
 
 def rewrite_in_place(
@@ -113,12 +127,6 @@ def rewrite_in_place(
     graphs like it, for an error budget.
     """
     _read_values(gm)
-    if not any(tensors(value(n)) for n in gm.graph.nodes):
-        if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
-            raise CaptureError(
-                "rewrite: the graph has no recorded values (node.meta['val']), so nothing can be planned\n"
-                "  fix:   amp_graph.rewrite(graph_module, policy, example_inputs=(x,))"
-            )
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
     before = graph_text(gm)
@@ -176,7 +184,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
-    fusions: list[Pass] = [FuseGelu(), FuseRmsNorm()] if ours else []
+    fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
     pointwise: list[Pass] = [PointwiseConv()] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     # What is to be computed again stays torch's: its bits are then those of saving it.

@@ -5,17 +5,19 @@ Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass, OpList, Rule, load
 from amp_graph.passes import facts
 from amp_graph.passes.decompositions import DECOMPOSITIONS
-from amp_graph.passes.identify_ops import Identity, Operation, identify, tensor_inputs
+from amp_graph.passes.identify_ops import Identity, Inner, Operation, identify, tensor_inputs
+from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload, allow_in_graph
 
 # A node's explicit dtype is the user's instruction: these methods and operations convert and do no more.
@@ -101,7 +103,8 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if not operations:
         given = frozenset(tensor_inputs(node))
         return Classification(OpClass.NEUTRAL, "returns what it was given", "", names, given, mixed=True)
-    rules = [lists.lookup(o.op, o.arguments) for o in operations]
+    inputs = tensor_inputs(node)
+    rules = [_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs) for o in operations]
     known = (
         rules
         if lists.unlisted == "opaque"
@@ -110,7 +113,6 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
     cls = _joined(classes, len(operations))
     rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
-    inputs = tensor_inputs(node)
     written = frozenset(inputs[i] for o in operations for i in _written(o))
     listed = all(r is not None or facts.is_view(o.op) for r, o in zip(rules, operations, strict=True))
     why = rule.why if rule else _unlisted_reason(lists, operations, rules)
@@ -130,6 +132,21 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         listed=listed,
         decomposed=decomposed,
     )
+
+
+def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]) -> Rule | None:
+    """Return ``rule``, or that for moving values where operands are to be promoted and there is but one.
+
+    ``x[mask] = 0`` writes a number, which torch makes in the precision of ``x``: there is nothing to agree with.
+    """
+    if rule is None or rule.cls is not OpClass.PROMOTE:
+        return rule
+    operands = {i for name in operation.arguments for i in operation.operands(name)}
+    floating = [i for i in operands if any(t.is_floating_point() for t in tensors(captured(inputs[i])))]
+    made = [a for a in tree_leaves(list(operation.arguments.values())) if isinstance(a, Inner) and a.shape]
+    if len(floating) != 1 or any(a.dtype is None or a.dtype.is_floating_point for a in made):
+        return rule
+    return replace(rule, cls=OpClass.NEUTRAL, why="writes a number into a tensor")
 
 
 def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations: list[Operation]) -> bool:

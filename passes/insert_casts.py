@@ -86,6 +86,9 @@ class _Insertion:
     memory: Memory
     changes: list[Change] = field(default_factory=list)
     casts: dict[Any, Node] = field(default_factory=dict)
+    # The full-precision values that stand for low ones which are written later, both ways: only they see the writes.
+    stand_ins: dict[Node, Node] = field(default_factory=dict)
+    stood_for: dict[Node, Node] = field(default_factory=dict)
 
     def visit(self, node: Node) -> None:
         if CAST in node.meta:
@@ -96,7 +99,7 @@ class _Insertion:
         else:
             wants = dict(mark.wants)
         for source, want in wants.items():
-            self._give(node, source, self.dtype if want == LOW else torch.float32)
+            self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
         self._saturate(node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
@@ -119,14 +122,15 @@ class _Insertion:
         lives longer. A cast may not serve across a write to the storage, nor a gradient-enabled reader from
         inside a no_grad region (autocast's cache did: pytorch#158232).
         """
-        leaf, written = source.op in ("placeholder", "get_attr"), self.memory.is_written(source)
+        kept = self.stood_for.get(source, source)
+        leaf, written = source.op in ("placeholder", "get_attr"), self.memory.is_written(kept)
         late = (leaf or written or dtype != self.dtype) and TRANSFORM not in reader.meta
         if reader.op == "output" and is_trained(source) and not reader.meta.get(GRAD, True) and not (leaf or written):
             late = False  # a part with gradients in a call without: its end would cut the output off
         before = self._before_no_grad(source, reader) if leaf else reader
         trains = before is not reader or reader.meta.get(GRAD, True)
         place = (trains, reader.meta.get(CHECKPOINT)) if late else None
-        key = (source, dtype, self.memory.epoch(source, reader), place)
+        key = (source, dtype, self.memory.epoch(kept, reader), place)
         if key not in self.casts:
             self.casts[key] = self._new_cast(source, reader, dtype, before if late else None)
         return self.casts[key]
@@ -202,7 +206,7 @@ class _Insertion:
     def _retreat(self, node: Node, refusal: Exception) -> None:
         first = (str(refusal).splitlines() or [""])[0]
         for source in _sources(node):
-            origin = source.args[0] if CAST in source.meta else source
+            origin = source.args[0] if CAST in source.meta and source not in self.stood_for else source
             if isinstance(origin, Node) and origin is not source:
                 node.replace_input_with(source, origin)
                 source = origin
@@ -221,6 +225,7 @@ class _Insertion:
         cast = self._new_cast(node, node, torch.float32, None)
         for reader in readers:
             reader.replace_input_with(node, cast)
+        self.stand_ins[node], self.stood_for[cast] = cast, node
         cast.meta[CAST] = f"{node.name} is written in full precision later"
 
     def restore_outputs(self, output: Node) -> None:

@@ -5,6 +5,7 @@ Before: a captured graph. After: ``node.meta["amp"]`` is a ``Mark`` on every nod
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -134,8 +135,12 @@ class PlanPrecision(Pass):
 
 def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:
     """Say whether a constant of ``node`` was resolved at capture for fp32 and is outside the range of ``dtype``."""
-    constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    return is_eligible(captured(node)) and not all(facts.fits(c, dtype) for c in constants)
+    if node.target is operator.setitem:  # it gives nothing back, and its constant may be a whole number
+        written, constants = node.args[0], [a for a in node.args[2:] if isinstance(a, (int, float))]
+    else:
+        written, constants = node, [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    eligible = isinstance(written, Node) and is_eligible(captured(written))
+    return eligible and not all(facts.fits(c, dtype) for c in constants)
 
 
 def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:

@@ -27,7 +27,7 @@ class ShareCasts(Pass):
     """Replaces a cast with several readers by one ``shared_cast`` when gradients flow through it.
 
     Law: forward changes no bit; backward adds in fp32 what would have been added in low precision. With a
-    full-precision reader beside, its gradient and theirs are added by kernels that promote, without a cast.
+    full-precision reader behind the cast, its gradient and theirs are added by kernels that promote, without a cast.
     Exactness: forward bit-exact, gradients rounding-equal to one cast a reader.
     """
 
@@ -39,7 +39,7 @@ class ShareCasts(Pass):
         changes = []
         for node in list(gm.graph.nodes):
             if CAST in node.meta and node.op == "call_method" and _is_trained(node, memory):
-                full = [u for u in node.args[0].users if u is not node and u.op != "output" and CAST not in u.meta]
+                full = [u for u in node.args[0].users if node < u and u.op != "output" and CAST not in u.meta]
                 reads = sum(_times(user, node) for user in node.users)
                 if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):
                     _share(gm, node, reads, full)

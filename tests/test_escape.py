@@ -695,3 +695,22 @@ def test_the_users_tensors_are_written_as_under_autocast():
     assert ours.seen.dtype == out.dtype == FULL
     torch.testing.assert_close(ours.seen, theirs.seen, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(out, their_out, rtol=1e-2, atol=1e-2)
+
+
+class Seeds(Pair):
+    """As transformers' Reformer: a graph of its own that only asks for a seed, and computes on no tensor."""
+
+    def forward(self, x):
+        torch.seed()
+        print(end="")
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,escaped=fp32", "fp16"])
+def test_a_piece_without_any_tensor(policy):
+    model = amp_graph.convert(Seeds(), policy)
+    model(X)
+    with DtypeLog() as log:
+        assert model(X).dtype == FULL
+    low = DTYPES[policy[:4]]
+    assert [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS] == [low, low]

@@ -548,6 +548,19 @@ def test_a_size_that_data_decides_is_refused_by_line():
         amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
 
 
+def test_a_size_that_data_decides_is_refused_as_a_break_is():
+    """Dynamo has another error for a branch on such a size: is any token of Longformer's a global one?"""
+
+    class Global(Net):
+        def forward(self, x):
+            chosen = x[x.sum(1) > 0]
+            return self.first(x) * 2 if chosen.shape[0] == 1 else self.first(x)
+
+    model, optimizer = build(Global)
+    with pytest.raises(CaptureError, match=r"Global and its loss are not one graph(?s:.*)fix:"):
+        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_gradients_in_another_layout_than_their_parameters(layout, optimizer):

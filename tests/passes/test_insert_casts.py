@@ -1,5 +1,6 @@
 """InsertCasts: one cast per (value, dtype), none across a write or out of no_grad, and retreats."""
 
+import operator
 from collections import Counter
 
 import pytest
@@ -154,6 +155,79 @@ def test_a_mask_that_is_added_stays_finite():
         gm, _, graph = inserted(function, X, policy=policy, w=W, mask=mask)
         assert run_step(gm, graph.given).outputs[0].isfinite().all()
         assert is_near(gm, graph)
+
+
+def assigns(number, where=lambda m: m):
+    def function(s, x):
+        h = x @ s.w
+        h[where(x > 0)] = number
+        return h @ s.w
+
+    return function
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,lists=autocast_cpu"])
+def test_a_number_assigned_by_a_mask_is_written_in_the_precision_of_the_rest(policy):
+    """As wav2vec2 does where its padding is: the stream behind it would be full precision to the end."""
+    gm, casts, graph = inserted(assigns(0.0), policy=policy)
+    low = FP16 if policy == "fp16" else BF16
+    assert [value(n).dtype for n in gm.graph.nodes if is_product(n)] == [low, low]
+    assert not [c for c in casts if is_product(c.args[0]) and c.users.keys() - output_of(gm)]
+    assert is_near(gm, graph)
+
+
+@pytest.mark.parametrize("number", [-1e9, -(10**9)])
+def test_a_large_number_assigned_by_a_mask_is_written_in_full_precision(number):
+    gm, _, graph = inserted(assigns(number), policy="fp16")
+    (written,) = (n.args[0] for n in gm.graph.nodes if n.target is operator.setitem)
+    assert value(written).dtype == FP32
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    assert not torch.equal(low.outputs[0], plain.outputs[0])  # the control: products are low
+    gm, _, _ = inserted(assigns(number), policy="bf16")  # which holds it
+    (written,) = (n.args[0] for n in gm.graph.nodes if n.target is operator.setitem)
+    assert value(written).dtype == BF16
+
+
+def assign(h, s, rows):
+    h[rows > 0] = s.row
+
+
+def add_in(h, s, rows):
+    h.index_add_(0, (rows > 0).long(), s.row.exp().expand(4, 8))
+
+
+def add_at(h, s, rows):
+    h.index_put_((rows > 0,), s.row, accumulate=True)
+
+
+def assign_to_a_view(h, s, rows):
+    h.view(2, 2, 8)[rows.view(2, 2) > 0] = s.row
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,lists=autocast_cpu"])
+@pytest.mark.parametrize("write", [assign, add_in, add_at, assign_to_a_view])
+def test_a_product_reads_what_was_written_in_full_precision(write, policy):
+    """The written value stands in full precision for the low one: nobody may go back to that."""
+
+    def function(s, x):
+        h = x @ s.w
+        write(h, s, x.sum(1))
+        return h @ s.w
+
+    gm, _, graph = inserted(function, policy=policy, w=W, row=torch.randn(8))
+    low = FP16 if policy == "fp16" else BF16
+    assert [value(n).dtype for n in gm.graph.nodes if is_product(n)] == [low, low]
+    assert is_near(gm, graph)
+    ours, theirs = run_step(gm, graph.given).grads, run_step(graph.gm, graph.given).grads
+    assert all((a - b).norm() <= 0.05 * b.norm() for a, b in zip(ours, theirs, strict=True))
+
+
+def is_product(node):
+    return node.target in (operator.matmul, torch.matmul)
+
+
+def output_of(gm):
+    return {n for n in gm.graph.nodes if n.op == "output"}
 
 
 def test_a_large_constant_that_masks_nothing_is_not_saturated():

@@ -87,6 +87,31 @@ def behind_a_view(s, x):
     return h @ s.v, h @ s.u
 
 
+def read_before_the_cast(s, x):
+    """A conversion that does nothing is left out, and the cast of its result comes to be one of h, behind log1p."""
+    h = torch.exp(x * s.w[0])
+    full = h.log1p()
+    same = h.to(s.v.dtype)
+    return same @ s.v, full, same @ s.u
+
+
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_a_full_reader_before_the_cast_stays_where_it_is(reads_again):
+    def function(s, x):
+        low, full, also = read_before_the_cast(s, x)
+        return (low, full, also) if reads_again else (low, full)
+
+    (plain, _, ours), _, given = graphs(function)
+    order = {n: i for i, n in enumerate(ours.graph.nodes)}
+    log = next(n for n in ours.graph.nodes if n.target in ("log1p", torch.log1p))
+    cast = next(n for n in plain.graph.nodes if CAST in n.meta and n.args[0].target is torch.exp)
+    assert cast.args[0] in {n for n in plain.graph.nodes if any(u.target == "log1p" for u in n.users)}  # the premise
+    assert all(order[source] < order[log] for source in log.all_input_nodes)
+    a, b = run_step(ours, given), run_step(plain, given)
+    assert all(torch.equal(x, y) for x, y in zip(a.outputs, b.outputs, strict=True))
+    assert all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(a.grads, b.grads, strict=True) if y is not None)
+
+
 @pytest.mark.parametrize("function", [two, squared, low_and_full])
 def test_two_readers_add_as_one_cast_a_reader_does_bit_for_bit(function):
     (plain, apart, shared), done, given = graphs(function)

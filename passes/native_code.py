@@ -43,7 +43,8 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
     """
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
-    told = "\n".join((source.read_text(), *options, platform.machine(), *platform.libc_ver()))
+    headers = (h.read_text() for h in sorted(source.parent.glob("*.h")))
+    told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
     try:
         made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
         if not made.is_file():

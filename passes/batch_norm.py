@@ -34,8 +34,8 @@ def norm_and_relu(
     if x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in (x, weight, bias)):
-        out = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
-        return F.relu(out) if relu else out
+        plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        return F.relu(plain) if relu else plain
     given = (x, running_mean, running_var, weight, bias, momentum, eps, relu)
     made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
     out: Tensor = made[0]

@@ -29,6 +29,7 @@ from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.fold_norms import FoldNorms
+from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.fuse_norm import FuseNorm
@@ -197,7 +198,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), again, norms] if eager else []),
+        *([LinearCrossEntropy(), FuseBatchNorm(), again, norms] if eager else []),
     ]
     found = [
         IdentifyOps(),

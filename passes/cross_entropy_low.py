@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.cross_entropy_kernel import gradient_of_rows, losses_of_rows
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
@@ -119,6 +120,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smooth: float) -> Tensor:
     """Return the loss of each row, fp32 [rows]; 0 where the target is ignored. See ``cross_entropy_low``."""
     flat = logits.reshape(-1, logits.shape[-1])
+    if weight is None and not smooth and (found := losses_of_rows(flat, target, ignore)) is not None:
+        return found
     own = _weights(target, weight, ignore)
     index = _places(target, ignore).unsqueeze(1)
     losses = torch.empty(flat.shape[0], dtype=torch.float32, device=flat.device)
@@ -155,10 +158,12 @@ def cross_entropy_backward(
     ``grad_wide`` (fp32, shape of the logits) is what other readers of the widened logits add, before the one rounding.
     """
     flat = logits.reshape(-1, logits.shape[-1])
-    made = torch.empty_like(flat, memory_format=torch.contiguous_format)
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
-    index = _places(target, ignore).unsqueeze(1)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])
+    if each is None and (found := gradient_of_rows(flat, target, ignore, whole, at_target, others)) is not None:
+        return found.view(logits.shape)
+    made = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    index = _places(target, ignore).unsqueeze(1)
     for part, wide in _parts(flat):
         found = torch.softmax(wide, 1, out=wide).mul_(whole[part])
         found.scatter_add_(1, index[part], at_target[part])

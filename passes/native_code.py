@@ -20,7 +20,7 @@ import torch
 
 from amp_graph.lists import AmpGraphError
 
-HEADER = Path(__file__).with_name("kernel.h")  # which any of the sources may include
+HEADER = Path(__file__).with_name("kernel.h")  # which, like those beside it, any of the sources may include
 FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
 LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
 SECONDS = 120  # that a compiler may take; it needs half a second
@@ -44,7 +44,8 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
     """
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
-    told = "\n".join((source.read_text(), HEADER.read_text(), *options, platform.machine(), *platform.libc_ver()))
+    headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
+    told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
     try:
         made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
         if not made.is_file():

@@ -7,67 +7,7 @@
    while it is in the first cache.
    Source of the formulas: aten/src/ATen/native/cpu/layer_norm_kernel.cpp; statistics here are of two passes. */
 
-#include <math.h>
-#include <stdlib.h>
-
-#include "kernel.h"
-
-#define BLOCK 128 /* rows whose contributions to the weights are added in fp32, before fp64 takes the sum */
-#define PART 4096 /* columns, likewise */
-#define ROOM 4    /* fp64 numbers of scratch a column and thread */
-
-/* -- rows of numbers ---------------------------------------------------------------------------------------------- */
-
-typedef enum { NONE, FULL, LOW } Kind;
-
-typedef struct { /* a matrix of rows without gaps, or nothing */
-  void* at;
-  int64_t kind;
-} Rows;
-
-INLINE Rows row_of(const Rows* all, int64_t row, int64_t width) {
-  const Rows none = {0, NONE};
-  if (all->kind == NONE) return none;
-  const Rows found = {(char*)all->at + row * width * (all->kind == LOW ? 2 : 4), all->kind};
-  return found;
-}
-
-/* `n` numbers from column `i` on; zeros behind them. `n` is a constant but at the end of a row. */
-INLINE Vector load(const Rows* row, int64_t i, int64_t n) {
-  Vector found = {0};
-  if (row->kind == FULL) {
-    memcpy(&found, (const float*)row->at + i, n * 4);
-  } else if (row->kind == LOW) {
-    Halves low = {0};
-    memcpy(&low, (const uint16_t*)row->at + i, n * 2);
-    found = widen_all(low);
-  }
-  return found;
-}
-
-INLINE void store(const Rows* row, int64_t i, int64_t n, Vector given) {
-  if (row->kind == FULL) {
-    memcpy((float*)row->at + i, &given, n * 4);
-  } else if (row->kind == LOW) {
-    const Halves low = narrow_all(given);
-    memcpy((uint16_t*)row->at + i, &low, n * 2);
-  }
-}
-
-INLINE double sum_of(Vector lanes) {
-  double sum = 0;
-  for (int k = 0; k < WIDE; ++k) sum += lanes[k];
-  return sum;
-}
-
-/* a * b + c, rounded once where the CPU can. */
-INLINE Vector fused(Vector a, Vector b, Vector c) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return a * b + c;
-#endif
-}
+#include "rows.h"
 
 /* -- what is given ---------------------------------------------------------------------------------------------- */
 
@@ -84,20 +24,6 @@ typedef struct {
   const float *mean, *rstd;
   float *dweight, *dbias; /* written; null where nobody wants them */
 } Backward;
-
-typedef struct {
-  const void* given;
-  double eps, *room;
-  int64_t from, to; /* rows */
-} Share;
-
-/* Goes through a row, vector by vector: `i` is where, and `n` how many numbers. */
-#define EACH(begin, end, body)                                    \
-  do {                                                            \
-    int64_t i = (begin);                                          \
-    for (; i + WIDE <= (end); i += WIDE) { enum { n = WIDE }; body } \
-    if (i < (end)) { const int64_t n = (end) - i; body }          \
-  } while (0)
 
 /* -- forward ---------------------------------------------------------------------------------------------------- */
 
@@ -266,26 +192,6 @@ static void* backward_share(void* given) {
   else if (usual && b->dweight && b->dbias) usual_backward(mine, *b, 0);
   else backward_rows(mine, b);
   return 0;
-}
-
-/* -- several threads: each takes whole blocks of rows, so that as good as nothing depends on how many there are ----- */
-
-/* Returns how many took part; `room` becomes their scratch, which the caller frees. 0: there is no memory for it. */
-static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** room, void* (*work)(void*)) {
-  Share shares[MOST_THREADS];
-  const int64_t blocks = (whole.to + BLOCK - 1) / BLOCK;
-  threads = threads_of(threads < blocks ? threads : blocks);
-  *room = malloc(threads * ROOM * width * sizeof(double));
-  if (!*room) return 0;
-  for (int64_t t = 0; t < threads; ++t) {
-    const int64_t end = blocks * (t + 1) / threads * BLOCK;
-    shares[t] = whole;
-    shares[t].room = *room + t * ROOM * width;
-    shares[t].from = blocks * t / threads * BLOCK;
-    shares[t].to = end < whole.to ? end : whole.to;
-  }
-  do_shares(shares, sizeof *shares, threads, work);
-  return threads;
 }
 
 /* -- what Python calls: they return 0, or 1 where there is no memory --------------------------------------------- */

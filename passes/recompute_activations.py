@@ -15,7 +15,10 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.batch_norm_again import norm_and_relu_computed_again
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.fuse_batch_norm import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import value
@@ -37,7 +40,6 @@ from amp_graph.passes.what_pays import computing_again_is_seen, computing_again_
 from amp_graph.passes.who_saves import Readers, readers_of
 
 LAYER_NORM = torch.ops.aten.layer_norm.default
-BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 KINDS = {
     "aten.gelu": "gelu",
     "aten.silu": "silu",
@@ -47,7 +49,7 @@ KINDS = {
 }
 SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
-RELUS = (("aten.relu",), ("aten.relu_",))
+NORMS = (batch_norm_computed_again, norm_and_relu, norm_and_relu_computed_again)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class RecomputeActivations(Pass):
         """Visit every activation and norm, in order."""
         work = _Work(self, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
-            if node.target is relu_computed_again:
+            if node.target in (relu_computed_again, norm_and_relu_computed_again):
                 work.note(node)
             elif kind := _kind(node):
                 work.visit(node, kind)
@@ -93,7 +95,7 @@ class _Work:
 
     def visit(self, node: Node, kind: str) -> None:
         """Let one value be computed again where the law allows it and it pays."""
-        made = self._makers(node.args[0]) if kind == "relu" else ()
+        made = self._makers(node.args[0]) if kind == "relu" and node.target is not norm_and_relu else ()
         if made is None:
             return
         found = readers_of(node)
@@ -148,7 +150,7 @@ class _Work:
         """Return norms, and relus that are kept, that make what a relu reads; None where others have a part in it."""
         if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
-        if source.target is batch_norm_computed_again or _is_batch_norm(source):
+        if source.target in NORMS or _is_batch_norm(source):
             return (source,)
         if not self.options.thorough:
             return None
@@ -164,7 +166,7 @@ class _Work:
 
 def _kind(node: Node) -> str:
     """Return what ``node`` makes, "" where that is nothing to compute again."""
-    names = names_of(node)
+    names = ("aten.relu",) if node.target is norm_and_relu else names_of(node)
     if len(names) != 1 or names[0] not in KINDS or _is_ours(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
@@ -175,7 +177,8 @@ def _kind(node: Node) -> str:
 
 def _is_ours(node: Node) -> bool:
     """Say whether ``node`` calls already what has its value computed again."""
-    return getattr(node.target, "__module__", "") == recompute_makers.__name__
+    ours = node.target is norm_and_relu_computed_again
+    return ours or getattr(node.target, "__module__", "") == recompute_makers.__name__
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -194,20 +197,18 @@ def _is_batch_norm(node: Node) -> bool:
     """Say whether ``node`` is a batch norm by the CPU's kernel, with fp32 parameters, that gradients flow through."""
     if node.target is not F.batch_norm or names_of(node) != ("aten.batch_norm",) or not is_trained(node):
         return False
-    given = _batch_norm_arguments(node)
+    given = batch_norm_arguments(node)
     parameters = [given["weight"], given["bias"]]
     full = all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters)
     return full and value(node).device.type == "cpu"
 
 
-def _batch_norm_arguments(node: Node) -> dict[str, Any]:
-    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-    return defaults | dict(zip(BATCH_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _replace(node: Node, relu: Any) -> None:
     """Let ``node`` call what has its value computed again, a relu ``relu``."""
     if _is_ours(node):
+        return
+    if node.target is norm_and_relu:
+        node.target = norm_and_relu_computed_again
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
@@ -224,6 +225,6 @@ def _replace(node: Node, relu: Any) -> None:
         node.args = tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
         node.target, node.kwargs = layer_norm_computed_again, {}
     else:
-        given = _batch_norm_arguments(node)
-        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
+        given = batch_norm_arguments(node)
+        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in ARGUMENTS)
         node.kwargs = {}

@@ -18,7 +18,7 @@ from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
 
-def _marked(out: Tensor, given: tuple[Any, ...], extra: Any = None) -> Tensor:
+def marked(out: Tensor, given: tuple[Any, ...], extra: Any = None) -> Tensor:
     """Note at the node that made ``out`` from ``given`` that it can be computed again."""
     node: Any = out.grad_fn
     if node is not None and node.name() in COMPUTE:
@@ -56,7 +56,7 @@ def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
 def relu_kept(x: Tensor, inplace: bool = False) -> Tensor:
     """``F.relu``, from whose saved result others can be computed."""
     out, hooks = F.relu(x, inplace), outer_saved_tensors_hooks()
-    return out if hooks is None else _marked(out, (out.detach(),))
+    return out if hooks is None else marked(out, (out.detach(),))
 
 
 def batch_norm_computed_again(
@@ -72,28 +72,28 @@ def batch_norm_computed_again(
     """``F.batch_norm`` whose result can be computed again: for a relu behind it. Running statistics move once."""
     out = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     statistics = (None, None) if training else (running_mean, running_var)
-    return _marked(out, (x, weight, bias, *statistics), (bias, bias._version))
+    return marked(out, (x, weight, bias, *statistics), (bias, bias._version))
 
 
 def layer_norm_computed_again(
     x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
 ) -> Tensor:
     """``F.layer_norm`` whose result can be computed again."""
-    return _marked(F.layer_norm(x, shape, weight, bias, eps), (x, weight, bias), eps)
+    return marked(F.layer_norm(x, shape, weight, bias, eps), (x, weight, bias), eps)
 
 
 def layer_norm_low_computed_again(
     x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
 ) -> Tensor:
     """``layer_norm_low`` whose result can be computed again."""
-    return _marked(layer_norm_low(x, shape, weight, bias, eps), (x, weight, bias))
+    return marked(layer_norm_low(x, shape, weight, bias, eps), (x, weight, bias))
 
 
 def gelu_computed_again(x: Tensor, approximate: str = "none") -> Tensor:
     """``F.gelu`` whose result can be computed again."""
-    return _marked(F.gelu(x, approximate=approximate), (x,))
+    return marked(F.gelu(x, approximate=approximate), (x,))
 
 
 def silu_computed_again(x: Tensor) -> Tensor:
     """``F.silu`` whose result can be computed again."""
-    return _marked(F.silu(x), (x,))
+    return marked(F.silu(x), (x,))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.batch_norm import normed_again
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
@@ -98,6 +99,12 @@ def _layer_norm_low(node: Any) -> Tensor:
     return torch.native_layer_norm(x, node.shape, weight, bias, node.eps)[0]
 
 
+def _norm_and_relu(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    x, weight, bias, *stats = inputs() if inputs else node.saved_tensors
+    return normed_again(x, weight, bias, node.eps, node.relu, next(iter(stats), None))
+
+
 def _activated(node: Any) -> Tensor:
     inputs = node.metadata[KEY].inputs
     (x,) = inputs() if inputs else (node._saved_self,)
@@ -129,6 +136,7 @@ def _cast(node: Any) -> Tensor:
 
 COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
+    "_NormAndReluBackward": _norm_and_relu,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
     "GeluBackward0": _activated,

@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import (
     aligned,
     attention_backward,
+    batch_norm,
+    batch_norm_again,
     conv_as_product,
     convolution_backward,
     cross_entropy_low,
@@ -40,6 +42,8 @@ OURS = frozenset(
     for m in (
         aligned,
         attention_backward,
+        batch_norm,
+        batch_norm_again,
         conv_as_product,
         convolution_backward,
         cross_entropy_low,

@@ -6,15 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from amp_graph.passes import cross_entropy_kernel, native_code
 from amp_graph.passes import cross_entropy_low as runtime
 from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
 
 ROWS, CLASSES = 37, 50
+LIBRARY = cross_entropy_kernel.library
 
 
-@pytest.fixture(autouse=True)
-def _parts_of_a_few_rows(monkeypatch):
+@pytest.fixture(autouse=True, params=["compiled C", "torch"])
+def kernel(request, monkeypatch):
     monkeypatch.setattr(runtime, "CHUNK", 7 * CLASSES)
+    if request.param == "torch":
+        monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
+    return request.param
 
 
 def drawn(*shape, seed=0):
@@ -79,6 +84,7 @@ def test_parts_are_the_whole_bit_for_bit(form, monkeypatch):
 
 
 def test_control_a_gradient_rounded_twice_is_seen(monkeypatch):
+    monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
     kernel = torch.softmax
     monkeypatch.setattr(runtime.torch, "softmax", lambda x, *a, out: out.copy_(kernel(x, *a).bfloat16()))
     (_, grad), (_, expected), (_, exact) = both(("sum", 0.1, None, -100))
@@ -91,6 +97,58 @@ def test_control_a_forgotten_weight_is_seen(monkeypatch):
     (loss, grad), (expected, expected_grad), _ = both(("mean", 0.0, WEIGHT, -100))
     assert error(loss, expected) > 1e-2
     assert error(grad, expected_grad) > 1e-2
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [1, 15, 16, 33, 4099, 9000])
+def test_any_number_of_classes(classes, low, kernel):
+    """Around the width of vectors, and of what is summed in fp32."""
+    logits = (4 * drawn(5, classes, seed=4)).to(low)
+    target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
+    (loss, grad), (_, expected_grad), (exact, exact_grad) = both(("none", 0.0, None, -100), logits, target)
+    assert (error(loss, exact) if classes > 1 else loss.abs().max()) < 1e-6
+    assert error(grad, exact_grad) <= 1.01 * error(expected_grad, exact_grad) if classes > 1 else not grad.any()
+    assert (runtime.losses_of_rows(logits, target, -100) is not None) is (kernel == "compiled C")
+
+
+def test_control_a_wrong_logit_is_seen_by_the_kernel():
+    logits = LOGITS.clone()
+    logits[4, 9] += 2
+    seen = error(cross_entropy_low(logits, TARGET), cross_entropy_low(LOGITS, TARGET))
+    assert seen > 1e-5, "ten times what the tests above allow"
+
+
+def test_a_nan_is_not_lost_and_stays_in_its_row():
+    logits = LOGITS.clone()
+    logits[1, 3] = float("nan")
+    logits[2, 4] = torch.inf
+    (loss, grad), (expected, expected_grad), _ = both(("none", 0.0, None, -100), logits)
+    assert torch.equal(loss.isnan(), expected.isnan())
+    assert torch.equal(grad.isnan(), expected_grad.isnan())
+
+
+def test_several_threads_compute_the_same_bits():
+    logits, target = drawn(300, 5000).bfloat16(), torch.arange(300)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            x = logits.clone().requires_grad_()
+            loss = cross_entropy_low(x, target, None, -100, "none")
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))
+
+
+def test_without_a_compiler_torch_computes_it(monkeypatch):
+    def refuse(*_):
+        raise native_code.CompilerError("none")
+
+    monkeypatch.setattr(cross_entropy_kernel, "load", refuse)
+    monkeypatch.setattr(cross_entropy_kernel, "library", LIBRARY.__wrapped__)
+    assert cross_entropy_kernel.losses_of_rows(LOGITS, TARGET, -100) is None
+    test_loss_and_gradients_are_torchs(("mean", 0.0, None, -100))
 
 
 def test_extreme_logits():

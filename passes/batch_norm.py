@@ -1,0 +1,93 @@
+"""What converted graphs call for a batch norm that trains and the relu behind it.
+
+Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.batch_norm_ops import OPS, batch_norm_relu, batch_norm_relu_again, batch_norm_relu_backward
+from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+
+
+def norm_and_relu(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    relu: bool = True,
+) -> Tensor:
+    """Return ``F.relu(F.batch_norm(x, ..., training=True))``, without the relu where that is not wanted.
+
+    x: bf16 or fp16 images on the CPU, channels_last; weight, bias, running statistics: fp32 [channels], the last
+    written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one place a channel,
+    as torch does.
+    """
+    if x.numel() <= x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in (x, weight, bias)):
+        plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        return F.relu(plain) if relu else plain
+    given = (x, running_mean, running_var, weight, bias, momentum, eps, relu)
+    made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
+    out: Tensor = made[0]
+    return out
+
+
+def _normed(*given: Any) -> tuple[Tensor, Tensor]:
+    kernel = OPS.batch_norm_relu.default if is_seen(given[0]) else batch_norm_relu
+    found: tuple[Tensor, Tensor] = kernel(*given)
+    return found
+
+
+def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None) -> Tensor:
+    """Return the result of ``norm_and_relu`` once more, by its statistics or by taking them again."""
+    if stats is None:
+        return _normed(x, None, None, weight, bias, 0.0, eps, relu)[0]
+    kernel = OPS.batch_norm_relu_again.default if is_seen(x) else batch_norm_relu_again
+    found: Tensor = kernel(x, weight, bias, stats, relu)
+    return found
+
+
+class _NormAndRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        out, stats = _normed(x, *given)
+        *_, weight, bias, _, ctx.eps, ctx.relu = given
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return out, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 8
+        x, weight, bias, stats = ctx.saved_tensors
+        need = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
+        if torch.is_grad_enabled() or is_batched(grad):
+            found = _gradients_by_torch((x, weight, bias), need, grad, ctx)
+        else:
+            kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
+            dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
+            found = [dx[0] if dx else None, dweight if need[1] else None, dbias if need[2] else None]
+        return found[0], None, None, *found[1:], None, None, None
+
+
+def _gradients_by_torch(inputs: Any, need: Any, grad: Tensor, ctx: Any) -> list[Tensor | None]:
+    """Return the gradients by operations that have a second derivative, for ``create_graph=True``."""
+    with torch.enable_grad():
+        x, weight, bias = inputs
+        out = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps)
+        out = F.relu(out) if ctx.relu else out
+        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in need]

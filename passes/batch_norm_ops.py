@@ -1,0 +1,152 @@
+"""The operators of a batch norm in training and the relu behind it, by names that graphs show, over compiled C.
+
+Before: ``native_batch_norm`` and ``relu``, four times over memory. After: ``batch_norm_relu``, which reads its input
+twice, and in backward ``batch_norm_relu_backward``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.native_code import load, threads_for
+from amp_graph.passes.norm_ops import MACROS
+from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.operators import define_operator
+
+SOURCE = Path(__file__).with_name("batch_norm_kernel.c")
+LOW = 2  # what C calls low precision
+LAST = torch.channels_last
+
+
+@lru_cache
+def library(low: torch.dtype) -> ctypes.CDLL:
+    """Return what is compiled for ``low``, bf16 or fp16. Raises CompilerError where that cannot be."""
+    found = load(SOURCE, MACROS[low])
+    number, real, table = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+    found.forward.argtypes = (table, real, real, number)
+    found.again.argtypes = found.backward.argtypes = (table, number)
+    return found
+
+
+def batch_norm_relu(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the batch norm of ``x`` by its own statistics, through a relu where asked, and these.
+
+    x: bf16 or fp16 [images, channels, height, width], taken as channels_last, as is the result; weight, bias: fp32
+    [channels]; running statistics likewise, or None: they are written. Statistics returned: fp32 [2, channels], the
+    mean and the reciprocal deviation.
+    """
+    x = x.contiguous(memory_format=LAST)
+    stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
+    out = torch.empty_like(x)
+    table = _table(x, weight, bias, stats, out, relu, running_mean, running_var)
+    _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
+    return out, stats
+
+
+def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
+    """Return what ``batch_norm_relu`` made of ``x`` with the statistics that it returned, bit for bit."""
+    x = x.contiguous(memory_format=LAST)
+    out = torch.empty_like(x)
+    table = _table(x, weight, bias, stats, out, relu)
+    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
+    return out
+
+
+def _table(
+    x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, out: Tensor, relu: bool, *running: Tensor | None
+) -> array[int]:
+    width, place = x.shape[1], stats.data_ptr()
+    moved = (0 if t is None else _places(t) for t in running or (None, None))
+    rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, out.data_ptr(), LOW)
+    return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved))
+
+
+def _places(given: Tensor) -> int:
+    """Return where the numbers of a parameter or of running statistics lie, one behind the other."""
+    if not given.is_contiguous() or given.dtype != torch.float32:
+        raise ValueError(f"batch_norm_relu: {given.dtype} of strides {given.stride()}; legal: contiguous fp32")
+    return given.data_ptr()
+
+
+def batch_norm_relu_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
+) -> list[Tensor]:
+    """Return the gradients of weight and bias, fp32 [channels], and that of ``x`` in its precision where it is wanted.
+
+    grad: of the result of ``batch_norm_relu``. Sums are fp32 over 128 places and fp64 over all of them; the gradient
+    of ``x`` is computed in fp32 and rounded once.
+    """
+    x, grad, width = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST), x.shape[1]
+    grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
+    sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
+    dx = torch.empty_like(x) if wants_x else None
+    place = stats.data_ptr()
+    rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
+    wanted = (0, 0) if dx is None else (dx.data_ptr(), LOW)
+    given = (_places(weight), _places(bias), place, place + 4 * width)
+    table = array("q", (*rows, *wanted, *given, *(t.data_ptr() for t in sums)))
+    _check(library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel())))
+    return sums[:2] if dx is None else [*sums[:2], dx]
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("batch_norm_relu: no memory for a few rows")
+
+
+def _fake(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=LAST), weight.new_empty((2, x.shape[1]))
+
+
+def _fake_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=LAST)
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
+) -> list[Tensor]:
+    made = [torch.empty_like(weight), torch.empty_like(bias)]
+    return [*made, torch.empty_like(x, memory_format=LAST)] if wants_x else made
+
+
+define_operator(
+    "batch_norm_relu(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, Tensor bias, "
+    "float momentum, float eps, bool relu) -> (Tensor, Tensor)",
+    batch_norm_relu,
+    _fake,
+)
+define_operator(
+    "batch_norm_relu_again(Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
+    batch_norm_relu_again,
+    _fake_again,
+)
+define_operator(
+    "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu, bool wants_x)"
+    " -> Tensor[]",
+    batch_norm_relu_backward,
+    _fake_backward,
+)

@@ -1,0 +1,121 @@
+"""Let a batch norm that trains and the relu behind it be one operation, which saves nothing but the norm's input.
+
+Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``. After:
+``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
+from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.batch_norm_ops import library
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.image_layout import is_channels_last
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.native_code import CompilerError
+from amp_graph.passes.node_value import value
+from amp_graph.passes.plan_precision import MARK
+from amp_graph.passes.regions import GRAD, REGION, is_trained
+from amp_graph.passes.torch_private import numel
+from amp_graph.passes.what_pays import batch_norm_in_one_pass_pays
+
+ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+RELUS = (("aten.relu",), ("aten.relu_",))
+LOWS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FuseBatchNorm(Pass):
+    """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``.
+
+    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself, nobody but the
+    relu reads the norm. A norm without a relu stays: torch's takes as long. Exactness: rounding-equal; statistics and
+    gradients are summed in fp32 by blocks and in fp64 over them, and the result and the input's gradient are computed
+    in fp32 and rounded once, as torch's are. Only where C can be compiled, and from a size on that pays.
+    """
+
+    name: ClassVar[str] = "fuse-batch-norm"
+    writes: ClassVar[Writes] = Writes.ABSORBED
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every batch norm that trains."""
+        changes, skips = [], []
+        for node in list(gm.graph.nodes):
+            if not _is_trained_batch_norm(node):
+                continue
+            given = batch_norm_arguments(node)
+            relu = _relu(node)
+            reason = _why_not(node, given) if relu is not None else "no relu alone reads it"
+            if relu is None or reason:
+                skips.append(Skip(node.name, reason))
+                continue
+            made = _rewrite(gm, node, relu, given)
+            told = f"norm and relu of {tuple(value(made).shape)} in one operation"
+            changes.append(Change(self.name, "fused", made.name, told))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def batch_norm_arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a call of ``F.batch_norm`` by name."""
+    return DEFAULTS | dict(zip(ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _is_trained_batch_norm(node: Node) -> bool:
+    return node.target is F.batch_norm and names_of(node) == ("aten.batch_norm",) and is_trained(node)
+
+
+def _why_not(node: Node, given: dict[str, Any]) -> str:
+    """Return why a norm stays as it is, "" where it does not."""
+    x, parameters = value(given["input"]), [given["weight"], given["bias"]]
+    running = [given["running_mean"], given["running_var"]]
+    if REGION in node.meta:
+        return "inside of a region that has a say in what is computed"
+    if given["training"] is not True or not isinstance(given["momentum"], float):
+        return "its statistics are not those of the batch, or move in another way"
+    if not all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters):
+        return "it has no weight and bias in fp32"
+    if any(isinstance(r, Node) and value(r).dtype != torch.float32 for r in running):
+        return "its running statistics are not fp32"
+    if x.dtype not in LOWS or not is_channels_last(x):
+        return "its images are not channels_last in low precision"
+    if not batch_norm_in_one_pass_pays(x.device.type, numel(x)):
+        return f"torch's operations are as fast for {tuple(x.shape)} on {x.device.type}"
+    try:
+        library(x.dtype)
+    except CompilerError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _relu(node: Node) -> Node | None:
+    """Return the relu that alone reads ``node``."""
+    user = next(iter(node.users), None)
+    if len(node.users) != 1 or user is None or names_of(user) not in RELUS or value(user).dtype != value(node).dtype:
+        return None
+    return user if _place(user) == _place(node) and is_trained(user) else None
+
+
+def _place(node: Node) -> tuple[Any, ...]:
+    return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
+
+
+def _rewrite(gm: GraphModule, node: Node, relu: Node, given: dict[str, Any]) -> Node:
+    """Put one call in the place of a norm and its relu; return it."""
+    args = tuple(given[name] for name in ARGUMENTS if name != "training")
+    with gm.graph.inserting_after(relu):
+        made = gm.graph.call_function(norm_and_relu, args)
+    made.meta = {k: v for k, v in relu.meta.items() if k not in (OPS, CAST)}
+    made.meta[MARK] = node.meta.get(MARK)
+    relu.replace_all_uses_with(made)
+    for gone in (relu, node):
+        gm.graph.erase_node(gone)
+    return made

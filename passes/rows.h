@@ -1,0 +1,99 @@
+/* Rows of numbers in fp32 or low precision, read and written as vectors of fp32, and threads that share them.
+
+   Before: `uint16_t` in memory. After: `load(&row, i, n)`, sixteen numbers from column `i` on.
+
+   What low precision and vectors are, kernel.h says. */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "kernel.h"
+
+#define BLOCK 128 /* rows whose contributions to the weights are added in fp32, before fp64 takes the sum */
+#define PART 4096 /* columns, likewise */
+#define ROOM 4    /* fp64 numbers of scratch a column and thread */
+
+typedef enum { NONE, FULL, LOW } Kind;
+
+typedef struct { /* a matrix of rows without gaps, or nothing */
+  void* at;
+  int64_t kind;
+} Rows;
+
+INLINE Rows row_of(const Rows* all, int64_t row, int64_t width) {
+  const Rows none = {0, NONE};
+  if (all->kind == NONE) return none;
+  const Rows found = {(char*)all->at + row * width * (all->kind == LOW ? 2 : 4), all->kind};
+  return found;
+}
+
+/* `n` numbers from column `i` on; zeros behind them. `n` is a constant but at the end of a row. */
+INLINE Vector load(const Rows* row, int64_t i, int64_t n) {
+  Vector found = {0};
+  if (row->kind == FULL) {
+    memcpy(&found, (const float*)row->at + i, n * 4);
+  } else if (row->kind == LOW) {
+    Halves low = {0};
+    memcpy(&low, (const uint16_t*)row->at + i, n * 2);
+    found = widen_all(low);
+  }
+  return found;
+}
+
+INLINE void store(const Rows* row, int64_t i, int64_t n, Vector given) {
+  if (row->kind == FULL) {
+    memcpy((float*)row->at + i, &given, n * 4);
+  } else if (row->kind == LOW) {
+    const Halves low = narrow_all(given);
+    memcpy((uint16_t*)row->at + i, &low, n * 2);
+  }
+}
+
+INLINE double sum_of(Vector lanes) {
+  double sum = 0;
+  for (int k = 0; k < WIDE; ++k) sum += lanes[k];
+  return sum;
+}
+
+/* a * b + c, rounded once where the CPU can. */
+INLINE Vector fused(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* Goes through a row, vector by vector: `i` is where, and `n` how many numbers. */
+#define EACH(begin, end, ...)                                               \
+  do {                                                                      \
+    int64_t i = (begin);                                                    \
+    for (; i + WIDE <= (end); i += WIDE) { enum { n = WIDE }; __VA_ARGS__ } \
+    if (i < (end)) { const int64_t n = (end) - i; __VA_ARGS__ }             \
+  } while (0)
+
+typedef struct {
+  const void* given;
+  double eps, *room;
+  int64_t from, to; /* rows */
+} Share;
+
+/* -- several threads: each takes whole blocks of rows, so that as good as nothing depends on how many there are ----- */
+
+/* Returns how many took part; `room` becomes their scratch, which the caller frees. 0: there is no memory for it. */
+static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** room, void* (*work)(void*)) {
+  Share shares[MOST_THREADS];
+  const int64_t blocks = (whole.to + BLOCK - 1) / BLOCK;
+  threads = threads_of(threads < blocks ? threads : blocks);
+  *room = malloc(threads * ROOM * width * sizeof(double));
+  if (!*room) return 0;
+  for (int64_t t = 0; t < threads; ++t) {
+    const int64_t end = blocks * (t + 1) / threads * BLOCK;
+    shares[t] = whole;
+    shares[t].room = *room + t * ROOM * width;
+    shares[t].from = blocks * t / threads * BLOCK;
+    shares[t].to = end < whole.to ? end : whole.to;
+  }
+  do_shares(shares, sizeof *shares, threads, work);
+  return threads;
+}

@@ -1,0 +1,291 @@
+"""A batch norm that trains and its relu as one operation: as exact as torch's by fp64, computed again or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes import batch_norm_ops, native_code, what_pays
+from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.batch_norm_again import norm_and_relu_computed_again
+from amp_graph.passes.batch_norm_ops import OPS
+from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
+from amp_graph.passes.manager import run_passes
+from amp_graph.policy import Policy
+from amp_graph.rewrite import passes_for
+from tests.passes.graphs import capture, differences, run_step
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAST, EPS = torch.channels_last, 1e-5
+WITHOUT = ",skip=fuse_batch_norm"
+# Images, channels, height, width: around vectors (16 channels), rows at a time (4), and blocks (128 rows).
+SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 20, 21), (4, 15, 8, 4))
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
+
+
+def drawn(*shape, seed=0, dtype=FP32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(shape, low=BF16, away=0.0):
+    """x, running mean and variance, weight, bias; channels lie ``away`` deviations from zero."""
+    x = (drawn(*shape) + away).to(low).contiguous(memory_format=LAST)
+    channels = shape[1]
+    return (
+        x,
+        drawn(channels, seed=1),
+        drawn(channels, seed=2).square(),
+        drawn(channels, seed=3) + 1,
+        drawn(channels, seed=4),
+    )
+
+
+def torchs(x, mean, var, weight, bias, momentum, eps, relu):
+    out = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
+    return F.relu(out) if relu else out
+
+
+def step(function, given, relu=True, dtype=None, momentum=0.2):
+    """Result, gradients of x, weight and bias, and the running statistics, for a cotangent in low precision."""
+    cotangent = drawn(*given[0].shape, seed=9, dtype=given[0].dtype)
+    copies = [t.clone().to(dtype or t.dtype) for t in given]
+    leaves = [copies[i].requires_grad_() for i in (0, 3, 4)]
+    out = function(*copies, momentum, EPS, relu)
+    grads = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+    return [out.detach(), *grads, *copies[1:3]]
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def assert_as_exact(mine, other, exact):
+    """Each tensor is of torch's dtype and shape, and no farther from fp64."""
+    for got, torch_got, true in zip(mine, other, exact, strict=True):
+        assert (got.dtype, got.shape) == (torch_got.dtype, torch_got.shape)
+        assert error(got, true) <= 1.05 * error(torch_got, true) + 1e-6, (error(got, true), error(torch_got, true))
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_gradients_and_running_statistics_are_as_exact_as_torchs(shape, low, relu):
+    given = inputs(shape, low)
+    mine, other = step(norm_and_relu, given, relu), step(torchs, given, relu)
+    assert_as_exact(mine, other, step(torchs, given, relu, torch.float64))
+    assert mine[0].is_contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("away", [8.0, 100.0])
+def test_channels_far_from_zero_keep_their_variance(away):
+    given = inputs((2, 20, 16, 16), FP16, away)
+    assert_as_exact(step(norm_and_relu, given), step(torchs, given), step(torchs, given, dtype=torch.float64))
+
+
+def test_control_a_wrong_epsilon_is_seen():
+    given = inputs((2, 20, 16, 16))
+    wrong = step(lambda *a: norm_and_relu(*a[:6], 3e-2, a[7]), given)
+    with pytest.raises(AssertionError):
+        assert_as_exact(wrong, step(torchs, given), step(torchs, given, dtype=torch.float64))
+
+
+def test_nan_and_infinity_come_through_the_relu():
+    given = inputs((2, 3, 4, 4))
+    given[0][0, 1, 0, 0] = float("nan")
+    given[0][0, 2, 0, 0] = float("inf")
+    out, other = (f(*given, 0.1, EPS, True).isnan() for f in (norm_and_relu, torchs))
+    assert torch.equal(out, other)
+    assert out[:, 1:].all()
+    assert not out[:, 0].any()
+
+
+def test_the_same_bits_again_and_with_several_threads():
+    x, _, _, weight, bias = inputs((4, 40, 100, 40))
+    out, stats = batch_norm_ops.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)
+    assert torch.equal(batch_norm_ops.batch_norm_relu_again(x, weight, bias, stats, True), out)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(batch_norm_ops.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)[0], out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_contiguous_images_and_gradients_are_taken_too():
+    given = inputs((2, 8, 6, 6))
+    plain = [given[0].contiguous(), *given[1:]]
+    assert all(map(torch.equal, step(norm_and_relu, given), step(norm_and_relu, plain)))
+
+
+def test_second_derivatives_are_torchs():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+
+    def second(function):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(
+            function(leaf, mean, var, weight, bias, 0.1, EPS, True).sum(), leaf, create_graph=True
+        )
+        return torch.autograd.grad((grad * drawn(*x.shape, seed=5, dtype=BF16)).sum(), leaf)[0]
+
+    assert torch.equal(second(norm_and_relu), second(torchs))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own forward mode
+def test_forward_mode_without_gradients_and_one_place_are_torchs():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        out = norm_and_relu(dual, None, None, weight, bias)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+    with torch.no_grad():
+        plain = norm_and_relu(x, None, None, weight, bias)
+    assert torch.equal(plain, step(norm_and_relu, (x, mean, var, weight, bias))[0])
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm_and_relu(x[:1, :, :1, :1], mean, var, weight, bias)
+
+
+def test_the_operators_fakes_are_truthful():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    _, stats = batch_norm_ops.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)
+    for wants_x in (True, False):
+        torch.library.opcheck(OPS.batch_norm_relu_backward.default, (x, x, weight, bias, stats, True, wants_x))
+    torch.library.opcheck(OPS.batch_norm_relu.default, (x, mean, var, weight, bias, 0.1, EPS, True))
+    torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, weight, bias, stats, True))
+
+
+# -- the pass ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A stem, a residual block, and a norm that a sum reads; ``inplace`` as torchvision writes it."""
+
+    def __init__(self, inplace=True, channels=32):
+        super().__init__()
+        self.stem, self.norm1 = nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv3, self.norm3 = nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels)
+        self.relu, self.head = nn.ReLU(inplace), nn.Linear(channels, 4)
+
+    def forward(self, x):
+        x = self.relu(self.norm1(self.stem(x)))
+        h = self.norm3(self.conv3(self.relu(self.norm2(self.conv2(x)))))
+        h += x
+        return self.head(self.relu(h).mean((2, 3)))
+
+
+IMAGES = drawn(4, 3, 12, 12, seed=7)
+
+
+def made(inplace=True):
+    torch.manual_seed(0)
+    return Net(inplace)
+
+
+def graphs(model, policy="bf16", images=IMAGES):
+    captured = capture(model, images)
+    found = []
+    for skip in ("", WITHOUT):
+        gm = captured.fresh()
+        found.append((gm, run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)))
+    (ours, done), (plain, _) = found
+    return ours, plain, captured.given, next((t.result for t in done if t.name == "fuse-batch-norm"), None)
+
+
+def targets(gm):
+    return [n.target for n in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
+    gm, plain, given, result = graphs(made(inplace), policy)
+    assert len(result.changes) == 2
+    assert [skip.reason for skip in result.skips] == ["no relu alone reads it"]
+    assert sum(t in (norm_and_relu, norm_and_relu_computed_again) for t in targets(gm)) == 2
+    mine, other = run_step(gm, given), run_step(plain, given)
+    for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):
+        assert (a is None) is (b is None)
+        assert a is None or error(a, b.double()) < 0.04, "bf16, some layers"
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,recompute=all", "bf16,accuracy=fast,recompute=all"])
+def test_computed_again_no_bit_changes(policy):
+    captured = capture(made(), IMAGES)
+    steps = []
+    for skip in ("", ",skip=recompute_activations"):
+        gm = captured.fresh()
+        run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)
+        steps.append(run_step(gm, captured.given))
+        assert (norm_and_relu_computed_again in targets(gm)) is (skip == "")
+    assert not differences(*steps), "running statistics are among the inputs"
+
+
+def test_running_twice_changes_nothing():
+    gm, *_ = graphs(made())
+    assert not run_passes(gm, [FuseBatchNorm()], checked=True)[0].result.changes
+
+
+def left_alone():
+    yield "statistics", made().eval(), "those of the batch"
+    model = made()
+    model.norm1, model.norm2, model.norm3 = (nn.BatchNorm2d(32, affine=False) for _ in range(3))
+    yield "no parameters", model, "no weight and bias"
+
+
+@pytest.mark.parametrize(("model", "reason"), [pytest.param(m, r, id=name) for name, m, r in left_alone()])
+def test_what_is_left_alone_says_why(model, reason):
+    *_, result = graphs(model)
+    assert not result.changes
+    assert [reason in skip.reason for skip in result.skips] == [True, True, False], "no relu reads the last alone"
+
+
+def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
+    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
+    *_, result = graphs(made())
+    assert "as fast" in result.skips[0].reason
+    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv(native_code.FOLDER, "/nonexistent")
+    batch_norm_ops.library.cache_clear()
+    native_code.load.cache_clear()
+    *_, result = graphs(made())
+    batch_norm_ops.library.cache_clear()
+    native_code.load.cache_clear()
+    assert "compiling for this CPU" in result.skips[0].reason
+
+
+def trained(policy, whole):
+    model = made().to(memory_format=LAST)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    loss = lambda out: out.square().mean()  # noqa: E731
+    if whole:
+        step = amp_graph.TrainStep(model, loss, optimizer, policy)
+        losses = [float(step(IMAGES)) for _ in range(3)]
+        return losses, dict(model.state_dict()), step.graph_text()
+    amp_graph.convert(model, policy)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss(model(IMAGES)))
+        losses[-1].backward()
+        optimizer.step()
+    return [float(one.detach()) for one in losses], dict(model.state_dict()), ""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_training_moves_running_statistics_and_weights_as_without(whole):
+    losses, state, text = trained("bf16", whole)
+    plain_losses, plain, _ = trained("bf16" + WITHOUT, whole)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(plain_losses), rtol=0.02)
+    assert ("batch_norm_relu_backward" in text) is whole
+    for name, value in plain.items():
+        if "num_batches" in name:
+            assert torch.equal(state[name], value)
+        else:
+            assert error(state[name], value.double()) < 0.02, name

@@ -1,5 +1,7 @@
 """Every model of the corpus converts and trains under every policy, with the graph contract verified."""
 
+import functools
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ def _verified(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
 
 
+@functools.cache
 def with_gradient(name):
     """Parameters that a step in fp32 gives a gradient."""
     model, args, kwargs = make(name)
@@ -39,6 +42,7 @@ def test_three_training_steps(name, policy):
     amp_graph.convert(model, policy)
     scale = LOSS_SCALE if policy.startswith("fp16") else 1.0
     optimizer = torch.optim.SGD(model.parameters(), 1e-3) if [*model.parameters()] else None
+    expected = with_gradient(name)
     for _ in range(3):
         _, args, kwargs = make(name)  # a model may write into its inputs
         model.zero_grad()
@@ -49,7 +53,7 @@ def test_three_training_steps(name, policy):
         for p in model.parameters():
             if p.grad is not None:
                 p.grad /= scale
-        missing = with_gradient(name) - {n for n, p in model.named_parameters() if p.grad is not None}
+        missing = expected - {n for n, p in model.named_parameters() if p.grad is not None}
         assert not missing, "no gradient"
         bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         assert not bad, "not finite"

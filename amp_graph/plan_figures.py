@@ -13,7 +13,7 @@ from amp_graph.errors import PolicyError
 from amp_graph.passes.cut import FULL_ALWAYS
 from amp_graph.passes.error_budget import ErrorBudget
 from amp_graph.passes.machine import Machine, machine_for
-from amp_graph.passes.paint import AS_CAPTURED
+from amp_graph.passes.problem import AS_CAPTURED
 from amp_graph.passes.tradeoff import Point
 from amp_graph.policy import Policy
 from amp_graph.sample import Sampled

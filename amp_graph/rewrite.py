@@ -44,10 +44,10 @@ from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pack_weights import PackWeights
-from amp_graph.passes.paint import Problem
 from amp_graph.passes.pieces import GIVEN, PIECE
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
+from amp_graph.passes.problem import Problem
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions

@@ -21,7 +21,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.name_nodes import name_nodes
 from amp_graph.passes.measure_influence import Measured, MeasureInfluence
-from amp_graph.passes.paint import Problem
+from amp_graph.passes.problem import Problem
 from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
 

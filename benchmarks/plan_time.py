@@ -20,8 +20,9 @@ from amp_graph.passes.machine import machine_for
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import adopt_values
-from amp_graph.passes.paint import Problem, paint
+from amp_graph.passes.paint import paint
 from amp_graph.passes.plan_precision import PlanPrecision
+from amp_graph.passes.problem import Problem
 from amp_graph.passes.record_values import record_values
 from amp_graph.policy import Policy
 from amp_graph.rewrite import passes_for

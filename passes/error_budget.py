@@ -17,7 +17,8 @@ from amp_graph.passes.harm import WHOLE, harm_of
 from amp_graph.passes.influence import Influence, influence_by_rule
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.mincut import Prices, choices, time_text
-from amp_graph.passes.paint import Choice, Problem, paint
+from amp_graph.passes.paint import paint
+from amp_graph.passes.problem import Choice, Problem
 from amp_graph.passes.tradeoff import Point, Tradeoff
 
 BUDGET = "amp_budget"  # key of a graph's meta

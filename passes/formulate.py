@@ -16,7 +16,8 @@ from amp_graph.passes.cut import FULL_ALWAYS, LOW_ALWAYS, Cast, Kept, Promotion,
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.node_value import captured, is_eligible
-from amp_graph.passes.paint import FREE, LOW, Choice, Painting, Problem, without_scalars
+from amp_graph.passes.paint import Painting, without_scalars
+from amp_graph.passes.problem import FREE, LOW, Choice, Problem
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, work_of
 
@@ -210,13 +211,13 @@ class Formulation:
         if follows and self._is_exact(node, kind, given):
             self.limits += [(i, self.holds[n]) for n in (*given.moved, *given.promoted)]
         rounds_for_readers = kind.cls is OpClass.FP32_INSIDE and self.problem.lists.device == "cuda"
-        if (node in self.permitted.early or rounds_for_readers) and self.problem.accuracy == "autocast":
+        if (node in self.permitted.ahead.early or rounds_for_readers) and self.problem.accuracy == "autocast":
             self.limits += [(i, self.of[user]) for user in node.users if user in self.of]
 
     def _is_exact(self, node: Node, kind: Classification, given: Operands) -> bool:
         """Say whether no operand of ``node`` may be rounded for it."""
         if self.problem.accuracy == "autocast":
-            return node not in self.permitted.early
+            return node not in self.permitted.ahead.early
         operands = (*given.moved, *given.promoted)
         return self.problem.accuracy != "fast" and not self.permitted.may_round(node, kind, operands)
 

@@ -14,7 +14,8 @@ from amp_graph.passes.cut import LOW_ALWAYS, Cast, Task
 from amp_graph.passes.formulate import Formulation
 from amp_graph.passes.influence import Influence
 from amp_graph.passes.node_value import captured, tensors
-from amp_graph.passes.paint import GATHERS, LOW
+from amp_graph.passes.paint import GATHERS
+from amp_graph.passes.problem import LOW
 from amp_graph.passes.torch_private import numel
 
 WHOLE = 10**12  # the harm of all roundings together, in whole numbers

@@ -18,7 +18,8 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.node_value import has_eligible
-from amp_graph.passes.paint import ADDITIONS, Problem
+from amp_graph.passes.paint import ADDITIONS
+from amp_graph.passes.problem import Problem
 
 
 @dataclass(frozen=True)

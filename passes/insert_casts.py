@@ -29,9 +29,9 @@ from amp_graph.passes.node_value import (
     tensors,
     value,
 )
-from amp_graph.passes.paint import FULL, LOW
 from amp_graph.passes.pieces import GIVEN, LEAVES
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
+from amp_graph.passes.problem import FULL, LOW
 from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 

@@ -21,7 +21,7 @@ from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.influence import Influence, influence_by_rule, sum_of_readings
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import has_eligible, is_eligible
-from amp_graph.passes.paint import Problem
+from amp_graph.passes.problem import Problem
 
 
 @dataclass(frozen=True)

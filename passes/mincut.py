@@ -16,7 +16,7 @@ from amp_graph.passes.cut import Cast, Kept, Promotion, Task, cheapest
 from amp_graph.passes.formulate import Formulation, Operands, formulate
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.node_value import captured, is_eligible
-from amp_graph.passes.paint import FULL, LOW, Choice, Problem
+from amp_graph.passes.problem import FULL, LOW, Choice, Problem
 
 
 def mincut(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> dict[Node, Choice]:

@@ -10,23 +10,21 @@ operands to the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from amp_graph.lists import OpClass, OpList
+from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
-from amp_graph.passes.memory import Memory
+from amp_graph.passes.lookahead import Lookahead, is_leaf
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
 from amp_graph.passes.pieces import GIVEN, LEAVES, WHY
 from amp_graph.passes.positions import exact
-from amp_graph.passes.torch_private import numel
+from amp_graph.passes.problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 
-LOW, FULL, AS_CAPTURED = "low", "full", "captured"
-FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 # Rounding before these makes equals of what was different, and moves whole gradients from one element to others.
 SELECTIONS = frozenset(
@@ -40,32 +38,6 @@ GATHERS = frozenset(
         "repeat_interleave",
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy.
-
-    ``accuracy``: "autocast", "fast", or a number, with which any free operation may be low.
-    """
-
-    gm: GraphModule
-    classes: Mapping[Node, Classification]
-    memory: Memory
-    lists: OpList
-    accuracy: str | float
-    keep_outputs: bool = True
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a planner answers for a node; see ``plan_precision.Mark``."""
-
-    precision: str
-    reason: str
-    wants: Mapping[Node, str] = field(default_factory=dict)
-    converts_result: bool = False
-    asks_dtype: bool = False
 
 
 def paint(problem: Problem) -> dict[Node, Choice]:
@@ -86,9 +58,7 @@ class Painting:
         self.fast = problem.accuracy == "fast"
         self.low = {node for node in problem.gm.graph.nodes if GIVEN in node.meta}
         self.tainted: set[Node] = set()  # full because a deny operation made it so
-        self.ahead = self._low_ahead()
-        self.forced_full = self._written_by_deny()
-        self.early = self._cast_early()
+        self.ahead = Lookahead(problem)
         self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
 
     def run(self) -> dict[Node, Choice]:
@@ -102,69 +72,6 @@ class Painting:
                 self.low |= {node} if whole in self.low else set()
                 self.tainted |= {node} if whole in self.tainted else set()
         return choices
-
-    # -- what lies ahead ------------------------------------------------------------------------------
-
-    def _low_ahead(self) -> set[Node]:
-        """Return the nodes from which an ``allow`` operation is reached through free operations."""
-        found: set[Node] = set()
-        for node in reversed(self.problem.gm.graph.nodes):
-            for user in node.users:
-                kind = self.classes.get(user)
-                part = kind is None and is_part(user) and user in found
-                if part or (kind is not None and node in kind.applies and self._leads_low(user, kind, found)):
-                    found.add(node)
-                    break
-        return found
-
-    def _leads_low(self, user: Node, kind: Classification, found: set[Node]) -> bool:
-        return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
-
-    def _cast_early(self) -> set[Node]:
-        """Return the movements that a cast may precede: every reader takes low precision.
-
-        Only where the value does not shrink on the way (a cast before a slice would convert more than it
-        must) and is never written.
-        """
-        found: set[Node] = set()
-        for node in reversed(self.problem.gm.graph.nodes):
-            kind = self.classes.get(node)
-            if kind is None or kind.cls is not OpClass.NEUTRAL or len(kind.applies) != 1 or kind.dtype:
-                continue
-            (source,) = kind.applies
-            if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
-                continue
-            if not is_eligible(captured(source)) or _is_leaf(source) or not _keeps_size(source, node):
-                continue
-            if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
-                continue  # a cast behind the movement is shared by the readers, and adds their gradients in fp32
-            if node.users and all(self._takes_low(user, node, found) for user in node.users):
-                found.add(node)
-        return found
-
-    def _takes_low(self, user: Node, node: Node, early: set[Node]) -> bool:
-        kind = self.classes.get(user)
-        return kind is not None and (
-            user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
-        )
-
-    def _written_by_deny(self) -> set[int]:
-        """Return the storages that must live in full precision.
-
-        Those that a ``deny`` or opaque operation writes, and written ones of which the user has a conversion
-        that did nothing at capture: it is an alias, and would become a copy that does not see the writes.
-        """
-        found: set[int] = set()
-        storages = self.problem.memory.storages
-        for node, kind in self.classes.items():
-            alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
-            if alias and self.problem.memory.is_written(node):
-                found |= storages[node]
-        for kind in self.classes.values():
-            if kind.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
-                for target in kind.written:
-                    found |= self.problem.memory.storages.get(target, frozenset())
-        return found
 
     # -- the choice -----------------------------------------------------------------------------------
 
@@ -217,9 +124,9 @@ class Painting:
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
                 return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
-        if node in self.early:
+        if node in self.ahead.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
-        if self.fast and node in self.ahead and not self._selects(node, kind):
+        if self.fast and node in self.ahead.low and not self._selects(node, kind):
             reason = self._fast_reason(kind, low, tainted, counted)
             if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
                 self.low.add(node)  # its readers round the sum: rounding the operand as well would be once too often
@@ -249,7 +156,7 @@ class Painting:
         if node in self.exact:
             return False
         moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
-        return not moves or len(operands) != 1 or not _is_leaf(operands[0])
+        return not moves or len(operands) != 1 or not is_leaf(operands[0])
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
@@ -257,7 +164,7 @@ class Painting:
             return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
-        if not low and not tainted and len(counted) == 1 and not _is_leaf(counted[0]):
+        if not low and not tainted and len(counted) == 1 and not is_leaf(counted[0]):
             return "accuracy=fast: low precision lies ahead"
         return ""
 
@@ -305,10 +212,10 @@ class Painting:
         only for the last norm, behind which nothing is low any more (a cast before it instead of after it).
         """
         if self.fast:
-            return kind.partial and node not in self.ahead
+            return kind.partial and node not in self.ahead.low
         if self.problem.lists.device != "cuda":
             return False
-        return not all(self._takes_low(user, node, self.early) for user in node.users)
+        return not all(self.ahead.takes_low(user, node) for user in node.users)
 
     def _conversion(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
         if kind.dtype is None and moved and all(n in self.low for n in moved):
@@ -333,7 +240,7 @@ class Painting:
 
     def _set_low(self, node: Node, kind: Classification, inputs: list[Node], reason: str) -> Choice:
         wants = {n: LOW if n in kind.applies else FULL for n in inputs}
-        if self.problem.memory.storages.get(node, frozenset()) & self.forced_full:
+        if self.problem.memory.storages.get(node, frozenset()) & self.ahead.full:
             return Choice(LOW, reason + "; the result is written in full precision", wants, converts_result=True)
         if has_eligible(node):
             self.low.add(node)
@@ -341,11 +248,6 @@ class Painting:
 
     def _set_full(self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False) -> Choice:
         return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
-
-
-def _is_leaf(node: Node) -> bool:
-    """Say whether ``node`` is an input or a parameter: a gather from one must not convert, nor round, it whole."""
-    return node.op in ("placeholder", "get_attr")
 
 
 def _names(kind: Classification) -> str:
@@ -361,17 +263,3 @@ def without_scalars(nodes: list[Node]) -> list[Node]:
     """Leave out zero-dimensional operands, which do not take part in promotion beside larger ones."""
     large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
     return large or nodes
-
-
-def _keeps_size(source: Node, node: Node) -> bool:
-    """Say whether a movement keeps at least the number of elements."""
-    return _elements(node) >= _elements(source)
-
-
-def _grows(source: Node, node: Node) -> bool:
-    """Say whether a movement repeats elements."""
-    return _elements(node) > _elements(source)
-
-
-def _elements(node: Node) -> int:
-    return numel(captured(node))

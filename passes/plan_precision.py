@@ -24,7 +24,8 @@ from amp_graph.passes.machine import machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
-from amp_graph.passes.paint import AS_CAPTURED, FULL, Choice, Problem, paint
+from amp_graph.passes.paint import paint
+from amp_graph.passes.problem import AS_CAPTURED, FULL, Choice, Problem
 from amp_graph.passes.regions import REGION
 
 MARK = "amp"  # meta key

@@ -14,8 +14,8 @@ from amp_graph.passes.cut import is_legal
 from amp_graph.passes.error_budget import BUDGET, ErrorBudget
 from amp_graph.passes.formulate import low_of
 from amp_graph.passes.insert_casts import CAST, InsertCasts
-from amp_graph.passes.paint import FULL
 from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.problem import FULL
 from amp_graph.passes.tradeoff import Tradeoff
 from amp_graph.plan_figures import count_casts
 from tests.corpus import make

@@ -12,8 +12,9 @@ from amp_graph.passes.cut import cheapest, cost, is_legal
 from amp_graph.passes.formulate import formulate, low_of
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.mincut import mincut
-from amp_graph.passes.paint import FULL, LOW, paint
+from amp_graph.passes.paint import paint
 from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.problem import FULL, LOW
 from amp_graph.passes.text import graph_text
 from tests.corpus import CASES, make
 from tests.passes.golden_models import CASES as GOLDEN

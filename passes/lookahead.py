@@ -1,0 +1,114 @@
+"""What lies ahead of each value of a graph, from the classes of the nodes alone.
+
+Before: ``transpose (neutral) -> linear (allow)``. After: low precision lies ahead of the transpose, which a cast may
+precede, since all of its readers take low precision.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from amp_graph.lists import OpClass
+from amp_graph.passes.classify import Classification
+from amp_graph.passes.identify_ops import is_part
+from amp_graph.passes.node_value import captured, is_eligible
+from amp_graph.passes.problem import FREE, Problem
+from amp_graph.passes.torch_private import numel
+
+
+class Lookahead:
+    """Which nodes of ``problem`` lead to low precision, and which storages must be full.
+
+    ``low``: nodes from which an ``allow`` operation is reached. ``early``: movements that a cast may precede.
+    ``full``: storages.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.classes = problem, problem.classes
+        self.low = self._reached()
+        self.full = self._written_in_full()
+        self.early = self._early()
+
+    def takes_low(self, user: Node, node: Node) -> bool:
+        """Say whether ``user`` reads ``node`` in low precision: itself, or by way of what a cast may precede."""
+        return self._reads_low(user, node, self.early)
+
+    def _reached(self) -> set[Node]:
+        """Return the nodes from which an ``allow`` operation is reached through free operations."""
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            for user in node.users:
+                kind = self.classes.get(user)
+                part = kind is None and is_part(user) and user in found
+                if part or (kind is not None and node in kind.applies and self._leads_low(user, kind, found)):
+                    found.add(node)
+                    break
+        return found
+
+    def _leads_low(self, user: Node, kind: Classification, found: set[Node]) -> bool:
+        return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
+
+    def _early(self) -> set[Node]:
+        """Return the movements that a cast may precede: every reader takes low precision.
+
+        Only where the value does not shrink on the way (a cast before a slice would convert more than it
+        must) and is never written.
+        """
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            kind = self.classes.get(node)
+            if kind is None or kind.cls is not OpClass.NEUTRAL or len(kind.applies) != 1 or kind.dtype:
+                continue
+            (source,) = kind.applies
+            if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
+                continue
+            if not is_eligible(captured(source)) or is_leaf(source) or not _keeps_size(source, node):
+                continue
+            if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
+                continue  # a cast behind the movement is shared by the readers, and adds their gradients in fp32
+            if node.users and all(self._reads_low(user, node, found) for user in node.users):
+                found.add(node)
+        return found
+
+    def _reads_low(self, user: Node, node: Node, early: set[Node]) -> bool:
+        kind = self.classes.get(user)
+        return kind is not None and (
+            user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
+        )
+
+    def _written_in_full(self) -> set[int]:
+        """Return the storages that must live in full precision.
+
+        Those that a ``deny`` or opaque operation writes, and written ones of which the user has a conversion
+        that did nothing at capture: it is an alias, and would become a copy that does not see the writes.
+        """
+        found: set[int] = set()
+        storages = self.problem.memory.storages
+        for node, kind in self.classes.items():
+            alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
+            if alias and self.problem.memory.is_written(node):
+                found |= storages[node]
+        for kind in self.classes.values():
+            if kind.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
+                for target in kind.written:
+                    found |= self.problem.memory.storages.get(target, frozenset())
+        return found
+
+
+def is_leaf(node: Node) -> bool:
+    """Say whether ``node`` is an input or a parameter: a gather from one must not convert, nor round, it whole."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def _keeps_size(source: Node, node: Node) -> bool:
+    """Say whether a movement keeps at least the number of elements."""
+    return _elements(node) >= _elements(source)
+
+
+def _grows(source: Node, node: Node) -> bool:
+    """Say whether a movement repeats elements."""
+    return _elements(node) > _elements(source)
+
+
+def _elements(node: Node) -> int:
+    return numel(captured(node))

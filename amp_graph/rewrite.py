@@ -186,7 +186,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
-    pointwise: list[Pass] = [PointwiseConv()] if eager else []
+    folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
+    pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     # What is to be computed again stays torch's: its bits are then those of saving it.
     norms = FuseNorm(layer_norms=policy.recomputes == "some")

@@ -52,7 +52,8 @@ class FoldNorms(Pass):
 
     Law: no gradients, channels_last images, statistics that are given; nothing else reads what is between. The sum
     over products, the norm, the sum with ``s`` and the relu are one kernel that rounds once; the weight is rounded
-    when it has been scaled. Exactness: approximate, no more roundings than before, of other values.
+    when it has been scaled. Where ``s`` is such a result itself, and nothing reads it later, the sum takes its place.
+    Exactness: approximate, no more roundings than before, of other values.
     """
 
     copies: WeightCopies
@@ -69,6 +70,10 @@ class FoldNorms(Pass):
             found = self._chain(node, memory)
             if found is not None:
                 changes.append(_replace(gm, found, call))
+        for node in gm.graph.find_nodes(op="call_function", target=call):
+            if len(node.args) == 5 and _is_last_reader(node, node.args[4]):
+                node.args = (*node.args, True)
+                changes.append(Change(self.name, "sum in place", node.name, "nothing else reads what it adds to"))
         return PassResult(gm, tuple(changes))
 
     def _chain(self, norm: Node, memory: Memory) -> Chain | None:
@@ -155,6 +160,13 @@ def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:
     last = chain.nodes[-1]
     reads = [(chain.x, chain.nodes[0]), *([(chain.other, chain.nodes[2])] if chain.other is not None else [])]
     return all(memory.epoch(source, reader) == memory.epoch(source, last) for source, reader in reads)
+
+
+def _is_last_reader(node: Node, other: Node) -> bool:
+    """Say whether ``node`` may write over ``other``: the result of a call like it, read only by such, before."""
+    readers = [user for user in other.users if user is not node]
+    ours = all(n.op == "call_function" and n.target is node.target for n in (other, *readers))
+    return ours and other is not node.args[0] and all(user < node for user in readers)
 
 
 def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:

@@ -32,17 +32,22 @@ Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, 
 
 
 def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
-    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None)``.
+    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None, into=False)``.
 
     x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
-    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the relu. The
-    norm is folded into a copy of the weight that outlives the call, once the plain copy has been read a few times; it
-    is made anew when the weight or any element of the vectors has changed.
+    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the relu; into:
+    whether the result may take their place. The norm is folded into a copy of the weight that outlives the call, once
+    the plain copy has been read a few times; it is made anew when the weight or any element of the vectors has changed.
     """
     known = copies.packed[FOLDED]
 
     def convolution_with_norm(
-        x: Tensor, weight: Tensor, vectors: Vectors, where: tuple[Any, ...], other: Tensor | None = None
+        x: Tensor,
+        weight: Tensor,
+        vectors: Vectors,
+        where: tuple[Any, ...],
+        other: Tensor | None = None,
+        into: bool = False,
     ) -> Tensor:
         shape = Shape(*where)
         key = (id(weight), id(vectors[1]))
@@ -58,7 +63,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
             kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
-        return convolution_pointwise(x, kept.low, kept.beside[0], shape, other)
+        return convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into)
 
     return convolution_with_norm
 

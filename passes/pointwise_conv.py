@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
+from amp_graph.passes.fuse_batch_norm import batch_norm_arguments
 from amp_graph.passes.node_value import value
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.what_pays import FEW_PLACES, pointwise_product_pays
@@ -24,8 +26,11 @@ class PointwiseConv(Pass):
 
     Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows as they lie.
     Exactness: rounding-equal; sums are fp32 in another order. Runs before ``convolution``, which takes what is left.
+
+    ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which is worth more.
     """
 
+    folds: bool = False
     name: ClassVar[str] = "pointwise-conv"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -34,6 +39,9 @@ class PointwiseConv(Pass):
         for node in gm.graph.nodes:
             call = convolution_call(node) if calls_convolution(node) else ""
             if isinstance(call, str) or not _is_product(call):
+                continue
+            if self.folds and _has_norm(node):
+                skips.append(Skip(node.name, "the batch norm behind it is folded into it"))
                 continue
             out = value(node)
             places = concrete_size(out.shape[0]) * call.places
@@ -46,6 +54,14 @@ class PointwiseConv(Pass):
             what = "a product forward and backward" if few else "a product for the weight's gradient"
             changes.append(Change(self.name, "as a product", node.name, f"{places} places: {what}"))
         return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _has_norm(node: Node) -> bool:
+    """Say whether a batch norm in evaluation alone reads ``node``."""
+    user = next(iter(node.users), None)
+    if len(node.users) != 1 or user is None or user.target is not F.batch_norm:
+        return False
+    return batch_norm_arguments(user)["training"] is False
 
 
 def _is_product(call: ConvolutionCall) -> bool:

@@ -600,23 +600,32 @@ def pack_convolution_weight(weight: torch.Tensor, shape: Any, images: torch.Size
 
 
 _convolution_pointwise = torch.ops.mkldnn._convolution_pointwise if torch.backends.mkldnn.is_available() else None
+_convolution_into = torch.ops.mkldnn._convolution_pointwise_.binary._op if _convolution_pointwise is not None else None
 
 
 def convolution_pointwise(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, other: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    shape: Any,
+    other: torch.Tensor | None,
+    into: bool = False,
 ) -> torch.Tensor:
     """Return ``conv2d(x, weight, bias)``, plus ``other``, through a relu where ``shape`` has one; 2.11 - 2.13.
 
     x, other: bf16, channels_last; weight: packed; bias: fp32, which the kernel with ``other`` takes in bf16 only.
+    ``into``: the result is written over ``other``, bit for bit the same.
     """
     assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
+    assert _convolution_into is not None, "nothing is folded without oneDNN"
     where = (shape.padding, shape.stride, shape.dilation, shape.groups)
     found: torch.Tensor
     if other is None:
         found = _convolution_pointwise.default._op(x, weight, bias, *where, "none", [], "")
     else:
         after: tuple[Any, ...] = ("add", 1.0, None, [], None)
-        found = _convolution_pointwise.binary._op(x, other, weight, bias.to(x.dtype), *where, *after)
+        kernel, given = (_convolution_into, (other, x)) if into else (_convolution_pointwise.binary._op, (x, other))
+        found = kernel(*given, weight, bias.to(x.dtype), *where, *after)
     return found.relu_() if shape.relu else found  # not the kernel's own relu, which makes 0 of NaN
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.errors import VerifyError
+from amp_graph.passes import fold_norms
 from amp_graph.passes.torch_private import multiplies_bf16
 from amp_graph.passes.weight_copies import FOLDED, PLAIN_READS
 
@@ -244,3 +245,46 @@ def test_memory_is_given_back():
     called(ours)
     assert amp_graph.drop_weight_copies(ours) > 0
     assert folded(ours) == 0
+
+
+class Residual(nn.Module):
+    """Two blocks, the first of which projects; ``late``: what the second adds to is read once more behind it."""
+
+    def __init__(self, late=False):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, 16, k, padding=k // 2, bias=False) for a, k in SIZES)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in SIZES)
+        self.late = late
+
+    def part(self, index, x):
+        return self.norms[index](self.convs[index](x))
+
+    def forward(self, x):
+        x = F.relu(self.part(0, x) + self.part(1, x))
+        h = F.relu(self.part(2, x))
+        y = F.relu(x + self.part(3, h))
+        return (self.part(4, x) if self.late else y).mean((2, 3)) + y.mean((2, 3))
+
+
+SIZES = ((3, 1), (3, 3), (16, 3), (16, 1), (16, 1))
+
+
+def in_place(model):
+    nodes = conversion_of(model).graphs[0].rewritten.gm.graph.nodes
+    sums = [n for n in nodes if n.name.startswith("convolution_with_norm") and len(n.args) >= 5]
+    return [n.args[5:] == (True,) for n in sums]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sums_take_the_place_of_what_is_read_no_more_bit_for_bit(late, monkeypatch):
+    ours, _ = pair(lambda: Residual(late))
+    got = called(ours)
+    assert in_place(ours) == [True, not late]
+    assert folded(ours) == 4 + late, "those of one place, too"
+    monkeypatch.setattr(fold_norms, "_is_last_reader", lambda node, other: False)
+    apart, _ = pair(lambda: Residual(late))
+    assert torch.equal(got, called(apart))
+    assert in_place(apart) == [False, False]
+    monkeypatch.setattr(fold_norms, "_is_last_reader", lambda node, other: True)
+    wrong, _ = pair(lambda: Residual(late))
+    assert torch.equal(got, called(wrong)) is not late, "control: written over what is read later"

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import statistics
 import sys
 
@@ -94,6 +95,7 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@functools.cache
 def step(case, policy=None, updated=True, saves=True):
     """(casts, bytes saved without weight copies) of the second step, converted or under autocast.
 

@@ -29,7 +29,7 @@ demo: $(STAMPS)/demo  ## train small models on real data, side by side with torc
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the test-suite without the long sweeps
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS) < /dev/null
+	$(VENV)/bin/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS) < /dev/null
 
 test-long: $(STAMPS)/test  ## run the long sweeps
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)

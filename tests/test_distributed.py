@@ -1,15 +1,14 @@
 """Several processes, on gloo: ranks agree on bad steps and stay equal bit for bit."""
 
 import datetime
-import multiprocessing
 import os
 import socket
 import time
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 
 import amp_graph
 from amp_graph import reduce_gradients
@@ -21,12 +20,6 @@ def _port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def _ranks(function, args, count, join=True):
-    """Run `function(rank, *args)` in `count` processes, forked from one that has imported what they need."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "amp_graph", __name__])
-    return start_processes(function, args, nprocs=count, join=join, start_method="forkserver")
 
 
 def _start(rank, size, port, timeout=600):
@@ -65,7 +58,7 @@ def _train(rank, size, port, wrapped, agree, path):
 
 
 def run(tmp_path, size, wrapped="after", agree=True):
-    _ranks(_train, (size, _port(), wrapped, agree, str(tmp_path)), size)
+    mp.spawn(_train, (size, _port(), wrapped, agree, str(tmp_path)), nprocs=size)
     return [torch.load(tmp_path / str(rank)) for rank in range(size)]
 
 
@@ -118,7 +111,7 @@ def _train_sharded(rank, size, port, path):
 
 
 def test_parts_are_converted_then_sharded(tmp_path):
-    _ranks(_train_sharded, (2, _port(), str(tmp_path)), 2)
+    mp.spawn(_train_sharded, (2, _port(), str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     assert first == second
     assert first[0] == [1, 1]
@@ -155,7 +148,7 @@ def _train_step(rank, size, port, policy, options, path):
 
 
 def run_step(tmp_path, size, policy="fp16", **options):
-    _ranks(_train_step, (size, _port(), policy, options, str(tmp_path)), size)
+    mp.spawn(_train_step, (size, _port(), policy, options, str(tmp_path)), nprocs=size)
     return [torch.load(tmp_path / str(rank)) for rank in range(size)]
 
 
@@ -217,7 +210,7 @@ def _die_on_the_way(rank, size, port, path):
 
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
     begun = time.monotonic()
-    context = _ranks(_die_on_the_way, (2, _port(), str(tmp_path)), 2, join=False)
+    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     assert not any(process.is_alive() for process in context.processes), "a rank hangs"

@@ -27,17 +27,11 @@ typedef struct {
 } Backward;
 
 /* Goes through rows and channels as they lie: `tall` rows from `row` on, and of each a vector of `n` from channel `i`. */
-#define EACH_PLACE(begin, end, width, ...)                                                                    \
-  do {                                                                                                 \
-    int64_t row = (begin);                                                                             \
-    for (; row + TALL <= (end); row += TALL) { enum { tall = TALL }; EACH_CHANNEL(width, __VA_ARGS__); } \
-    for (; row < (end); ++row) { enum { tall = 1 }; EACH_CHANNEL(width, __VA_ARGS__); } \
-  } while (0)
-#define EACH_CHANNEL(width, ...)                                           \
-  do {                                                              \
-    int64_t i = 0;                                                  \
-    for (; i + WIDE <= (width); i += WIDE) { enum { n = WIDE }; __VA_ARGS__ } \
-    if (i < (width)) { const int64_t n = (width) - i; __VA_ARGS__ } \
+#define EACH_PLACE(begin, end, width, ...)                                                               \
+  do {                                                                                                   \
+    int64_t row = (begin);                                                                               \
+    for (; row + TALL <= (end); row += TALL) { enum { tall = TALL }; EACH(0, width, __VA_ARGS__); }      \
+    for (; row < (end); ++row) { enum { tall = 1 }; EACH(0, width, __VA_ARGS__); }                       \
   } while (0)
 
 /* The row, of which the processor is told to fetch what is read `TALL` rows on: it sees no stream in so many short ones. */
@@ -77,12 +71,6 @@ INLINE Sums sums_of(double* room, int64_t width) {
 
 INLINE void add_to(const Rows* block, int64_t i, int64_t n, Vector given) {
   store(block, i, n, load(block, i, n) + given);
-}
-
-static void flush(const Rows* block, double* sums, int64_t width) {
-  float* from = block->at;
-  for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
-  memset(from, 0, width * sizeof *from);
 }
 
 typedef struct { /* what turns a vector of the input into one of the result: (x - mean) * scale + bias */
@@ -159,11 +147,8 @@ INLINE void move(float* running, int64_t i, double found, double momentum) {
 static void take_statistics(const Forward* f, const double* room, int64_t threads, double eps, double momentum) {
   const Rows top = row_of(&f->x, 0, f->width);
   for (int64_t i = 0; i < f->width; ++i) {
-    double first = 0, second = 0;
-    for (int64_t t = 0; t < threads; ++t) {
-      first += room[t * ROOM * f->width + i];
-      second += room[t * ROOM * f->width + f->width + i];
-    }
+    const double first = over_threads(room, f->width, threads, i);
+    const double second = over_threads(room, f->width, threads, f->width + i);
     const double away = first / f->rows, squares = second - first * away; /* a NaN stays one */
     const double spread = squares < 0 ? 0 : squares;
     const double mean = load(&top, i, 1)[0] + away;
@@ -241,11 +226,8 @@ static void* gradients_share(void* given) {
 
 static void take_sums(const Backward* b, const double* room, int64_t threads) {
   for (int64_t i = 0; i < b->width; ++i) {
-    double first = 0, second = 0;
-    for (int64_t t = 0; t < threads; ++t) {
-      first += room[t * ROOM * b->width + i];
-      second += room[t * ROOM * b->width + b->width + i];
-    }
+    const double first = over_threads(room, b->width, threads, i);
+    const double second = over_threads(room, b->width, threads, b->width + i);
     const double invstd = b->invstd[i], scale = invstd * b->weight[i] / b->rows;
     b->dweight[i] = (float)(second * invstd);
     b->dbias[i] = (float)first;

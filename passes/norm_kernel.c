@@ -119,12 +119,6 @@ INLINE Sums sums_of(double* room, int64_t width) {
   return found;
 }
 
-static void flush(const Rows* block, double* sums, int64_t width) {
-  float* from = block->at;
-  for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
-  memset(from, 0, width * sizeof *from);
-}
-
 INLINE void backward_row(const Backward* b, const Sums* s, int64_t row) {
   const int64_t width = b->width;
   const float mean = b->centered ? b->mean[row] : 0.0f, rstd = b->rstd[row];
@@ -207,13 +201,8 @@ int backward(const Backward* b, int64_t threads) {
   double* room;
   threads = in_shares((Share){.given = b, .to = b->rows}, b->width, threads, &room, backward_share);
   for (int64_t i = 0; i < b->width && threads; ++i) {
-    double weights = 0, biases = 0;
-    for (int64_t t = 0; t < threads; ++t) {
-      weights += room[t * ROOM * b->width + i];
-      biases += room[t * ROOM * b->width + b->width + i];
-    }
-    if (b->dweight) b->dweight[i] = (float)weights;
-    if (b->dbias) b->dbias[i] = (float)biases;
+    if (b->dweight) b->dweight[i] = (float)over_threads(room, b->width, threads, i);
+    if (b->dbias) b->dbias[i] = (float)over_threads(room, b->width, threads, b->width + i);
   }
   free(room);
   return !threads;

@@ -97,3 +97,17 @@ static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** r
   do_shares(shares, sizeof *shares, threads, work);
   return threads;
 }
+
+/* Adds the fp32 sums of a block of rows to the fp64 sums of all, and begins anew. */
+static inline void flush(const Rows* block, double* sums, int64_t width) {
+  float* from = (float*)block->at;
+  for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
+  memset(from, 0, width * sizeof *from);
+}
+
+/* The sum over the threads' scratch of the number that lies `at` in each. */
+INLINE double over_threads(const double* room, int64_t width, int64_t threads, int64_t at) {
+  double sum = 0;
+  for (int64_t t = 0; t < threads; ++t) sum += room[t * ROOM * width + at];
+  return sum;
+}

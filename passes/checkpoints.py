@@ -16,8 +16,14 @@ from torch.fx.node import map_arg
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import GRAD, REGION
 
 CHECKPOINT = "amp_checkpoint"  # meta key: which checkpoint a node belongs to
+
+
+def place_of(node: Node) -> tuple[Any, ...]:
+    """Return what must be the same of nodes that become one: gradients or none, the checkpoint, the user's region."""
+    return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
 
 
 def inline_checkpoints(gm: GraphModule) -> None:

@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.batch_norm import norm_and_relu
 from amp_graph.passes.batch_norm_ops import library
-from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import MARK
-from amp_graph.passes.regions import GRAD, REGION, is_trained
+from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays import batch_norm_in_one_pass_pays
 
@@ -101,11 +101,7 @@ def _relu(node: Node) -> Node | None:
     user = next(iter(node.users), None)
     if len(node.users) != 1 or user is None or names_of(user) not in RELUS or value(user).dtype != value(node).dtype:
         return None
-    return user if _place(user) == _place(node) and is_trained(user) else None
-
-
-def _place(node: Node) -> tuple[Any, ...]:
-    return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
+    return user if place_of(user) == place_of(node) and is_trained(user) else None
 
 
 def _rewrite(gm: GraphModule, node: Node, relu: Node, given: dict[str, Any]) -> Node:

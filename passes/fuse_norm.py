@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
@@ -25,7 +25,7 @@ from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import CAPTURED, captured, value
 from amp_graph.passes.norm_ops import library
 from amp_graph.passes.plan_precision import MARK, marks
-from amp_graph.passes.regions import GRAD, REGION, is_trained
+from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import OpOverload, numel
@@ -112,8 +112,8 @@ class Found:
         if self.branch is not None:
             return tuple(users)
         trained = is_trained(self.norm) and is_trained(self.total)
-        place = _place(self.norm)
-        return tuple(u for u in users if trained and self.norm < u and u.op != "output" and _place(u) == place)
+        place = place_of(self.norm)
+        return tuple(u for u in users if trained and self.norm < u and u.op != "output" and place_of(u) == place)
 
     @property
     def parts(self) -> tuple[Node, ...]:
@@ -139,7 +139,7 @@ def _found(node: Node) -> Found | None:
         return Found(node, x, branch, given, value(node).dtype, (), centered=False)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
-    casts = tuple(user for user in node.users if _lowers(user) and _place(user) == _place(node))
+    casts = tuple(user for user in node.users if _lowers(user) and place_of(user) == place_of(node))
     lows = {_cast_to(cast) for cast in casts} | ({value(branch).dtype} if branch is not None else set())
     dtypes = lows - {torch.float32}
     return Found(node, x, branch, given, dtypes.pop(), casts, op is LAYER_NORM) if len(dtypes) == 1 else None
@@ -152,7 +152,7 @@ def _summands(node: Node, given: dict[str, Any]) -> tuple[Node, Node | None]:
     if names_of(total) != ("aten.add",) or len(parts) != 2 or len(total.args) != 2 or total.kwargs:
         return total, None
     later = [n for n in (given["weight"], given["bias"]) if isinstance(n, Node) and not n < total]
-    if later or _place(total) != _place(node) or any(value(p).shape != value(total).shape for p in parts):
+    if later or place_of(total) != place_of(node) or any(value(p).shape != value(total).shape for p in parts):
         return total, None
     x, branch = parts if value(parts[0]).dtype == torch.float32 else parts[::-1]
     return x, branch
@@ -178,10 +178,6 @@ def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
     parts: list[Any] = sorted(cast.users, key=lambda part: part.args[1])
     wide = [part for part in parts if cast.args[3] and part.args[1] == 0]
     return [part for part in parts if part not in wide], wide
-
-
-def _place(node: Node) -> tuple[Any, ...]:
-    return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
 
 
 def _why_not(found: Found, memory: Memory) -> str:

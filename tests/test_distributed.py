@@ -12,6 +12,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import reduce_gradients
+from tests.measure import DtypeLog
 
 STEPS, BAD = 40, {3, 4, 17, 30}
 
@@ -116,6 +117,64 @@ def test_parts_are_converted_then_sharded(tmp_path):
     assert first == second
     assert first[0] == [1, 1]
     assert first[1]["_skipped"] == 1
+
+
+class _Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.net = nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))
+
+    def forward(self, x):
+        return x + self.net(self.norm(x))
+
+
+def _train_whole_sharded(mesh, rank, order):
+    """A model whose parts are sharded and which is converted as a whole; (losses, dtypes of products, graphs)."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Residual(), _Residual(), nn.Linear(6, 3))
+    if order == "before":
+        amp_graph.convert(model, "bf16")
+    for part in (*model[:2], model):
+        fully_shard(part, mesh=mesh)
+    if order == "after":
+        amp_graph.convert(model, "bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(8):
+        x, y = _batch(rank, step)
+        with DtypeLog() as log:
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    products = [dtypes[0] for name, dtypes in log.entries if name == "aten.addmm"]
+    return losses, products, len(amp_graph.report(model).graphs) if order != "never" else 0
+
+
+def _train_whole_sharded_in_each_order(rank, size, port, path):
+    _start(rank, size, port)
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    found = {order: _train_whole_sharded(mesh, rank, order) for order in ("never", "before", "after")}
+    torch.save(found, f"{path}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_with_sharded_parts_is_converted_as_a_whole(tmp_path):
+    mp.spawn(_train_whole_sharded_in_each_order, (2, _port(), str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / str(rank))
+        losses, products, _ = found["never"]
+        assert set(products) == {torch.float32}
+        for order in ("before", "after"):
+            ours, low, graphs = found[order]
+            assert low == [torch.bfloat16] * len(products)
+            assert graphs >= 1  # of the parts; what runs around them does so under autocast
+            assert ours != losses
+            assert ours == pytest.approx(losses, rel=2e-2)
+        assert found["before"] == found["after"]
 
 
 # -- the whole step -----------------------------------------------------------------------------------

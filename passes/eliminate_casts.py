@@ -1,6 +1,7 @@
 """Remove the conversions that the user's own code made redundant; rounding-exact, gradients included.
 
-Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is ``x``.
+Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is ``x``. Before:
+``zeros_like(x).float()``. After: ``zeros_like(x, dtype=torch.float32)``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.node_value import captured, set_value, value
 from amp_graph.passes.plan_precision import marks
+
+# What makes a constant, by the position of the number that it is filled with; None where the name says it.
+CREATIONS: dict[str, int | None] = {
+    **dict.fromkeys(
+        ("aten.zeros", "aten.ones", "aten.zeros_like", "aten.ones_like", "aten.new_zeros", "aten.new_ones")
+    ),
+    **dict.fromkeys(("aten.full", "aten.full_like"), 1),
+    "aten.new_full": 2,
+}
+READS_A_NUMBER = frozenset({"aten.item", "aten._local_scalar_dense"})
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,8 @@ class EliminateCasts(Pass):
     """Replaces ``x.to(d)``, and ``x.to(wide).to(d)``, with ``x`` when ``x`` is in ``d`` already.
 
     Law: widening and coming back changes no bit, forward or backward, where nothing else reads the wide
-    value. Full -> low -> full stays: it rounds. Exactness: bit-exact.
+    value. Full -> low -> full stays: it rounds. A constant that both dtypes can write is made in the second at once,
+    and the number that Python reads of a tensor is the same before and after widening. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "eliminate-casts"
@@ -37,6 +49,11 @@ class EliminateCasts(Pass):
         skips: list[Skip] = []
         for node in list(gm.graph.nodes):
             if not _is_conversion(node):
+                continue
+            if _create_at_once(node):
+                changes.append(Change(self.name, "removed", node.name, f"made in {value(node.args[0]).dtype} at once"))
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
                 continue
             found = _redundant(node, memory)
             if isinstance(found, str):
@@ -82,6 +99,8 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return "the storage is written: the copy is part of the meaning"
     if value(source).dtype == value(node).dtype:
         return source, f"already {value(node).dtype}"
+    if _is_read_as_a_number(node) and _widens(value(source).dtype, value(node).dtype):
+        return source, "the number that is read is the same"
     if not _is_conversion(source):
         return ""
     origin = source.args[0]
@@ -93,6 +112,37 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
     if len(source.users) > 1 and captured(origin).requires_grad:
         return "another reader's gradient is summed in the wide dtype: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
+
+
+def _create_at_once(node: Node) -> bool:
+    """Give the constant that ``node`` alone reads, and converts, the dtype of ``node``; say whether that was done."""
+    source, dtype = node.args[0], value(node).dtype
+    assert isinstance(source, Node), "a conversion without a source is not a conversion"
+    names = names_of(source)
+    made = value(source)
+    if len(names) != 1 or names[0] not in CREATIONS or made.requires_grad or "out" in source.kwargs:
+        return False
+    if len(source.users) > 1:  # a write to it, or to a view of it, would be another reader
+        return False
+    at = CREATIONS[names[0]]
+    filled = 0 if at is None else source.args[at] if len(source.args) > at else source.kwargs.get("fill_value")
+    if isinstance(filled, bool) or not isinstance(filled, (int, float)):
+        return False
+    if not all(_holds(filled, d) for d in (made.dtype, dtype)):
+        return False
+    source.kwargs = {**source.kwargs, "dtype": dtype}  # by position in none of them
+    set_value(source, value(node))
+    return True
+
+
+def _holds(number: float, dtype: torch.dtype) -> bool:
+    """Say whether ``number`` is exactly a value of ``dtype``; not of NaN, whose bits say more than it."""
+    return dtype.is_floating_point and torch.tensor(number, dtype=torch.float64).to(dtype).double().item() == number
+
+
+def _is_read_as_a_number(node: Node) -> bool:
+    """Say whether all that reads ``node`` is Python, as a number."""
+    return bool(node.users) and all(set(names_of(user)) <= READS_A_NUMBER and names_of(user) for user in node.users)
 
 
 def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:

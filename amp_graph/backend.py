@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.inductor import compile_with_inductor
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import plain_forward
 from amp_graph.policy import Policy
-from amp_graph.rewrite import passes_for_compilers, passes_in_inductor, rewrite_in_place
+from amp_graph.rewrite import rewrite_in_place
 
 Runner = Callable[..., Any]
 Compile = str | Callable[..., Runner]

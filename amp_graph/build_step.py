@@ -24,6 +24,7 @@ from amp_graph.fused_update import group_updates, why_not_fused
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import OnePass, plan_one_pass
+from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, passes_of_step
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
@@ -31,7 +32,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
-from amp_graph.rewrite import Rewritten, passes_for_compilers, passes_for_inductor, passes_of_step, rewrite_in_place
+from amp_graph.rewrite import Rewritten, rewrite_in_place
 from amp_graph.step_graph import StepGraph, StepParts, take_loss_mark, trace_step
 from amp_graph.step_inputs import refuse_several_devices
 from amp_graph.step_state import StepState

@@ -20,6 +20,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.escape import without_autocast
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.name_nodes import name_nodes
+from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError
 from amp_graph.passes.facts import source_line
 from amp_graph.passes.manager import is_verifying
@@ -28,7 +29,7 @@ from amp_graph.passes.pieces import adopt_piece
 from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
-from amp_graph.rewrite import Rewritten, copy_graph, passes_for_inductor, passes_of_copies, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 
 
 @dataclass

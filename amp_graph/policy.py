@@ -27,8 +27,8 @@ SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "convolution",
     "drop_empty", "eliminate_casts", "fold_norms", "fuse_batch_norm", "fuse_bias", "fuse_gelu", "fuse_norm",
     "fuse_rms_norm", "keep_gradient_memory",
-    "keep_recurrent", "linear_cross_entropy", "lstm_backward", "pack_weights", "pointwise_conv", "protect_norms",
-    "recompute_activations", "share_casts", "small_products",
+    "keep_recurrent", "lay_gradients", "linear_cross_entropy", "lstm_backward", "pack_weights", "pointwise_conv",
+    "protect_norms", "recompute_activations", "share_casts", "small_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

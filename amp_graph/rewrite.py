@@ -15,46 +15,21 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
-from amp_graph.passes.accumulate_in_place import AccumulateInPlace
-from amp_graph.passes.align_shapes import AlignShapes
-from amp_graph.passes.attention import Attention
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes.base import Pass
-from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
-from amp_graph.passes.contiguous_linear import ContiguousLinear
-from amp_graph.passes.convolution import Convolution
-from amp_graph.passes.drop_empty import DropEmpty
-from amp_graph.passes.eliminate_casts import EliminateCasts
-from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.facts import is_higher_order
-from amp_graph.passes.fold_norms import FoldNorms
-from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
-from amp_graph.passes.fuse_bias import FuseBias
-from amp_graph.passes.fuse_gelu import FuseGelu
-from amp_graph.passes.fuse_norm import FuseNorm
-from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
-from amp_graph.passes.identify_ops import OPS, IdentifyOps
+from amp_graph.passes.identify_ops import OPS
 from amp_graph.passes.insert_casts import CAST, InsertCasts
-from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
-from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
-from amp_graph.passes.keep_weight_copies import KeepWeightCopies
-from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
-from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.pieces import GIVEN, PIECE
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
-from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.problem import Problem
-from amp_graph.passes.protect_norms import ProtectNorms
-from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.regions import mark_regions
-from amp_graph.passes.share_casts import ShareCasts
-from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.text import graph_text
-from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 
 # Bodies of these operators run as they stand; all others keep their bodies as captured.
@@ -174,91 +149,6 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
     plan = passes[at]
     assert isinstance(plan, PlanPrecision), "found as one"
     return plan.problem(gm)
-
-
-def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (), *, eager: bool = False) -> list[Pass]:
-    """Return the passes of ``policy``, in order; ``eager``: with those for graphs that run as they are.
-
-    What those do, compilers do by themselves.
-    """
-    lists = policy.op_list(device)
-    dtype = policy.torch_dtype(device)
-    # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
-    ours = lists.unlisted == "opaque"
-    fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
-    folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
-    pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
-    again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
-    # What is to be computed again stays torch's: its bits are then those of saving it.
-    norms = FuseNorm(layer_norms=policy.recomputes == "some")
-    kernels: list[Pass] = [
-        Attention(),
-        LstmBackward(),
-        ContiguousLinear(),
-        ChannelsLast(),
-        *pointwise,
-        Convolution(),
-        AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), FuseBatchNorm(), again, norms] if eager else []),
-    ]
-    found = [
-        IdentifyOps(),
-        *fusions,
-        ExpandComposites(lists),
-        PlanPrecision(
-            lists,
-            dtype,
-            policy.accuracy,
-            policy.keep_fp32,
-            policy.keep_outputs,
-            policy.plans_by,
-            policy.skip_unprofitable,
-            measured,
-        ),
-        InsertCasts(dtype, policy.keep_outputs),
-        EliminateCasts(),
-        ShareCasts(),
-        ProtectNorms(),
-        *(kernels if ours else []),
-    ]
-    return _wanted(found, policy)
-
-
-def passes_for_compilers(policy: Policy) -> list[Pass]:
-    """Return the passes over a rewritten graph that a compiler will take apart."""
-    return _wanted([KeepRecurrent()], policy)
-
-
-def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
-    """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
-    return _wanted([FuseBias(), SmallProducts()], policy) if policy.op_list(device).unlisted == "opaque" else []
-
-
-def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
-    """Return the passes for captured graphs that Inductor compiles, of which ``user`` is the owner."""
-    ours = torch.is_grad_enabled() and policy.weight_copies and policy.op_list("cpu").unlisted == "opaque"
-    return _wanted([KeepGradientMemory(user=user)], policy) if ours else []
-
-
-def passes_of_step(policy: Policy, device: str) -> list[Pass]:
-    """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
-    return _wanted([FuseBias(), AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
-
-
-def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:
-    """Return the passes for eager graphs that read weights which outlive the call; asked while a graph is captured."""
-    if copies is None:
-        return []
-    ours = policy.op_list(device).unlisted == "opaque"
-    more: list[Pass] = []
-    if ours:
-        trains = torch.is_grad_enabled()
-        more = [KeepGradientMemory(copies.gradients)] if trains else [FoldNorms(copies), PackWeights(copies)]
-    return _wanted([KeepWeightCopies(copies), *more], policy)
-
-
-def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:
-    return [one for one in passes if one.name.replace("-", "_") not in policy.skip]
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

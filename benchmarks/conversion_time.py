@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import identify_ops
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import adopt_values
 from amp_graph.passes.record_values import record_values
 from amp_graph.passes.regions import mark_regions
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, passes_for
+from amp_graph.rewrite import copy_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 16, 2, 4, 2
 NODES_A_BLOCK = 42

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes.cut import cheapest
 from amp_graph.passes.formulate import formulate
 from amp_graph.passes.machine import machine_for
@@ -25,7 +26,6 @@ from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.record_values import record_values
 from amp_graph.policy import Policy
-from amp_graph.rewrite import passes_for
 
 ROUNDS = 5
 

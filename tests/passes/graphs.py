@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import regions
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
@@ -14,7 +15,7 @@ from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import adopt_values
 from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, passes_for
+from amp_graph.rewrite import copy_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

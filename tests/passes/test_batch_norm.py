@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import batch_norm_ops, native_code, what_pays
 from amp_graph.passes.batch_norm import norm_and_relu
 from amp_graph.passes.batch_norm_again import norm_and_relu_computed_again
@@ -13,7 +14,6 @@ from amp_graph.passes.batch_norm_ops import OPS
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.policy import Policy
-from amp_graph.rewrite import passes_for
 from tests.passes.graphs import capture, differences, run_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

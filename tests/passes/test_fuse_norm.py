@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import fuse_norm, native_code, norm_ops, what_pays
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.policy import Policy
-from amp_graph.rewrite import passes_for
 from tests.passes.graphs import BF16, FP32, capture_function, run_step
 
 WIDTH = 16

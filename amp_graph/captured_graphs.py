@@ -26,6 +26,7 @@ from amp_graph.passes.facts import source_line
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.pieces import adopt_piece
+from amp_graph.passes.read_dtypes import raised_by_read_dtypes
 from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
@@ -62,21 +63,32 @@ class CapturedGraphs:
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
+        return self._recorded(self._rewritten(gm), example_inputs)
+
+    def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
+        """Take the graph of a whole call; None, and nothing stays, for one that is to be captured under autocast."""
+        rewritten = self._rewritten(gm)
+        return None if raised_by_read_dtypes(gm, rewritten.dtype) else self._recorded(rewritten, example_inputs)
+
+    def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
-        broken, policy = break_of(gm), self.policy
-        if broken is not None:  # what a broken piece returns is read by the user's Python, which was captured in fp32
+        policy = self.policy
+        if break_of(gm) is not None:  # what a broken piece returns is read by Python that was captured in fp32
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
         device, eager = device_of_model(self.model), self.compile == "eager"
         last = passes_of_copies(self.copies, policy, device or "cpu")
         if self.compile == "inductor" and device is None:
             last = passes_for_inductor(policy, self)
-        rewritten = rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
+        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
+
+    def _recorded(self, rewritten: Rewritten, example_inputs: Sequence[Any]) -> Runner:
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
+        broken = break_of(rewritten.gm)
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
-        return self._counted(lower(gm, example_inputs, self.compile, policy))
+        return self._counted(lower(rewritten.gm, example_inputs, self.compile, rewritten.policy))
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""

@@ -24,7 +24,7 @@ from amp_graph.capture_log import CaptureLog
 from amp_graph.captured_graphs import Captured, CapturedGraphs, break_of
 from amp_graph.complaints import Complaints
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.escape import Escaping, InPieces, WholeOnly
+from amp_graph.escape import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.passes.measure_influence import Measured
@@ -228,18 +228,27 @@ class Conversion:
         again = own_code_object(self._own)
         many = InPieces(again.__code__, self.log)
         pieces = self._captured_by(again, self.captured.take_piece, many)
-        return Escaping((self._as_whole, self._whole), (pieces, many), self.escaped.region, self.escaped.finished)
+        whole = (self._as_whole, self._whole)
+        return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)
 
     def _captured_by(self, function: Any, backend: Callable[..., Runner], heard: CaptureListener) -> Runner:
         return capture_with_dynamo(function, weakly(backend), dynamic=self.dynamic, fullgraph=False, heard=heard)
 
     def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take the graph of a whole call; one that ends before the call does will never run."""
-        if break_of(gm) is None:
-            return self.captured.take(gm, example_inputs)
+        """Take the graph of a whole call; one that is to be captured under autocast will never run."""
         assert self._whole is not None, "a backend of whole calls only"
-        self._whole.breaks()
-        return plain_forward(gm)
+        if break_of(gm) is not None:
+            self._whole.stop(NotWhole)
+            return plain_forward(gm)
+        if self.policy.plans_by != "paint":  # which alone plans around values that are low whatever they cost
+            return self.captured.take(gm, example_inputs)
+        run = self.captured.take_whole(gm, example_inputs)
+        if run is None:
+            self._whole.stop(AsksDtypes)
+            self.said.note(
+                "its code goes by dtypes that it sees: captured under torch.autocast, which shows it its own"
+            )
+        return run or plain_forward(gm)
 
     def _is_in_pieces(self) -> bool:
         """Say whether any call ran in pieces since the last capture began."""

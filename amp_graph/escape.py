@@ -1,4 +1,4 @@
-"""What escapes capture: the Python between captured graphs, which runs under ``torch.autocast``.
+"""What escapes capture: the Python between captured graphs, and dtypes that Python reads, as under ``torch.autocast``.
 
 Before: ``print(x)`` splits a forward, and what Dynamo leaves out with it multiplies in fp32. After: it multiplies as
 under ``torch.autocast``, the graphs around it run by their plans, and both meet in the dtypes that autocast would give.
@@ -43,6 +43,10 @@ class NotKnown(NotWhole):
     """No compiled code fits a call that would run in pieces: it may be one that can be captured whole."""
 
 
+class AsksDtypes(NotWhole):
+    """A call can be captured as one graph, but makes values in dtypes that it would find to be others in autocast."""
+
+
 class WholeOnly(CaptureListener):
     """Hears of the capture of one whole call, and stops it where that is not to be had."""
 
@@ -50,18 +54,18 @@ class WholeOnly(CaptureListener):
         self.code = code
         self._here = threading.local()
 
-    def breaks(self) -> None:
-        """Hear from the backend that it was given a graph that ends before its frame."""
-        self._here.broken = True
+    def stop(self, reason: type[NotWhole]) -> None:
+        """Hear from the backend that the graph that it was given is not to run, and why."""
+        self._here.stopped = reason
 
     def begins(self, code: types.CodeType) -> None:
         """Hear that a capture begins."""
-        self._here.broken = False
+        self._here.stopped = None
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
         """Stop before anything runs where the call is not one graph."""
-        if code is self.code and (self._here.broken or not whole):
-            raise NotWhole(self)
+        if code is self.code and (self._here.stopped or not whole):
+            raise (self._here.stopped or NotWhole)(self)
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
         """Stop before anything runs where the call cannot be traced as a whole."""
@@ -118,7 +122,8 @@ class Escaping:
     """Runs calls as one graph where that can be captured, else in pieces with autocast around them.
 
     ``whole`` and ``pieces`` are captures of the same forward. Dynamo guards the state of autocast, so the second has
-    code of its own, captured and run under autocast always; a call goes there once ``whole`` was tried for it.
+    code of its own, captured and run under autocast always; a call goes there once ``whole`` was tried for it, or at
+    once where calls ``asks_dtypes``: code that reads ``x.dtype`` finds there what autocast would give it.
     """
 
     def __init__(
@@ -127,15 +132,20 @@ class Escaping:
         pieces: tuple[Runner, InPieces],
         region: Callable[[], AbstractContextManager[tuple[str, torch.dtype]]],
         finish: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        asks_dtypes: bool,
     ) -> None:
         self.whole, self.one = whole
         self.pieces, self.many = pieces
         self.region, self.finish = region, finish
+        self.asks_dtypes = asks_dtypes  # whether no call is tried as a whole
         self.broken = False  # whether any call ran in pieces
         self.retries = 1  # a first call may break for what it sets up once, as transformers' hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
+        if self.asks_dtypes:
+            with self.many.expected():
+                return self._in_pieces(args, kwargs)
         if self.broken and self.retries:
             self.retries -= 1
         elif self.broken:
@@ -149,7 +159,8 @@ class Escaping:
         except NotWhole as stopped:
             if stopped.owner is not self.one:
                 raise
-            self.broken = True
+            self.asks_dtypes = isinstance(stopped, AsksDtypes)
+            self.broken = not self.asks_dtypes
         with self.many.expected():
             return self._in_pieces(args, kwargs)
 

@@ -32,6 +32,11 @@ class EscapedCode:
         return self.policy.runs_escaped == "autocast"
 
     @property
+    def asks_dtypes(self) -> bool:
+        """Whether all is captured under autocast: lists that reproduce PyTorch's want its dtypes read."""
+        return self.is_cast and self.policy.op_list("cpu").unlisted != "opaque"
+
+    @property
     def how(self) -> str:
         """How it runs: "in fp32", or under which autocast."""
         if not self.is_cast:

@@ -36,6 +36,11 @@ def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
     return is_random(op) and arguments.get("dropout_p") != 0
 
 
+def autocast_has_rule(op: OpOverload, device: str) -> bool:
+    """Say whether ``torch.autocast`` casts what ``op`` is given on a device of the kind ``device``."""
+    return dispatch_has_kernel(op, f"Autocast{device.upper()}")
+
+
 def is_composite(op: OpOverload) -> bool:
     """Say whether ``op`` is written in terms of other operators, at every level of dispatch."""
     return dispatch_has_kernel(op, "CompositeImplicitAutograd")

@@ -29,7 +29,7 @@ from amp_graph.passes.node_value import (
     tensors,
     value,
 )
-from amp_graph.passes.pieces import GIVEN, LEAVES
+from amp_graph.passes.pieces import GIVEN, LEAVES, TAKES
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
 from amp_graph.passes.problem import FULL, LOW
 from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
@@ -95,11 +95,15 @@ class _Insertion:
             return
         mark: Mark | None = node.meta.get(MARK)
         if mark is None:
-            wants = {} if is_part(node) else dict.fromkeys(_eligible(node), FULL)
+            wants = (
+                {} if is_part(node) else {s: LOW if s in node.meta.get(TAKES, ()) else FULL for s in _eligible(node)}
+            )
         else:
             wants = dict(mark.wants)
         for source, want in wants.items():
             self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
+        if TAKES in node.meta:  # runs as captured, on what it was captured with
+            return
         self._saturate(node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}

@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.passes import facts
 from amp_graph.passes.checkpoints import inline_checkpoints
-from amp_graph.passes.node_value import CAPTURED, adopt_values, keep_trained, tensors, value
+from amp_graph.passes.identify_ops import identify, is_tensor_call
+from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.torch_private import FakeTensor, storage_key, tracing_fake
 
 PIECE = "amp_piece"  # meta key of a graph: it is a piece
 GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
+TAKES = "amp_takes"  # meta key of a call that runs as captured: the inputs that were of low precision then
 LEAVES = "amp_leaves"  # meta key: the dtype in which a value leaves the graph
 WHY = "arrives in low precision, or is made so by the user's code"
 METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
@@ -32,22 +34,24 @@ def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:
     """
     adopt_values(gm)
     inline_checkpoints(gm)
-    refusal = _refusal(gm, dtype)
-    if refusal:
-        return refusal
+    refused = refusal(gm, dtype)
+    if refused:
+        return refused
     adopt_values(gm)
     gm.meta[PIECE] = True
     widening = _Widening(dtype, [t for node in gm.graph.nodes for t in tensors(value(node))])
+    for node in filter(is_custom_function, gm.graph.nodes):
+        node.meta[TAKES] = {s for s in node.all_input_nodes if any(t.dtype == dtype for t in tensors(value(s)))}
     for node in gm.graph.nodes:
         if any(t.dtype == dtype for t in tensors(value(node))):
             _adopt(node, dtype, widening)
     return ""
 
 
-def _refusal(gm: GraphModule, dtype: torch.dtype) -> str:
+def refusal(gm: GraphModule, dtype: torch.dtype) -> str:
     """Return why ``gm`` has to run under autocast as it stands, or ""."""
     for node in gm.graph.nodes:
-        if facts.is_higher_order(node):
+        if facts.is_higher_order(node) and not runs_without_autocast(gm, node):
             return f"{node.name} was traced inside, under autocast"
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast" and (len(node.args) < 3 or node.args[2]):
@@ -58,6 +62,36 @@ def _refusal(gm: GraphModule, dtype: torch.dtype) -> str:
         if low and node.target == "type" and any(isinstance(a, str) for a in node.args):
             return "it names a dtype in words"
     return ""
+
+
+def runs_without_autocast(gm: GraphModule, node: Node) -> bool:
+    """Say whether ``node`` is a custom ``autograd.Function`` that does the same under autocast as without.
+
+    Nothing in its two bodies has a rule there: what they compute in is what they are given.
+    """
+    if not is_custom_function(node):
+        return False
+    bodies = [getattr(gm, str(s.target), None) for s in node.all_input_nodes if s.op == "get_attr"]
+    return all(_has_no_rule(body) for body in bodies if isinstance(body, GraphModule))
+
+
+def is_custom_function(node: Node) -> bool:
+    """Say whether ``node`` calls an ``autograd.Function`` of the user's, which was traced inside."""
+    return facts.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
+
+
+def _has_no_rule(body: GraphModule) -> bool:
+    adopt_values(body)
+    mode = fake_mode_of(body)
+    for node in body.graph.nodes:
+        if facts.is_higher_order(node):
+            return False
+        if mode is None or not is_tensor_call(node):
+            continue
+        found, kinds = identify(node, mode), {t.device.type for t in tensors(value(node))}
+        if isinstance(found, str) or any(facts.autocast_has_rule(o.op, k) for o in found.operations for k in kinds):
+            return False
+    return True
 
 
 def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:
@@ -72,7 +106,7 @@ def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:
 
 
 def _is_low_by_itself(node: Node, dtype: torch.dtype) -> bool:
-    if node.op in ("placeholder", "get_attr"):
+    if node.op in ("placeholder", "get_attr") or TAKES in node.meta:
         return True
     asked = any(leaf is dtype for leaf in tree_leaves((node.args, dict(node.kwargs))))
     return asked or (node.op == "call_method" and METHODS.get(str(node.target)) is dtype)

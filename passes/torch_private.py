@@ -86,6 +86,7 @@ __all__ = [
     "pack_convolution_weight",
     "pack_linear_weight",
     "plain_forward",
+    "reads_of_dtype",
     "saved_tensors_hooks_are_enabled",
     "softmax_backward",
     "storage_holders",
@@ -255,6 +256,58 @@ def _said_once() -> set[Any]:
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
+class _AsWord(str):
+    """A set of functions that is a word to JSON: torch 2.11 and 2.12 log an error where they cannot write settings."""
+
+    functions: set[Any]
+
+    def __new__(cls, functions: set[Any]) -> _AsWord:
+        made = super().__new__(cls, "logging functions")
+        made.functions = functions
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+
+def _ignored_logging() -> Any:
+    """Return the logging functions that break no graph: the user's choice, and those that speak once a process."""
+    functions = dynamo_config.ignore_logging_functions | _said_once()
+    return functions if _torch_version() >= (2, 13) else _AsWord(functions)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+DTYPE_READ = "amp_dtype_read"  # meta key of a node: the code that was captured read the dtype of its value
+
+
+def _record_reads_of_dtype() -> None:
+    """Let Dynamo mark the node of each tensor whose ``dtype`` the code reads; 2.11 - 2.13. Nothing else changes."""
+    traced = torch._dynamo.variables.TensorVariable
+    plain: Any = traced.method_attr_dtype
+    if hasattr(plain, DTYPE_READ):
+        return
+
+    def method_attr_dtype(self: Any, tx: Any) -> Any:
+        node = getattr(getattr(self, "proxy", None), "node", None)
+        if node is not None:
+            node.meta[DTYPE_READ] = True
+        return plain(self, tx)
+
+    setattr(method_attr_dtype, DTYPE_READ, True)
+    traced.method_attr_dtype = method_attr_dtype  # type: ignore[method-assign]
+
+
+def reads_of_dtype(node: torch.fx.Node) -> bool:
+    """Say whether the captured code read the dtype of the value of ``node``."""
+    return DTYPE_READ in node.meta
+
+
 class CaptureListener:
     """Hears of what Dynamo captured and did not; this one does nothing.
 
@@ -318,7 +371,7 @@ class _CompileTimeConfig:
             capture_scalar_outputs=True,
             # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
             skip_nnmodule_hook_guards=False,
-            ignore_logging_functions=dynamo_config.ignore_logging_functions | _said_once(),
+            ignore_logging_functions=_ignored_logging(),
             recompile_limit=NO_LIMIT,
             accumulated_recompile_limit=NO_LIMIT,
             **_NO_RECORDS,
@@ -351,6 +404,7 @@ def capture_with_dynamo(
     2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
     rely on the raised limits and on the code object of its own.
     """
+    _record_reads_of_dtype()
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
@@ -631,12 +685,12 @@ def convolution_pointwise(
 
 def keeps_lstm_workspaces() -> bool:
     """Say whether what oneDNN's LSTM leaves for its backward survives a compiler: in 2.11 gradients were garbage."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    return _torch_version() >= (2, 13)
 
 
 def takes_kernels_of_ours() -> bool:
     """Say whether Inductor's code generation is as ``product_kernel.py`` goes by: 2.13 was tried."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    return _torch_version() >= (2, 13)
 
 
 def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

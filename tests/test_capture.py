@@ -1,6 +1,7 @@
 """Capture: every call of a converted model runs converted, however often it is captured, or says that not."""
 
 import copy
+import functools
 import inspect
 import logging
 import warnings
@@ -415,17 +416,19 @@ def test_export_and_trace_say_what_to_do_instead(tool):
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_a_custom_function_runs_as_written_and_keeps_its_backward():
+@pytest.mark.parametrize(("policy", "given"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_a_custom_function_runs_as_written_and_keeps_its_backward(policy, given):
+    """On what autocast would give it, or on what it was written for."""
     model, args, _ = make("custom_function")
-    amp_graph.convert(model, "bf16")
+    amp_graph.convert(model, policy)
     CASES["custom_function"].loss(model(*args)).backward()
     assert model.scale.grad.isfinite()
     assert model.scale.grad != 0
     with DtypeLog() as log:
         model(*args)
     assert [(n, t[0]) for n, t in log.entries if n in {"aten.round", "aten.div"}] == [
-        ("aten.round", torch.float32),
-        ("aten.div", torch.float32),
+        ("aten.round", given),
+        ("aten.div", given),
     ]
     assert products(model, *args)[-1] == BF16
 
@@ -485,3 +488,26 @@ def test_flops_of_a_converted_model_can_be_counted():
         model(x)
     assert counted.get_total_flops() == 2 * 3 * (16 * 32 + 32 * 4)
     assert_runs_low(model, x)
+
+
+def test_capturing_logs_no_error_where_libraries_log_once(monkeypatch, caplog):
+    """Torch 2.11 and 2.12 sort the settings that they write down, functions among them."""
+    for name in ("warning_once", "info_once"):
+        once = functools.lru_cache(lambda self, *args, name=name: None)
+        monkeypatch.setattr(logging.Logger, name, once, raising=False)
+
+    class Warns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            logging.getLogger("somebody").warning_once("only now")
+            return self.fc(x)
+
+    model = amp_graph.convert(Warns(), "bf16")
+    with caplog.at_level(logging.ERROR):
+        model(torch.randn(2, 4))
+    assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    (graph,) = amp_graph.report(model).graphs
+    assert not graph.break_reason

@@ -113,13 +113,18 @@ def test_cpu_entries_return_what_autocast_returns(group, index):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-def test_half_precision_inputs_are_the_users_own():
-    """Where it is an *input* that is bf16, autocast raises it and we leave it: what was captured is kept."""
+def test_half_precision_inputs_are_the_users_own_but_where_autocast_is_reproduced():
+    """Where it is an *input* that is bf16, autocast raises it; our own lists keep what was captured."""
     x, y = (torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.mse_loss(x, y).dtype == torch.float32
-    model = amp_graph.convert(Call(F.mse_loss, {}, ()), "bf16,lists=autocast_cpu,keep_outputs=false")
-    assert torch.equal(model(x, y), F.mse_loss(x, y))
+        theirs = F.mse_loss(x, y)
+    assert theirs.dtype == torch.float32
+    ours, same = (
+        amp_graph.convert(Call(F.mse_loss, {}, ()), f"bf16,keep_outputs=false{lists}")
+        for lists in ("", ",lists=autocast_cpu")
+    )
+    assert torch.equal(ours(x, y), F.mse_loss(x, y))
+    assert torch.equal(same(x, y), theirs)
 
 
 def test_all_cpu_entries_are_run():

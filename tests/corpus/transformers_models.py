@@ -75,6 +75,20 @@ def _causal_lm() -> Inputs:
 add("llama_gqa", _llama, _causal_lm, own, "transformers", "loss_inside", "rms_norm")
 
 
+def _bloom() -> nn.Module:
+    """Its GELU is an ``autograd.Function`` of the library's own, its positions are biases of the scores."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, use_cache=False, hidden_dropout=0.0,
+        attention_dropout=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=2, **INIT,
+    )  # fmt: skip
+    return BloomForCausalLM(config)
+
+
+add("bloom", _bloom, _causal_lm, own, "transformers", "loss_inside", "tied", "autograd_function")
+
+
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -103,6 +103,9 @@ def casts_of_keys(policy):
 
 
 def test_keys_stay_low_behind_a_cache_that_begins():
-    """Only what is returned is widened; the control casts for attention, and gradients there and back."""
-    assert casts_of_keys("bf16") == ["forward"] * 2
-    assert Counter(casts_of_keys("bf16,skip=drop_empty")) == {"forward": 2, "backward": 4}
+    """Only what is returned is widened; the control casts for attention, and gradients there and back.
+
+    Its code reads the dtype of the keys, and would find it low where calls are captured under autocast.
+    """
+    assert casts_of_keys("bf16") == casts_of_keys("bf16,escaped=fp32") == ["forward"] * 2
+    assert Counter(casts_of_keys("bf16,escaped=fp32,skip=drop_empty")) == {"forward": 2, "backward": 4}

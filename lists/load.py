@@ -6,6 +6,7 @@ A file is laid over what it extends; of `effective`'s later names, only what the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache, reduce
 from pathlib import Path
 
 from amp_graph.lists.errors import ListError
@@ -18,9 +19,8 @@ from amp_graph.lists.schema import ModuleRule, OpList
 
 def load(name: str, *, dtype: str, device: str) -> OpList:
     """Load ``"default"``, a built-in list (``"autocast_cuda"``), or a TOML file over what it extends."""
-    _check_choice("dtype", dtype, DTYPES[:-1])
-    _check_choice("device", device, DEVICES[:-1])
-    return _build(name, dtype, device, ())
+    _check_dtype_and_device(dtype, device)
+    return _laid(_chain(name, dtype, device), dtype, device)
 
 
 def effective(
@@ -40,12 +40,11 @@ def effective(
     """Load `names`, each over the one before it (none: the default), then apply the arguments of `merge`."""
     if isinstance(names, str):
         raise ListError(f"names={names!r} is a string", where="argument names=", fix=f'names=["{names}"]')
+    _check_dtype_and_device(dtype, device)
     first, *later = names or ("default",)
-    result = load(first, dtype=dtype, device=device)
-    for name in later:
-        result = _over(result, name)
+    files = (*_chain(first, dtype, device), *(_one(name, dtype, device) for name in later))
     return merge(
-        result,
+        _laid(files, dtype, device),
         allow=allow,
         deny=deny,
         fp32_inside=fp32_inside,
@@ -57,29 +56,33 @@ def effective(
     )
 
 
-def _build(name: str, dtype: str, device: str, above: tuple[Path, ...]) -> OpList:
+def _chain(name: str, dtype: str, device: str, above: tuple[Path, ...] = ()) -> tuple[ListFile, ...]:
+    """Return the files that make a list, each to be laid over those before it."""
     path = find(default_name(dtype, device) if name == "default" else name)
     if path in above:
         chain = " extends ".join(one.name for one in (*above, path))
         raise ListError(f"a circle: {chain}", where=path.name, legal="a chain that ends", fix='extends = "default"')
+    file = _fitting(path, dtype, device)
+    first, *others = _parents(file, path) or (None,)
+    below = () if first is None else _chain(_relative(first, path), dtype, device, (*above, path))
+    return (*below, *(_one(_relative(other, path), dtype, device) for other in others), file)
+
+
+def _one(name: str, dtype: str, device: str) -> ListFile:
+    """Return one file: what it says itself and not what it extends."""
+    return _fitting(find(default_name(dtype, device) if name == "default" else name), dtype, device)
+
+
+def _fitting(path: Path, dtype: str, device: str) -> ListFile:
     file = read(path)
     _check_fits(file, path, dtype, device)
-    base = OpList(file.name, dtype, device, "opaque", {})
-    for number, parent in enumerate(_parents(file, path)):
-        parent_name = _relative(parent, path)
-        if number == 0:
-            base = _build(parent_name, dtype, device, (*above, path))
-        else:
-            base = _over(base, parent_name)
-    return lay_over(base, file)
+    return file
 
 
-def _over(base: OpList, name: str) -> OpList:
-    """Lay one file over a list, with what it says itself and not with what it extends."""
-    path = find(default_name(base.dtype, base.device) if name == "default" else name)
-    file = read(path)
-    _check_fits(file, path, base.dtype, base.device)
-    return lay_over(base, file)
+@lru_cache(maxsize=64)
+def _laid(files: tuple[ListFile, ...], dtype: str, device: str) -> OpList:
+    """Lay files over each other, once: each `convert` asks for them, and they are some 800 entries."""
+    return reduce(lay_over, files, OpList(files[0].name, dtype, device, "opaque", {}))
 
 
 def _parents(file: ListFile, path: Path) -> tuple[str, ...]:
@@ -91,6 +94,11 @@ def _parents(file: ListFile, path: Path) -> tuple[str, ...]:
 def _relative(name: str, path: Path) -> str:
     """A file name in `extends` is looked for beside the file that says so."""
     return str(path.parent / name) if name.endswith(".toml") else name
+
+
+def _check_dtype_and_device(dtype: str, device: str) -> None:
+    _check_choice("dtype", dtype, DTYPES[:-1])
+    _check_choice("device", device, DEVICES[:-1])
 
 
 def _check_choice(what: str, value: str, legal: tuple[str, ...]) -> None:

@@ -108,8 +108,10 @@ def _remove(rules: _Rules, op: str, origin: str) -> None:
         del rules[key]
 
 
-def _add(rules: _Rules, new: Iterable[Rule]) -> None:
+def _add(rules: _Rules, new: Sequence[Rule]) -> None:
     """Group by operator first: the entries of one list are laid over the earlier lists together."""
+    if not new:
+        return
     groups: _Rules = {}
     for rule in new:
         groups[rule.op] = (*groups.get(rule.op, ()), rule)

@@ -34,9 +34,9 @@ _EXTENDS_SNIPPET = 'extends = "default"'
 _REMOVE_SNIPPET = '[remove]\nops = ["aten.exp"]'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ListFile:
-    """One file, parsed, before it is merged over what it extends."""
+    """One file, parsed, before it is merged over what it extends; equal to itself only, as each is read once."""
 
     name: str
     dtype: str

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.lists import AmpGraphError
 from amp_graph.passes import facts
-from amp_graph.passes.base import Pass, PassError, PassResult
+from amp_graph.passes.base import Pass, PassError, PassResult, Writes
 from amp_graph.passes.text import target_text
-from amp_graph.passes.verify import Contract, verify
+from amp_graph.passes.verify import Checked, Contract, verify
 
 VERIFY = "AMP_GRAPH_VERIFY"
 
@@ -40,16 +40,19 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None 
     """
     checked = is_verifying() if checked is None else checked
     done = []
+    contracts: dict[Writes, Contract] = {}  # of the graph as it is
+    right: Checked = {}
     for one in passes:
-        before = Contract.of(gm, one.writes) if checked else None
+        if checked and one.writes not in contracts:
+            contracts[one.writes] = Contract.of(gm, one.writes)
         start = time.perf_counter()
         result = _guarded(one, gm)
         seconds = time.perf_counter() - start
         if result.modified:
             result.gm.graph.lint()
-        if before is not None and result.modified:
+        if checked and result.modified:
             try:
-                verify(gm, before, one)
+                contracts = {one.writes: verify(gm, contracts[one.writes], one, right)}
             except AmpGraphError as error:
                 raise type(error)(f"after pass {one.name}: {error}") from error
         done.append(Timed(one.name, result, seconds))

@@ -1,9 +1,13 @@
 """Several processes, on gloo: ranks agree on bad steps and stay equal bit for bit."""
 
+import contextlib
 import datetime
+import gc
 import os
 import socket
 import time
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -23,10 +27,38 @@ def _port():
         return s.getsockname()[1]
 
 
-def _start(rank, size, port, timeout=600):
+@contextlib.contextmanager
+def _group(rank, size, port, timeout=120):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    try:
+        yield
+    finally:
+        # DDP's reducer must be gone by now: as the group's last owner it waits for the group's threads and keeps the
+        # GIL, and one that has just ended a reduction waits for the GIL, to let go of a tensor.
+        gc.collect()
+        torch.distributed.destroy_process_group()
+
+
+def _as_rank(function, rank, size, port, *args):
+    with _group(rank, size, port):
+        return function(rank, size, *args)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Run a function on so many ranks, and return what it kept on each; importing torch, they would spend most time."""
+    with ProcessPoolExecutor(4, mp.get_context("spawn")) as pool:
+
+        def run(function, size, path, *args):
+            port = _port()
+            started = [pool.submit(_as_rank, function, rank, size, port, str(path), *args) for rank in range(size)]
+            for one in started:
+                one.result()
+            return [torch.load(path / str(rank)) for rank in range(size)]
+
+        yield run
 
 
 def _model(seed=0):
@@ -34,9 +66,8 @@ def _model(seed=0):
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
 
 
-def _train(rank, size, port, wrapped, agree, path):
+def _train(rank, size, path, wrapped, agree):
     """Train on this rank's own data, with infinite gradients on one rank; keep what came out."""
-    _start(rank, size, port)
     model = _model()
     if wrapped == "before":
         model = amp_graph.convert(nn.parallel.DistributedDataParallel(model), "fp16")
@@ -55,12 +86,6 @@ def _train(rank, size, port, wrapped, agree, path):
         scaler.update()
     kept = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
     torch.save(([t.detach() for t in kept], scaler.state_dict()), f"{path}/{rank}")
-    torch.distributed.destroy_process_group()
-
-
-def run(tmp_path, size, wrapped="after", agree=True):
-    mp.spawn(_train, (size, _port(), wrapped, agree, str(tmp_path)), nprocs=size)
-    return [torch.load(tmp_path / str(rank)) for rank in range(size)]
 
 
 def equal(one, two):
@@ -68,26 +93,25 @@ def equal(one, two):
 
 
 @pytest.mark.parametrize(("size", "wrapped"), [(2, "after"), (2, "before"), (4, "after")])
-def test_one_ranks_infinite_gradient_skips_the_step_on_all(tmp_path, size, wrapped):
-    first, *others = run(tmp_path, size, wrapped)
+def test_one_ranks_infinite_gradient_skips_the_step_on_all(ranks, tmp_path, size, wrapped):
+    first, *others = ranks(_train, size, tmp_path, wrapped, True)
     assert all(equal(first, other) for other in others)
     assert first[1]["_skipped"] == len(BAD)
     assert first[0][0].isfinite().all()
 
 
-def test_control_without_agreement_ranks_drift_apart(tmp_path):
-    first, second = run(tmp_path, 2, agree=False)
+def test_control_without_agreement_ranks_drift_apart(ranks, tmp_path):
+    first, second = ranks(_train, 2, tmp_path, "after", False)
     assert not equal(first, second)
 
 
 # -- FSDP ---------------------------------------------------------------------------------------------
 
 
-def _train_sharded(rank, size, port, path):
+def _train_sharded(rank, size, path):
     """Each part converted, then sharded; an infinite gradient on one rank's shard."""
     from torch.distributed.fsdp import fully_shard
 
-    _start(rank, size, port)
     mesh = torch.distributed.init_device_mesh("cpu", (size,))
     model = nn.Sequential(_model(), nn.Linear(3, 3))
     for part in model:
@@ -108,12 +132,10 @@ def _train_sharded(rank, size, port, path):
         assert same == (step == 4)
     graphs = [len(amp_graph.report(part).graphs) for part in model]
     torch.save((graphs, scaler.state_dict()), f"{path}/{rank}")
-    torch.distributed.destroy_process_group()
 
 
-def test_parts_are_converted_then_sharded(tmp_path):
-    mp.spawn(_train_sharded, (2, _port(), str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+def test_parts_are_converted_then_sharded(ranks, tmp_path):
+    first, second = ranks(_train_sharded, 2, tmp_path)
     assert first == second
     assert first[0] == [1, 1]
     assert first[1]["_skipped"] == 1
@@ -154,18 +176,14 @@ def _train_whole_sharded(mesh, rank, order):
     return losses, products, len(amp_graph.report(model).graphs) if order != "never" else 0
 
 
-def _train_whole_sharded_in_each_order(rank, size, port, path):
-    _start(rank, size, port)
+def _train_whole_sharded_in_each_order(rank, size, path):
     mesh = torch.distributed.init_device_mesh("cpu", (size,))
     found = {order: _train_whole_sharded(mesh, rank, order) for order in ("never", "before", "after")}
     torch.save(found, f"{path}/{rank}")
-    torch.distributed.destroy_process_group()
 
 
-def test_a_model_with_sharded_parts_is_converted_as_a_whole(tmp_path):
-    mp.spawn(_train_whole_sharded_in_each_order, (2, _port(), str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / str(rank))
+def test_a_model_with_sharded_parts_is_converted_as_a_whole(ranks, tmp_path):
+    for found in ranks(_train_whole_sharded_in_each_order, 2, tmp_path):
         losses, products, _ = found["never"]
         assert set(products) == {torch.float32}
         for order in ("before", "after"):
@@ -187,28 +205,22 @@ def _batch(rank, step, count=4):
     return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
 
 
-def _train_step(rank, size, port, policy, options, path):
-    _start(rank, size, port)
+def _train_step(rank, size, path, policy, options):
     model = _model(seed=rank)  # the first rank's parameters count
     if options.pop("wrapped", False):
         model = nn.parallel.DistributedDataParallel(model)
     bad = options.pop("bad", BAD)
-    reduce_gradients.BUCKET = options.pop("bucket", reduce_gradients.BUCKET)
+    bucket = options.pop("bucket", reduce_gradients.BUCKET)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     step = amp_graph.TrainStep(model, nn.functional.cross_entropy, optimizer, policy, **options)
-    for i in range(CHECKED):
-        x, y = _batch(rank, i)
-        if i in bad and rank == size - 1:
-            x[0, 0] = float("inf")
-        step(x, y)
+    with mock.patch.object(reduce_gradients, "BUCKET", bucket):
+        for i in range(CHECKED):
+            x, y = _batch(rank, i)
+            if i in bad and rank == size - 1:
+                x[0, 0] = float("inf")
+            step(x, y)
     kept = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
     torch.save(([t.detach() for t in kept], step.state_dict(), step.graph_text()), f"{path}/{rank}")
-    torch.distributed.destroy_process_group()
-
-
-def run_step(tmp_path, size, policy="fp16", **options):
-    mp.spawn(_train_step, (size, _port(), policy, options, str(tmp_path)), nprocs=size)
-    return [torch.load(tmp_path / str(rank)) for rank in range(size)]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +232,8 @@ def run_step(tmp_path, size, policy="fp16", **options):
         (2, "fp16", {"update": "one_pass"}),
     ],
 )
-def test_a_train_step_averages_gradients_and_ranks_stay_equal(tmp_path, size, policy, options):
-    first, *others = run_step(tmp_path, size, policy, **options)
+def test_a_train_step_averages_gradients_and_ranks_stay_equal(ranks, tmp_path, size, policy, options):
+    first, *others = ranks(_train_step, size, tmp_path, policy, options)
     assert all(equal(first, other) for other in others)
     assert first[1]["loss_scale"]["_skipped"] == len(BAD)
     assert all(t.isfinite().all() for t in first[0])
@@ -236,14 +248,14 @@ def test_a_train_step_averages_gradients_and_ranks_stay_equal(tmp_path, size, po
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_control_without_averaging_ranks_drift_apart(tmp_path, wrapped):
-    first, second = run_step(tmp_path, 2, process_group=False, wrapped=wrapped)
+def test_control_without_averaging_ranks_drift_apart(ranks, tmp_path, wrapped):
+    first, second = ranks(_train_step, 2, tmp_path, "fp16", {"process_group": False, "wrapped": wrapped})
     assert not equal(first, second)
 
 
-def test_two_ranks_train_as_one_process_on_both_batches(tmp_path):
+def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path):
     """Without bad steps, in fp32: the average of two gradients is the gradient of both batches."""
-    first, _ = run_step(tmp_path, 2, "O0", bad=())
+    first, _ = ranks(_train_step, 2, tmp_path, "O0", {"bad": ()})
     model = _model(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     for i in range(CHECKED):
@@ -257,19 +269,19 @@ def test_two_ranks_train_as_one_process_on_both_batches(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
-def _die_on_the_way(rank, size, port, path):
-    _start(rank, size, port, timeout=20)
+def _die_on_the_way(rank, size, port):
     model = _model()
-    step = amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
-    for i in range(10):
-        if i == 5 and rank == size - 1:
-            os._exit(1)
-        step(*_batch(rank, i))
+    with _group(rank, size, port, timeout=20):
+        step = amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+        for i in range(10):
+            if i == 5 and rank == size - 1:
+                os._exit(1)
+            step(*_batch(rank, i))
 
 
-def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
+def test_a_killed_rank_ends_the_others_with_an_error():
     begun = time.monotonic()
-    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
+    context = mp.spawn(_die_on_the_way, (2, _port()), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     assert not any(process.is_alive() for process in context.processes), "a rank hangs"

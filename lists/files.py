@@ -15,6 +15,7 @@ from amp_graph.lists.errors import ListError
 from amp_graph.lists.fields import did_you_mean
 from amp_graph.lists.operators import check_rules
 from amp_graph.lists.parse import ListFile, parse
+from amp_graph.lists.schema import Rule
 
 FOLDER = Path(__file__).parent
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -52,12 +53,16 @@ def read(path: Path) -> ListFile:
 def _parsed(path: Path, mtime: int) -> ListFile:
     is_ours = path.parent == FOLDER
     file = parse(path.read_text(encoding="utf-8"), path.name if is_ours else str(path))
-    file = replace(file, rules=tuple(rule for rule in file.rules if _is_current(rule.since)))
+    file = replace(file, rules=tuple(rule for rule in file.rules if _is_current(rule)))
     if not is_ours:
         check_rules(file.rules)
     return file
 
 
-def _is_current(since: str) -> bool:
-    version = [int(part) for part in torch.__version__.split(".")[:2]]
-    return not since or version >= [int(part) for part in since.split(".")]
+def _is_current(rule: Rule) -> bool:
+    here = _version(torch.__version__)
+    return _version(rule.since or "0.0") <= here and (not rule.until or here <= _version(rule.until))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])

@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda", "any")
 UNLISTED = ("opaque", "native")
 _TOP_KEYS = ("list", "op", "remove", "module")
 _LIST_KEYS = ("name", "dtype", "device", "unlisted", "extends", "description")
-_OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since")
+_OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since", "until")
 _MODULE_KEYS = ("path", "precision", "why")
 _OP_SNIPPET = '[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = "overflows for inputs over 11"'
 _MODULE_SNIPPET = '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
@@ -103,9 +103,6 @@ def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
     promotes = entry.get("promotes", False)
     if not isinstance(promotes, bool):
         raise ListError(f"promotes = {promotes!r}", where=where, legal="true, false", fix="promotes = true")
-    since = string(entry, "since", where, 'since = "2.12"', default="")
-    if since and not re.fullmatch(r"\d+\.\d+", since):
-        raise ListError(f"since = {since!r}", where=where, legal='"MAJOR.MINOR" of torch', fix='since = "2.12"')
     return Rule(
         op=normalise(name),
         cls=OpClass(entry["class"]),
@@ -116,8 +113,17 @@ def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
         when=_when(entry.get("when", {}), where),
         origin=where,
         policy=string(entry, "policy", where, 'policy = "fp32"', default=""),
-        since=since,
+        since=_version(entry, "since", where),
+        until=_version(entry, "until", where),
     )
+
+
+def _version(entry: Mapping[str, object], key: str, where: str) -> str:
+    fix = f'{key} = "2.12"'
+    version = string(entry, key, where, fix, default="")
+    if version and not re.fullmatch(r"\d+\.\d+", version):
+        raise ListError(f"{key} = {version!r}", where=where, legal='"MAJOR.MINOR" of torch', fix=fix)
+    return version
 
 
 def normalise(name: str) -> str:

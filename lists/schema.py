@@ -88,6 +88,7 @@ class Rule:
     origin: str = ""
     policy: str = ""  # PyTorch autocast's own name for the policy, such as "fp32_set_opt_dtype"
     since: str = ""  # the first torch version that has this entry, such as "2.12"
+    until: str = ""  # the last one
 
     def matches(self, arguments: Mapping[str, object]) -> bool:
         """Whether the arguments fulfil `when`; an argument that is not given counts as None."""

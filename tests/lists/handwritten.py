@@ -74,6 +74,10 @@ HANDWRITTEN: dict[str, Callable[[], list[tuple]]] = {
     "_native_batch_norm_legit_functional": legit_norm,
     "_batch_norm_impl_index": lambda: whole_norm(False),
     "native_layer_norm": lambda: [(x(3, 4), [4], x(4), x(4), 1e-5), (x(3, 4), [4], None, None, 1e-5)],
+    "native_group_norm": lambda: [
+        (x(2, 4, 3), x(4), x(4), 2, 4, 3, 2, 1e-5),
+        (x(2, 4, 3), None, None, 2, 4, 3, 2, 1e-5),
+    ],
     "where": lambda: [(x(3, 4) > 0.5, x(3, 4), x(3, 4)), (x(3, 4) > 0.5, x(3, 4), 1.0)],
     "floor_divide": lambda: [(fixed(3), fixed(3))],
     "heaviside": lambda: [(fixed(3), fixed(3))],

@@ -94,13 +94,17 @@ def test_classes_match_what_autocast_does(policy):
     assert seen >= 5
 
 
-@pytest.mark.parametrize(("version", "listed"), [("2.11.0", False), ("2.12.1+cu130", True), ("2.13.0", True)])
-def test_since_is_honoured(monkeypatch, version, listed):
+@pytest.mark.parametrize(
+    ("version", "since", "until"),
+    [("2.11.0", False, True), ("2.12.1+cu130", True, True), ("2.13.0", True, False), ("3.0", True, False)],
+)
+def test_since_and_until_are_honoured(monkeypatch, version, since, until):
     monkeypatch.setattr(torch, "__version__", version)
     files._parsed.cache_clear()
     rules = load("autocast_cuda", dtype="float16", device="cuda").rules
     files._parsed.cache_clear()
-    assert ("aten.rms_norm.default" in rules) is listed
+    assert ("aten.rms_norm.default" in rules) is since
+    assert ("aten.cumsum.dimname" in rules) is until
 
 
 def test_a_named_dtype_is_obeyed():

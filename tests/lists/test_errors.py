@@ -94,6 +94,7 @@ CASES = {
     ),
     "promotes": (entry(extra='promotes = "yes"'), 5, "promotes = 'yes'", "true, false"),
     "since": (entry(extra='since = "2"'), 5, "since = '2'", "MAJOR.MINOR"),
+    "until": (entry(extra='until = "new"'), 5, "until = 'new'", "MAJOR.MINOR"),
     "why is a number": ('[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = 3\n', 4, "why = 3", "a string"),
     "op is a number": (
         '[[op]]\nop = 3\nclass = "deny"\nwhy = "x"\n',

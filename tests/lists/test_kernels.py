@@ -88,7 +88,7 @@ def test_recurrent_layers_allowed_in_bfloat16_equal_autocast(op):
 
 
 # OpInfo lists bfloat16 for these only where it sees a GPU that has it.
-NEEDS_A_GPU_TO_TELL = {"aten.matmul", "aten.addbmm", "aten.baddbmm", "aten.linalg_matmul", "aten.bilinear"}
+NEEDS_A_GPU_TO_TELL = {"aten.matmul", "aten.bmm", "aten.addbmm", "aten.baddbmm", "aten.linalg_matmul", "aten.bilinear"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

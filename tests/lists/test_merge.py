@@ -119,7 +119,7 @@ def test_an_edited_file_is_read_again(tmp_path):
 
 
 def test_round_trip(tmp_path, base):
-    odd = 'inputs = ["self"]\npromotes = true\nsource = "a \\"b\\""\npolicy = "p"\nsince = "2.11"\n'
+    odd = 'inputs = ["self"]\npromotes = true\nsource = "a \\"b\\""\npolicy = "p"\nsince = "2.11"\nuntil = "9.0"\n'
     odd += 'when = { approximate = ["tanh", "none"], self = { kind = "tensor" } }'
     mine = load(write(tmp_path, "odd.toml", entry("aten.gelu", "deny", odd)), **BF16_CPU)
     mine = merge(mine, modules=[ModuleRule(r".*\.norm", "full", "sensitive")])

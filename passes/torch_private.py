@@ -276,7 +276,8 @@ class _AsWord(str):
 
 def _ignored_logging() -> Any:
     """Return the logging functions that break no graph: the user's choice, and those that speak once a process."""
-    functions = dynamo_config.ignore_logging_functions | _said_once()
+    # Before 2.13 settings are those of all threads, and another may be in a capture: then they are a word already.
+    functions = {*dynamo_config.ignore_logging_functions, *_said_once()}
     return functions if _torch_version() >= (2, 13) else _AsWord(functions)
 
 

@@ -10,6 +10,8 @@ import torch
 IGNORED_WARNINGS = (
     # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
     r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning",
+    # torch 2.11 says of its profiler what its later versions take for granted.
+    r"ignore:Warning. Profiler clears events at the end of each cycle:UserWarning",
 )
 
 

@@ -276,7 +276,7 @@ class _AsWord(str):
 
 def _ignored_logging() -> Any:
     """Return the logging functions that break no graph: the user's choice, and those that speak once a process."""
-    # Before 2.13 settings are those of all threads, and another may be in a capture: then they are a word already.
+    # A capture inside of a capture finds a word where settings are not of 2.13.
     functions = {*dynamo_config.ignore_logging_functions, *_said_once()}
     return functions if _torch_version() >= (2, 13) else _AsWord(functions)
 
@@ -387,6 +387,12 @@ _TRACING_FAILED = (
 )
 
 
+# Before 2.13 Dynamo's settings are those of all threads, and 2.11 crashes where two capture at once.
+_ONE_AT_A_TIME: contextlib.AbstractContextManager[Any] = (
+    contextlib.nullcontext() if _torch_version() >= (2, 13) else threading.RLock()
+)
+
+
 class _CompileTimeConfig:
     """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
 
@@ -404,18 +410,21 @@ class _CompileTimeConfig:
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         known = len(break_reasons())
         self._heard.begins(frame.f_code)
-        with dynamo_config.patch(
-            allow_rnn=True,
-            # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
-            # loop, would lose the whole frame).
-            capture_dynamic_output_shape_ops=True,
-            capture_scalar_outputs=True,
-            # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
-            skip_nnmodule_hook_guards=False,
-            ignore_logging_functions=_ignored_logging(),
-            recompile_limit=NO_LIMIT,
-            accumulated_recompile_limit=NO_LIMIT,
-            **_NO_RECORDS,
+        with (
+            _ONE_AT_A_TIME,
+            dynamo_config.patch(
+                allow_rnn=True,
+                # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
+                # loop, would lose the whole frame).
+                capture_dynamic_output_shape_ops=True,
+                capture_scalar_outputs=True,
+                # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
+                skip_nnmodule_hook_guards=False,
+                ignore_logging_functions=_ignored_logging(),
+                recompile_limit=NO_LIMIT,
+                accumulated_recompile_limit=NO_LIMIT,
+                **_NO_RECORDS,
+            ),
         ):
             outer, _capturing.is_on = _capturing.is_on, True
             try:

@@ -387,7 +387,7 @@ _TRACING_FAILED = (
 )
 
 
-# Before 2.13 Dynamo's settings are those of all threads, and 2.11 crashes where two capture at once.
+# Before 2.13 Dynamo's settings are those of all threads: the later of two captures would restore the earlier one's.
 _ONE_AT_A_TIME: contextlib.AbstractContextManager[Any] = (
     contextlib.nullcontext() if _torch_version() >= (2, 13) else threading.RLock()
 )

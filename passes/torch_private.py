@@ -324,7 +324,8 @@ def _leave_out_guard_timing() -> None:
 
     It empties the caches of the processor first: 26 ms of a capture's half second, for a line in a log.
     """
-    plain: Any = torch._dynamo.guards.profile_guard_manager
+    guards: Any = torch._dynamo.guards
+    plain = guards.profile_guard_manager
     if hasattr(plain, "__wrapped__"):
         return
 
@@ -332,7 +333,7 @@ def _leave_out_guard_timing() -> None:
     def profile_guard_manager(*args: Any) -> float:
         return 0.0 if _capturing.is_on else plain(*args)
 
-    torch._dynamo.guards.profile_guard_manager = profile_guard_manager
+    guards.profile_guard_manager = profile_guard_manager
 
 
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -113,7 +113,8 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
 
 def _state(node: Node) -> tuple[Any, ...]:
     told = [node.meta.get(OPS), *(value(s) for s in (*node.all_input_nodes, node))]
-    return node.target, node.args, node.kwargs, "amp_region" in node.meta, is_part(node), told
+    given = repr((node.args, node.kwargs))  # 1 and 1.0 are equal, and lead to other dtypes
+    return node.target, given, "amp_region" in node.meta, is_part(node), told
 
 
 def _is_as_checked(node: Node, checked: Checked) -> bool:

@@ -511,3 +511,15 @@ def test_capturing_logs_no_error_where_libraries_log_once(monkeypatch, caplog):
     assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
     (graph,) = amp_graph.report(model).graphs
     assert not graph.break_reason
+
+
+def test_dynamo_times_the_guards_of_other_captures_only(monkeypatch):
+    timed = []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: timed.append(args) or 1.0)
+    torch.compile(nn.Linear(4, 4), backend="eager")(torch.randn(2, 4))
+    before = len(timed)
+    model = amp_graph.convert(nn.Linear(4, 4), "bf16")
+    assert_runs_low(model, torch.randn(2, 4))
+    assert len(timed) == before == 1
+    torch.compile(nn.GELU(), backend="eager")(torch.randn(2, 4))
+    assert len(timed) == 2

@@ -184,6 +184,37 @@ def test_a_new_node_without_identity_is_checked_too(graph):
     broken(graph, before, "its metadata says")
 
 
+def lies(gm):
+    matmul = find(gm, "matmul")
+    set_value(matmul, value(matmul).to(BF16))
+
+
+def reads_a_lie(gm):
+    """What a node reads is said to be of another dtype; the node itself is as it was."""
+    set_value(find(gm, "x"), value(find(gm, "x")).to(BF16))
+
+
+def adds_an_equal_number(gm):
+    """``y + 1`` of integers, and ``y + 1.0``: the numbers are equal, the dtypes of the sums are not."""
+    add = find(gm, "add")
+    add.args = (add.args[0], 1.0)
+
+
+def does_something_else(gm):
+    find(gm, "exp").target = "bfloat16"
+
+
+@pytest.mark.parametrize("break_it", [lies, reads_a_lie, adds_an_equal_number, does_something_else])
+def test_what_was_checked_is_checked_again_where_it_changed(graph, break_it):
+    checked = {}
+    before = verify(graph, Contract.of(graph), checked=checked)
+    assert find(graph, "matmul") in checked
+    assert verify(graph, before, checked=checked) == before
+    break_it(graph)
+    with pytest.raises(VerifyError):
+        verify(graph, before, checked=checked)
+
+
 def test_captured_outputs_are_those_of_the_capture(graph):
     assert captured_outputs(graph) == (torch.float32, torch.int64)
     assert all(OPS in find(graph, n).meta for n in ("matmul", "dropout", "add_", "exp"))

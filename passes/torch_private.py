@@ -340,7 +340,7 @@ def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a piece of Python's stack before it that holds all the calls inside.
 
     The interpreter maps that stack in pieces of 16 KB, and unmaps each when the call that opened it returns: where
-    Dynamo's recursion comes and goes over such an edge, some 28,000 times a capture, for a tenth of its time.
+    Dynamo's recursion comes and goes over such an edge, 9,800 times in a small BERT's capture, for a tenth of its time.
     A frame that is larger than a piece is given one of its own, of twice its size at most: the rest is for others.
     """
     return function(*args, **kwargs)

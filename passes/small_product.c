@@ -82,13 +82,14 @@ static void pair_columns(const Low *from, int64_t column, int64_t depth, int64_t
     }
 }
 
-/* Up to TALL rows and WIDE columns of the result; pairs of a lie a_row and a_pair pairs apart. */
-static void block(const Product *p, const int32_t *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t row,
-                  int64_t column) {
-  const int64_t rows = p->rows - row < TALL ? p->rows - row : TALL, pairs = (p->depth + 1) / 2;
+/* `rows` up to TALL and, unless `whole`, some of WIDE columns of the result; pairs of a lie a_row and a_pair pairs apart.
+   With both known to the compiler the sums stay in registers, and nothing is stored behind a mask. */
+INLINE void block(const Product *p, const int32_t *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t row,
+                  int64_t column, int64_t rows, int whole) {
+  const int64_t pairs = (p->depth + 1) / 2;
   __m512 sums[TALL][WIDE / 16];
   for (int j = 0; j < WIDE / 16; j++) {
-    const __mmask16 there = (__mmask16)first(p->columns - column - 16 * j);
+    const __mmask16 there = whole ? 0xffff : (__mmask16)first(p->columns - column - 16 * j);
     const __m256i bias = p->bias ? _mm256_maskz_loadu_epi16(there, p->bias + column + 16 * j) : _mm256_setzero_si256();
     for (int i = 0; i < TALL; i++)
       sums[i][j] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16));
@@ -108,12 +109,17 @@ static void block(const Product *p, const int32_t *a, int64_t a_row, int64_t a_p
         sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)left, (__m512bh)right[j]);
     }
   }
+#pragma GCC unroll 4
   for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < WIDE / 16; j++) {
       const __m512 sum = p->relu ? _mm512_max_ps(_mm512_setzero_ps(), sums[i][j]) : sums[i][j];
-      const __mmask16 there = (__mmask16)first(p->columns - column - 16 * j);
-      _mm256_mask_storeu_epi16(p->out + (row + i) * p->columns + column + 16 * j, there,
-                               (__m256i)_mm512_cvtneps_pbh(sum));
+      const __m256i low = (__m256i)_mm512_cvtneps_pbh(sum);
+      Low *to = p->out + (row + i) * p->columns + column + 16 * j;
+      if (whole)
+        _mm256_storeu_si256((__m256i *)to, low);
+      else
+        _mm256_mask_storeu_epi16(to, (__mmask16)first(p->columns - column - 16 * j), low);
     }
 }
 
@@ -145,8 +151,12 @@ static void multiply(const Product *p) {
       pair_rows(p->b + column, p->b_row, p->depth, left, WIDE, memory);
     else
       pair_columns(p->b + column * p->b_column, p->b_column, p->depth, left, WIDE, memory);
-    for (int64_t row = 0; row < p->rows; row += TALL)
-      block(p, a, a_row, a_pair, memory, row, column);
+    for (int64_t row = 0; row < p->rows; row += TALL) {
+      if (left >= WIDE && p->rows - row >= TALL)
+        block(p, a, a_row, a_pair, memory, row, column, TALL, 1);
+      else
+        block(p, a, a_row, a_pair, memory, row, column, p->rows - row < TALL ? p->rows - row : TALL, 0);
+    }
   }
 }
 

@@ -17,6 +17,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.master_weights import updated_master
 
+PAGE = 4096  # bytes
+ZEROS = 15
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -96,52 +98,55 @@ class GroupUpdate:
     ) -> None:
         """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places."""
         rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
-        corrections: Any = [None] * len(params)
-        if rule is _adam:
-            corrections = _bias_corrections(self.group, states[-1]).unbind(1)
         decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
+        factors: Any = [lr.to(params[0].dtype)] * len(params)
+        if rule is _adam:
+            factors = _adam_factors(self.group, states[-1], lr, decoupled).unbind(1)
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             old = [s[i] for s in states]
             g = -grad if self.group["maximize"] else grad
             if self.group["weight_decay"] and not decoupled:
                 g = g + self.group["weight_decay"] * p
-            start = p * (1 - lr * self.group["weight_decay"]) if decoupled else p
-            made = rule(self.group, start, g, old, lr.to(p.dtype), corrections[i])
+            made = rule(self.group, p, g, old, factors[i])
             for target, new in zip([p, *old], made, strict=True):
                 target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
 
 
-def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, _: None) -> list[Tensor]:
+def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
     if not old:
         return [p - lr * g]
     buffer = group["momentum"] * old[0] + g
     return [p - lr * (g + group["momentum"] * buffer if group["nesterov"] else buffer), buffer]
 
 
-def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, _: None) -> list[Tensor]:
+def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
     total, step = old[0] + g * g, old[1] + 1
     rate = lr / (1 + (step - 1) * group["lr_decay"])
     return [p - rate * g / (total.sqrt() + group["eps"]), total, step]
 
 
-def _bias_corrections(group: dict[str, Any], steps: Sequence[Tensor]) -> Tensor:
-    """Return 1 / (1 - beta1**t) and 1 / sqrt(1 - beta2**t) for each parameter, [2, n] in fp32."""
+def _adam_factors(group: dict[str, Any], steps: Sequence[Tensor], lr: Tensor, decoupled: bool) -> Tensor:
+    """Return for each parameter what all its elements are multiplied by, [3, n] in fp32.
+
+    lr / (1 - beta1**t), 1 / sqrt(1 - beta2**t), and what a decoupled weight decay leaves of the parameter, or 1.
+    """
     beta1, beta2 = (float(b) for b in group["betas"])
     counts = torch.stack(list(steps)) + 1
-    found = torch.stack([1 / (1 - beta1**counts), (1 - beta2**counts).rsqrt()])
-    # A sum over one element: changes nothing, but is no pointwise operation, which a compiler would inline into its
-    # loops over parameters, with two powers for every few elements.
-    return found[None].cumsum(0)[0]
+    rates = lr.to(counts.dtype) * (1 / (1 - beta1**counts))
+    kept = (1 - lr * (group["weight_decay"] if decoupled else 0.0)).to(counts.dtype)
+    found = torch.stack([rates, (1 - beta2**counts).rsqrt(), kept.expand_as(counts)])
+    # A sum with zeros: changes nothing, but is no pointwise operation, which a compiler would inline into its loops
+    # over parameters, with two powers for every few elements. Sums of 8 and fewer Inductor writes out, and inlines.
+    return torch.nn.functional.pad(found[None], (0, 0, 0, 0, 0, ZEROS)).sum(0)
 
 
-def _adam(
-    group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor, corrections: Tensor
-) -> list[Tensor]:
+def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:
     beta1, beta2 = (float(b) for b in group["betas"])
+    rate, root, kept = factors.unbind()
     first, second = old[0].lerp(g, 1 - beta1), old[1] * beta2 + (1 - beta2) * g * g
     largest = [torch.maximum(old[2], second)] if len(old) > 3 else []
-    root = (largest[0] if largest else second).sqrt() * corrections[1]
-    moved = p - lr * corrections[0] * first / (root + group["eps"])
+    scaled = (largest[0] if largest else second).sqrt() * root
+    moved = p * kept - rate * first / (scaled + group["eps"])
     return [moved, first, second, *largest, old[-1] + 1]
 
 
@@ -174,4 +179,21 @@ def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) 
             known = state.get("step", 0.0)
             state["step"] = torch.as_tensor(known, dtype=torch.float32).to(parameter.device)
         elif state.get(name) is None:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[name] = zeros_beside(parameter)
+
+
+def zeros_beside(parameter: Tensor) -> Tensor:
+    """Return zeros in shape, dtype and layout of ``parameter``, on a CPU at the same place within a page of memory.
+
+    A CPU that looks for what it has yet to write compares no more than the place within a page: kernels that go through
+    parameter and state together would wait for their own writes to the one before they read the other. In three layers
+    of 256 the update took 95 us, and takes 75; states that do not fit into caches gain nothing.
+    """
+    dense = type(parameter) in (Tensor, torch.nn.Parameter) and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    size = parameter.element_size()
+    if not dense or parameter.device.type != "cpu" or parameter.numel() * size < 4 * PAGE:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    room = torch.zeros(parameter.numel() + PAGE // size, dtype=parameter.dtype)
+    start = (parameter.data_ptr() - room.data_ptr()) % PAGE // size
+    made = torch.empty(0, dtype=parameter.dtype)
+    return made.set_(room.untyped_storage(), start, parameter.shape, parameter.stride())

@@ -32,6 +32,7 @@ class StepState:
     held: dict[int, Tensor] = field(default_factory=dict)  # parameters held in low precision, with masters
     sums: dict[int, Tensor] = field(default_factory=dict)
     rates: dict[int, Tensor] = field(default_factory=dict)
+    read: dict[int, float] = field(default_factory=dict)  # the numbers that ``rates`` were last filled with
 
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the copy of ``parameter`` in ``dtype``, up to date."""
@@ -62,11 +63,23 @@ class StepState:
         return self.rates.setdefault(id(group), made)
 
     def read_rates(self, groups: list[dict[str, Any]]) -> None:
-        """Copy the groups' learning rates into their tensors."""
+        """Copy the groups' learning rates into their tensors, where they are other numbers than before."""
         for group in groups:
-            rate, lr = self.rates.get(id(group)), group["lr"]
-            if rate is not None:
-                rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
+            key, lr = id(group), group["lr"]
+            rate = self.rates.get(key)
+            if rate is None:
+                continue
+            if isinstance(lr, Tensor):
+                self.read.pop(key, None)
+                rate.copy_(lr)
+            elif self.read.get(key) != lr:
+                rate.fill_(lr)
+                self.read[key] = float(lr)
+
+    def forget_rates(self) -> None:
+        """Have the tensors of learning rates made anew."""
+        self.rates.clear()
+        self.read.clear()
 
     def refresh(self) -> None:
         """Bring copies and masters up to date with parameters that someone else has written since.
@@ -78,17 +91,19 @@ class StepState:
             master_of(parameter)
         update = last_update()
         for copy in self.copies.values():
-            if copy.seen != _version(copy.parameter, update):
+            parameter = copy.parameter  # what a step does for each parameter is written out: it is there for all calls
+            if copy.seen != (parameter._version, parameter.data_ptr(), update):
                 with torch.no_grad():
-                    copy.low.copy_(copy.parameter)
-                copy.seen = _version(copy.parameter, update)
+                    copy.low.copy_(parameter)
+                copy.seen = _version(parameter, update)
 
     def was_updated(self) -> None:
         """Take note that a step has written parameters, and copies and masters with them."""
         were_written_back(list(self.held.values()))
         update = last_update()
         for copy in self.copies.values():
-            copy.seen = _version(copy.parameter, update)
+            parameter = copy.parameter
+            copy.seen = (parameter._version, parameter.data_ptr(), update)
 
     def forget_copies(self) -> None:
         """Make every copy anew, whatever the counters say."""

@@ -177,7 +177,7 @@ class TrainStep:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
-        self._find: Find = compiled_frames(function)
+        self._find: Find = compiled_frames(function, has_backward=False)
         self._free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
         return capture_with_dynamo(
             function,
@@ -231,7 +231,7 @@ class TrainStep:
 
     def _forget(self) -> None:
         """Trace anew at the next call: state or options of the optimizer were replaced."""
-        self._state.rates.clear()
+        self._state.forget_rates()
         for captured in self.captured:
             captured.steps.clear()
 
@@ -270,13 +270,15 @@ class TrainStep:
         return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
 
 
-def graph_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return what of the optimizer is part of a step's graph: all options but learning rates."""
-    found = []
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("lr", "params", "initial_lr")}
-        found.append({**options, "params": [id(p) for p in group["params"]]})
-    return found
+NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
+
+
+def graph_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[int]]]:
+    """Return what of the optimizer is part of a step's graph: all options but learning rates, and who is updated."""
+    return [
+        ({k: v for k, v in group.items() if k not in NOT_IN_GRAPHS}, [*map(id, group["params"])])
+        for group in optimizer.param_groups
+    ]
 
 
 def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:

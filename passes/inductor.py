@@ -17,6 +17,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.product_kernel import FILES, lower_small_products
 from amp_graph.passes.step_options import options_of_step
+from amp_graph.passes.torch_private import undisabled
 
 HOOK = "post_grad_custom_pre_pass"
 
@@ -26,8 +27,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Return what Inductor makes of ``gm``, and of its backward later on, with ``passes`` over its flat graphs.
 
-    whole: ``gm`` is the flat graph of a step, which has no backward. Options of Inductor that the user has set hold; a
-    pass of the user's own in the place of ours, too.
+    whole: ``gm`` is the flat graph of a step, which has no backward, and which is called where Dynamo is off. Options
+    of Inductor that the user has set hold; a pass of the user's own in the place of ours, too.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -38,8 +39,7 @@ def compile_with_inductor(
     if whole:
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
-    found: Callable[..., Any] = compiled
-    return found
+    return undisabled(compiled) if whole else compiled
 
 
 def _lower_linear_bias() -> None:

@@ -94,6 +94,7 @@ __all__ = [
     "storage_key",
     "takes_kernels_of_ours",
     "tracing_fake",
+    "undisabled",
     "unset_fake_temporarily",
     "weakly",
     "with_parameters",
@@ -471,13 +472,13 @@ def capture_with_dynamo(
 Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
 
 
-def compiled_frames(function: types.FunctionType) -> Find:
+def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) -> Find:
     """Return what finds the code that Dynamo compiled ``function`` to, for locals that its guards accept, else None.
 
     Running it is what Dynamo's wrapper comes to in the end, after as much time as a small model's forward takes. Only
     whole frames are found: what goes on behind a graph break must run under the wrapper. ``find({name: value})``
-    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` or compiled autograd is
-    in force. 2.13.
+    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force, or, for
+    what ``has_backward``, compiled autograd. 2.13.
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
     calls = torch._dynamo.mutation_guard.GenerationTracker
@@ -486,7 +487,9 @@ def compiled_frames(function: types.FunctionType) -> Find:
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
         stance = frame._stance
-        if stance.stance != "default" or stance.backend is not None or dynamo_config.compiled_autograd:
+        if stance.stance != "default" or stance.backend is not None:
+            return None
+        if has_backward and dynamo_config.compiled_autograd:  # which takes as long as some small model's guards
             return None
         for entry in entries(code):
             if entry.guard_manager.check(local):
@@ -563,6 +566,12 @@ def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
     code: types.CodeType = function.__code__
     torch._dynamo.eval_frame.skip_code(code)
     return function
+
+
+def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``torch._dynamo.disable`` was given to return ``function``, for callers that Dynamo is off in."""
+    found: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(function)
+    return found
 
 
 def being_traced() -> bool:

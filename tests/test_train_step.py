@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
+from amp_graph.fused_update import zeros_beside
 from amp_graph.loss_scale import LossScale
 from amp_graph.step_inputs import refuse_several_devices
 
@@ -203,6 +204,49 @@ def test_a_scheduler_needs_no_other_graph():
             schedule.step()
     assert same(parameters(model), parameters(other))
     assert len(step.captured) == 1
+
+
+def test_a_learning_rate_may_be_any_number_and_come_back():
+    model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    other, theirs = build(optimizer=torch.optim.SGD, lr=0.1, fused=True)
+    for rate, (x, y) in zip((0.1, 0.0, torch.tensor(0.2), 0.0, 0.1, 1), batches(6), strict=True):
+        for one in (optimizer, theirs):
+            one.param_groups[0]["lr"] = rate
+        step(x, y)
+        by_hand(other, theirs, "bf16", [(x, y)])
+        assert same(parameters(model), parameters(other)), rate
+
+
+def test_state_lies_beside_its_parameter():
+    big = nn.Parameter(torch.randn(64, 16, 3, 3).to(memory_format=torch.channels_last))
+    apart = nn.Parameter(torch.randn(100, 130)[:, :128])
+    for parameter in (big, nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(5)), apart):
+        made = zeros_beside(parameter)
+        assert made.shape == parameter.shape
+        assert made.stride() == torch.zeros_like(parameter).stride()
+        assert not made.any()
+        assert not made.requires_grad
+        assert not made._is_view()
+        if parameter.numel() > 5 and parameter is not apart:
+            assert (made.data_ptr() - parameter.data_ptr()) % 4096 == 0
+            assert made.untyped_storage().nbytes() - made.nbytes <= 4096
+
+
+def test_state_beside_its_parameter_is_saved_and_loaded(tmp_path):
+    model = nn.Linear(64, 128)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16")
+    x, y = torch.randn(8, 64), torch.randn(8, 128)
+    step(x, y)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "saved")
+    other = nn.Linear(64, 128)
+    theirs = torch.optim.AdamW(other.parameters())
+    for one, state in zip((other, theirs), torch.load(tmp_path / "saved"), strict=True):
+        one.load_state_dict(state)
+    step(x, y)
+    amp_graph.TrainStep(other, F.mse_loss, theirs, "bf16")(x, y)
+    assert same(parameters(model), parameters(other))
 
 
 def test_options_that_change_are_seen():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+import torch._inductor.config
 from model_case import Case
 from models import case
 from torch import Tensor, nn
@@ -190,7 +191,24 @@ def inference_call(name: str, scale: float, variant: Variant, setup: Setup) -> P
         with without(), context():
             return made.infer(called, *batch)
 
-    return Prepared(made, batch, _marked(call, variant, setup), converted=made.model if variant.policy else None)
+    run = _marked(_frozen_at_first(call) if variant.frozen else call, variant, setup)
+    return Prepared(made, batch, run, converted=made.model if variant.policy else None)
+
+
+def _frozen_at_first(call: Callable[[], object]) -> Callable[[], object]:
+    """Switch Inductor's freezing on for the first call, which compiles; as an option of torch.compile it has no effect.
+
+    Dynamo, which makes parameters constants or inputs, asks for the switch of the whole process alone.
+    """
+    calls = 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        with torch._inductor.config.patch(freezing=True) if calls == 1 else contextlib.nullcontext():
+            return call()
+
+    return run
 
 
 def _marked(run: Callable[[], object], variant: Variant, setup: Setup) -> Callable[[], object]:
@@ -208,8 +226,7 @@ def _marked(run: Callable[[], object], variant: Variant, setup: Setup) -> Callab
 def _called(target: nn.Module, variant: Variant, compile: str) -> Callable:
     if variant.policy:
         return amp_graph.convert(target, variant.policy, compile=compile)
-    frozen = {"options": {"freezing": True}} if variant.frozen else {}
-    return torch.compile(target, **frozen) if variant.compiled else target
+    return torch.compile(target) if variant.compiled else target
 
 
 def _scaler(variant: Variant, setup: Setup) -> torch.amp.GradScaler | None:

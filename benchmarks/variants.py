@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes.table_gradient import POOL
+from amp_graph.passes.torch_private import own_code_object
 
 AUTOCAST, LAST, INDUCTOR = "autocast", " channels_last", " + Inductor"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -200,12 +201,10 @@ def _frozen_at_first(call: Callable[[], object]) -> Callable[[], object]:
 
     Dynamo, which makes parameters constants or inputs, asks for the switch of the whole process alone.
     """
-    calls = 0
+    contexts = iter([torch._inductor.config.patch(freezing=True)])
 
     def run() -> object:
-        nonlocal calls
-        calls += 1
-        with torch._inductor.config.patch(freezing=True) if calls == 1 else contextlib.nullcontext():
+        with next(contexts, contextlib.nullcontext()):
             return call()
 
     return run
@@ -226,6 +225,12 @@ def _marked(run: Callable[[], object], variant: Variant, setup: Setup) -> Callab
 def _called(target: nn.Module, variant: Variant, compile: str) -> Callable:
     if variant.policy:
         return amp_graph.convert(target, variant.policy, compile=compile)
+    if variant.frozen:
+
+        def forward(*args: object, **options: object) -> object:
+            return target(*args, **options)
+
+        return torch.compile(own_code_object(forward))  # else it runs what was compiled for a model that is not frozen
     return torch.compile(target) if variant.compiled else target
 
 

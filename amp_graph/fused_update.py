@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.master_weights import updated_master
 
+LOW = (torch.bfloat16, torch.float16)
 PAGE = 4096  # bytes
 ZEROS = 15
 STATES = {
@@ -68,6 +70,9 @@ class GroupUpdate:
         g, lists = self.group, [list(s) for s in states]
         params, grads = list(params), list(grads)
         common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
+        if self.kind is SGD and any(p.dtype in LOW and p.device.type == "cpu" for p in params):
+            self.apply_pointwise(params, grads, states, lr, found_inf)  # torch's kernel leaves most of them as they are
+            return
         if self.kind is SGD:
             options: dict[str, Any] = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
             buffers = lists[0] if lists else []
@@ -96,19 +101,24 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places."""
+        """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places.
+
+        What is in low precision is computed with in fp32, and rounded once, as in the fused kernels.
+        """
         rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
         decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
-        factors: Any = [lr.to(params[0].dtype)] * len(params)
+        dtype = reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
+        factors: Any = [lr.to(dtype)] * len(params)
         if rule is _adam:
-            factors = _adam_factors(self.group, states[-1], lr, decoupled).unbind(1)
+            factors = _adam_factors(self.group, states[-1], lr, decoupled, dtype).unbind(1)
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
-            old = [s[i] for s in states]
-            g = -grad if self.group["maximize"] else grad
+            targets = [p, *(s[i] for s in states)]
+            g, start, *old = (t.float() if t.dtype in LOW else t for t in (grad, *targets))
+            g = -g if self.group["maximize"] else g
             if self.group["weight_decay"] and not decoupled:
-                g = g + self.group["weight_decay"] * p
-            made = rule(self.group, p, g, old, factors[i])
-            for target, new in zip([p, *old], made, strict=True):
+                g = g + self.group["weight_decay"] * start
+            made = rule(self.group, start, g, old, factors[i])
+            for target, new in zip(targets, made, strict=True):
                 target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
 
 
@@ -125,16 +135,18 @@ def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr:
     return [p - rate * g / (total.sqrt() + group["eps"]), total, step]
 
 
-def _adam_factors(group: dict[str, Any], steps: Sequence[Tensor], lr: Tensor, decoupled: bool) -> Tensor:
-    """Return for each parameter what all its elements are multiplied by, [3, n] in fp32.
+def _adam_factors(
+    group: dict[str, Any], steps: Sequence[Tensor], lr: Tensor, decoupled: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return for each parameter what all its elements are multiplied by, [3, n] in ``dtype``.
 
     lr / (1 - beta1**t), 1 / sqrt(1 - beta2**t), and what a decoupled weight decay leaves of the parameter, or 1.
     """
     beta1, beta2 = (float(b) for b in group["betas"])
     counts = torch.stack(list(steps)) + 1
-    rates = lr.to(counts.dtype) * (1 / (1 - beta1**counts))
-    kept = (1 - lr * (group["weight_decay"] if decoupled else 0.0)).to(counts.dtype)
-    found = torch.stack([rates, (1 - beta2**counts).rsqrt(), kept.expand_as(counts)])
+    rates, roots = lr.to(dtype) * (1 / (1 - beta1**counts)), (1 - beta2**counts).rsqrt().to(dtype)
+    kept = (1 - lr * (group["weight_decay"] if decoupled else 0.0)).to(dtype)
+    found = torch.stack([rates, roots, kept.expand_as(counts)])
     # A sum with zeros: changes nothing, but is no pointwise operation, which a compiler would inline into its loops
     # over parameters, with two powers for every few elements. Sums of 8 and fewer Inductor writes out, and inlines.
     return torch.nn.functional.pad(found[None], (0, 0, 0, 0, 0, ZEROS)).sum(0)
@@ -180,6 +192,8 @@ def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) 
             state["step"] = torch.as_tensor(known, dtype=torch.float32).to(parameter.device)
         elif state.get(name) is None:
             state[name] = zeros_beside(parameter)
+        elif state[name].dtype != parameter.dtype:  # Adagrad makes its own in advance: before a model is lowered
+            state[name] = state[name].to(parameter.dtype)
 
 
 def zeros_beside(parameter: Tensor) -> Tensor:

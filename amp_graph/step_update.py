@@ -69,7 +69,9 @@ class StepUpdate:
         return found_inf
 
     def _by_torch(self, now: AtUpdate) -> Tensor | None:
-        found_inf = None
+        found_inf, clips = None, (self.options.clip_norm, self.options.clip_value)
+        if self.scale is not None or clips != (None, None):
+            now.grads[:] = _each_its_own(now.grads)
         if self.scale is not None:
             found_inf = torch.zeros_like(now.scale[0])
             OPS.check_finite_and_unscale_(now.grads, _inverse(now.scale), found_inf)
@@ -118,6 +120,19 @@ def lows_of(
         if i in trained:
             lows.setdefault(i, []).append(low)
     return lows
+
+
+def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients that can be written in place: autograd gives both summands of ``b1 + b2`` one tensor."""
+    known: dict[int, list[tuple[int, int]]] = {}
+    found = []
+    for grad in grads:
+        begin, end = grad.storage_offset(), grad.storage_offset() + grad.numel()
+        taken = known.setdefault(grad.untyped_storage()._cdata, [])
+        shared = any(begin < other_end and other_begin < end for other_begin, other_end in taken)
+        taken.append((begin, end))
+        found.append(grad.clone() if shared else grad)
+    return found
 
 
 def _inverse(scale: Sequence[Tensor]) -> Tensor:

@@ -276,6 +276,44 @@ def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile)
         assert went > 0
 
 
+class TwoBiases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.b1, self.b2 = nn.Linear(6, 3, bias=False), *(nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, x):
+        return self.weight(x) + (self.b1 + self.b2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x[:, None].expand(-1, 4, -1))[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [TwoBiases, Recurrent])
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["plain", "norm", "value"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_gradient_that_two_parameters_share_is_unscaled_and_clipped_once(kind, compile, policy, clip):
+    x, y = next(batches(1))
+    model, optimizer = build(kind, torch.optim.SGD, lr=1.0)
+    other, _ = build(kind, torch.optim.SGD, lr=1.0)
+    start = [p.detach().clone() for p in model.parameters()]
+    amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, compile=compile, **clip)(x, y)
+    F.cross_entropy(other(x), y).backward()
+    if "clip_norm" in clip:
+        nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    if "clip_value" in clip:
+        nn.utils.clip_grad_value_(other.parameters(), 0.01)
+    for begun, now, wanted in zip(start, model.parameters(), other.parameters(), strict=True):
+        assert ((begun - now.detach()) - wanted.grad).norm() <= 0.03 * wanted.grad.norm()
+
+
 def test_options_that_change_are_seen():
     model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")

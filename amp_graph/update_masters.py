@@ -43,6 +43,11 @@ class MastersInPlace:
     def swap(self) -> None:
         """Put masters into the groups, with the state of their parameters."""
         self._swap(self.pairs)
+        for p, full in self.pairs:
+            state = self.optimizer.state.get(full, {})
+            for name, value in state.items():  # Adagrad makes its own for the parameters that it is built with
+                if isinstance(value, Tensor) and value.dtype == p.dtype:
+                    state[name] = value.to(full.dtype)
 
     def leave(self) -> None:
         """Swap back, and round the masters into their parameters."""

@@ -327,6 +327,19 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     assert torch.equal(model.first.weight, master_of(model.first.weight).half())
 
 
+@pytest.mark.parametrize("policy", ["bf16-O2", "fp16-O2"])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(policy, options):
+    model, optimizer = build(optimizer=torch.optim.Adagrad, **options)
+    train(amp_graph.convert(model, policy), optimizer, batches(5))
+    other, _ = build(optimizer=torch.optim.Adagrad, **options)
+    amp_graph.convert(other, policy)
+    theirs = torch.optim.Adagrad(other.parameters(), **{**optimizer.defaults, **options})
+    train(other, theirs, batches(5))
+    assert {state["sum"].dtype for state in theirs.state.values()} == {F32}
+    assert same(parameters(model), parameters(other))
+
+
 class RoundedOnce(torch.optim.SGD):
     """What SGD is to do with parameters in low precision; torch's fused kernel for CPUs leaves most as they are."""
 

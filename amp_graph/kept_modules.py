@@ -16,10 +16,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from amp_graph.passes.torch_private import not_captured
-from amp_graph.policy import Policy
+from amp_graph.policy import HALVES, Policy
 
 FULL = "full"
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def kept_in_fp32(model: torch.nn.Module, policy: Policy, device: str) -> list[torch.nn.Module]:

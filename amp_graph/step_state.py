@@ -91,19 +91,17 @@ class StepState:
             master_of(parameter)
         update = last_update()
         for copy in self.copies.values():
-            parameter = copy.parameter  # what a step does for each parameter is written out: it is there for all calls
-            if copy.seen != (parameter._version, parameter.data_ptr(), update):
+            if copy.seen != _version(copy.parameter, update):
                 with torch.no_grad():
-                    copy.low.copy_(parameter)
-                copy.seen = _version(parameter, update)
+                    copy.low.copy_(copy.parameter)
+                copy.seen = _version(copy.parameter, update)
 
     def was_updated(self) -> None:
         """Take note that a step has written parameters, and copies and masters with them."""
         were_written_back(list(self.held.values()))
         update = last_update()
         for copy in self.copies.values():
-            parameter = copy.parameter
-            copy.seen = (parameter._version, parameter.data_ptr(), update)
+            copy.seen = _version(copy.parameter, update)
 
     def forget_copies(self) -> None:
         """Make every copy anew, whatever the counters say."""

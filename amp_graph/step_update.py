@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
 from amp_graph.one_pass_update import GroupTensors, OnePass
+from amp_graph.passes.torch_private import storage_key
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.scale_ops import OPS
 
@@ -69,8 +70,8 @@ class StepUpdate:
         return found_inf
 
     def _by_torch(self, now: AtUpdate) -> Tensor | None:
-        found_inf, clips = None, (self.options.clip_norm, self.options.clip_value)
-        if self.scale is not None or clips != (None, None):
+        found_inf = None
+        if any(given is not None for given in (self.scale, self.options.clip_norm, self.options.clip_value)):
             now.grads[:] = _each_its_own(now.grads)
         if self.scale is not None:
             found_inf = torch.zeros_like(now.scale[0])
@@ -124,14 +125,12 @@ def lows_of(
 
 def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients that can be written in place: autograd gives both summands of ``b1 + b2`` one tensor."""
-    known: dict[int, list[tuple[int, int]]] = {}
+    known: set[int | None] = set()
     found = []
     for grad in grads:
-        begin, end = grad.storage_offset(), grad.storage_offset() + grad.numel()
-        taken = known.setdefault(grad.untyped_storage()._cdata, [])
-        shared = any(begin < other_end and other_begin < end for other_begin, other_end in taken)
-        taken.append((begin, end))
-        found.append(grad.clone() if shared else grad)
+        key = storage_key(grad)
+        found.append(grad.clone() if key in known else grad)
+        known.add(key)
     return found
 
 

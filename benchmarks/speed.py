@@ -75,7 +75,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", default="", help="passes to switch off, as in the policy word skip=")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed", help="path without suffix")
     options = parser.parse_args(argv)
-    for given, legal in ((options.models, {**MODELS, **MORE}), (options.modes, MODES)):
+    for given, legal in ((options.models, MODELS | MORE), (options.modes, MODES)):
         if unknown := set(given.split(",")) - set(legal):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; legal: {', '.join(legal)}")
     if options.rounds < 2:

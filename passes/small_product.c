@@ -152,10 +152,11 @@ static void multiply(const Product *p) {
     else
       pair_columns(p->b + column * p->b_column, p->b_column, p->depth, left, WIDE, memory);
     for (int64_t row = 0; row < p->rows; row += TALL) {
-      if (left >= WIDE && p->rows - row >= TALL)
+      const int64_t rows = p->rows - row < TALL ? p->rows - row : TALL;
+      if (left >= WIDE && rows == TALL)
         block(p, a, a_row, a_pair, memory, row, column, TALL, 1);
       else
-        block(p, a, a_row, a_pair, memory, row, column, p->rows - row < TALL ? p->rows - row : TALL, 0);
+        block(p, a, a_row, a_pair, memory, row, column, rows, 0);
     }
   }
 }

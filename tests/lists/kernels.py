@@ -47,7 +47,8 @@ def _op_info_samples(packet: str) -> Iterator[Sample]:
     for info in op_infos().get(packet, ()):
         if torch.float32 in info.supported_dtypes("cpu"):
             made = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
-            for sample in itertools.islice(made, 6):
+            # To the end: a generator of torch left halfway is closed by a collection, which may come amid a trace.
+            for sample in list(made)[:6]:
                 args = (sample.input, *sample.args)
                 if has_floats(args):
                     yield args, dict(sample.kwargs)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Refuse options that make no sense; the state is made at the first ``to``."""
+        _refuse(vars(self), "", "GradScaler({name}=...), or its default")
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
-        _check_options(self)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class LossScale:
                 "  legal: what state_dict() of an enabled GradScaler returned, ours or torch's\n"
                 "  fix:   load the checkpoint's entry of the scaler, not of the optimizer or the model"
             )
+        _refuse(state, "the state has ", "an older checkpoint, or none: a new scaler finds its scale within some steps")
         names = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "floor", "ceiling")
         given = {name: state.get(name, getattr(self, name)) for name in names}
         made = LossScale(state["scale"], **given)
@@ -143,7 +145,7 @@ class LossScale:
     def set(self, value: float | torch.Tensor) -> None:
         """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
         if not isinstance(value, torch.Tensor):
-            _check("new_scale", value, math.isfinite(value) and value > 0, "a positive finite number")
+            _refuse({"scale": value}, "new_", "a power of two, for example 2.0**16")
         elif value.numel() != 1 or value.requires_grad:
             raise ScaleError(f"loss scale: new_scale has {value.numel()} elements\n  legal: one, without gradient")
         if self._state is None:
@@ -158,22 +160,29 @@ class LossScale:
         return {**self.__dict__, "_start": self.values(), "_state": None}
 
 
-def _check_options(given: LossScale) -> None:
-    finite = math.isfinite
-    _check("init_scale", given.init_scale, finite(given.init_scale) and given.init_scale > 0, "positive and finite")
-    _check("growth_factor", given.growth_factor, finite(given.growth_factor) and given.growth_factor > 1, "above 1")
-    _check("backoff_factor", given.backoff_factor, 0 < given.backoff_factor < 1, "between 0 and 1")
-    _check("growth_interval", given.growth_interval, given.growth_interval >= 1, "at least 1")
-    _check("hysteresis", given.hysteresis, given.hysteresis >= 1, "at least 1")
-    _check("floor", given.floor, finite(given.floor) and given.floor > 0, "positive and finite")
-    _check("ceiling", given.ceiling, finite(given.ceiling) and given.ceiling >= given.floor, "finite, not below floor")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and math.isfinite(value)
 
 
-def _check(name: str, value: Any, holds: bool, legal: str) -> None:
-    if not holds:
-        raise ScaleError(
-            f"loss scale: {name}={value!r}\n  legal: {legal}\n  fix:   GradScaler({name}=...), or its default"
-        )
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "init_scale": (lambda v: _is_number(v) and v > 0, "positive and finite"),
+    "growth_factor": (lambda v: _is_number(v) and v > 1, "finite, above 1"),
+    "backoff_factor": (lambda v: _is_number(v) and 0 < v < 1, "between 0 and 1"),
+    "growth_interval": (lambda v: _is_number(v) and v >= 1, "at least 1"),
+    "hysteresis": (lambda v: _is_number(v) and v >= 1, "at least 1"),
+    "floor": (lambda v: _is_number(v) and v > 0, "positive and finite"),
+    "ceiling": (_is_number, "finite, not below floor"),
+}
+COUNTS = ("_growth_tracker", "_hysteresis_left", "_skipped", "_stuck")
+OF_STATE = {**RULES, "scale": RULES["init_scale"], **dict.fromkeys(COUNTS, (_is_number, "a number of steps"))}
+
+
+def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
+    """Raise ScaleError for options, or what was saved of them, that make no sense."""
+    for name, (holds, legal) in OF_STATE.items():
+        value = given.get(name, 1)
+        if name in given and not (holds(value) and (name != "ceiling" or value >= given.get("floor", 0))):
+            raise ScaleError(f"loss scale: {where}{name}={value!r}\n  legal: {legal}\n  fix:   {fix.format(name=name)}")
 
 
 def check_at_floor(who: str, at_floor: str) -> None:

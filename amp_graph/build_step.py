@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, compiler_of
+from amp_graph.check_optimizer import refuse_own_state
 from amp_graph.cuda_graph import Replayed
 from amp_graph.devices import device_of
 from amp_graph.embedding_rows import tables_of
@@ -124,6 +125,7 @@ class StepBuilder:
         """Return what goes into a step, and how it updates, in words."""
         gm, hoisted, state = captured.rewritten.gm, captured.hoist(args), self.state
         parameters = [args[i] for i in trained]
+        refuse_own_state("TrainStep", self.optimizer)
         updates = [] if self.is_outside else group_updates(self.optimizer, parameters)
         if self.loss_scale is not None:
             self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))

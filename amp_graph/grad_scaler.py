@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from amp_graph import scale_ops
+from amp_graph.check_optimizer import refuse_closures
 from amp_graph.errors import ScaleError
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
@@ -124,6 +125,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: a closure would compute gradients after they were checked\n"
                 "  fix:   call backward yourself, then scaler.step(optimizer)"
             )
+        refuse_closures("GradScaler.step", optimizer)
         progress = self._of(optimizer, "step")
         if progress.stepped:
             raise ScaleError(

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.check_optimizer import refuse_closures, refuse_state_of_another_model
 from amp_graph.errors import ScaleError
 from amp_graph.grad_scaler import GradScaler
 from amp_graph.loss_scale import LossScale
 from amp_graph.master_weights import make_master, master_of, write_back
 from amp_graph.policy import HALVES
+from amp_graph.update_masters import gradient_of_master
 
 
 class MixedPrecisionOptimizer(Optimizer):
@@ -48,6 +50,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 f"MixedPrecisionOptimizer: a {type(optimizer).__name__} in the place of the optimizer\n"
                 "  legal: a torch.optim.Optimizer\n  fix:   MixedPrecisionOptimizer(torch.optim.AdamW(...))"
             )
+        refuse_closures("MixedPrecisionOptimizer", optimizer)
         self.optimizer = optimizer
         self.scaler = GradScaler()
         self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale)
@@ -95,7 +98,7 @@ class MixedPrecisionOptimizer(Optimizer):
         if self._unscaled:
             return
         for parameter, full in self._pairs:
-            full.grad = None if parameter.grad is None else parameter.grad.float()
+            full.grad = gradient_of_master(parameter, full)
         self.scaler.unscale_(self.optimizer)
         self._unscaled = True
 
@@ -214,6 +217,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
                 "  fix:   load the checkpoint of this model"
             )
+        refuse_state_of_another_model("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
         scale = self.scaler.state_dict()
         self.scaler.load_state_dict(state_dict["loss_scale"])
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.layout import laid_out_as
 from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
@@ -147,10 +148,7 @@ class Rows:
 
 def _laid_as(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows) -> list[Tensor]:
     """Return ``grads`` in the layouts of ``params``, as they were traced: a kernel may return another."""
-    return [
-        g if i in rows.alone or g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
-        for i, (p, g) in enumerate(zip(params, grads, strict=True))
-    ]
+    return [g if i in rows.alone else laid_out_as(p, g) for i, (p, g) in enumerate(zip(params, grads, strict=True))]
 
 
 def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *columns: Iterable[int]) -> array[int]:

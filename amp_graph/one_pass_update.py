@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW
 
 from amp_graph.errors import CaptureError, CompilerError
 from amp_graph.fused_update import GroupUpdate
+from amp_graph.layout import is_dense
 from amp_graph.one_pass_ops import LOWS, OPS, library
 from amp_graph.passes.what_pays import one_pass_pays
 
@@ -177,8 +178,7 @@ def _why_not(
 
 
 def _is_flat(t: Tensor) -> bool:
-    kind = t.device.type == "cpu" and t.layout is torch.strided and t.dtype == torch.float32
-    return kind and torch.ops.aten.is_non_overlapping_and_dense(t)
+    return t.device.type == "cpu" and t.dtype == torch.float32 and is_dense(t)
 
 
 def _is_alike(t: Tensor, like: Tensor, dtype: torch.dtype) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
+from amp_graph.layout import laid_out_as
 
 BUCKET = 25 * 2**20  # bytes, as DDP's
 
@@ -41,7 +42,7 @@ class Ranks:
             done = torch.ops._c10d_functional.wait_tensor(flat)
             parts = done.split([grads[i].numel() for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
-                made[i] = part.view(grads[i].shape).to(grads[i].dtype)
+                made[i] = laid_out_as(grads[i], part.view(grads[i].shape).to(grads[i].dtype))
         return made
 
     def _start(self, grads: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.embedding_rows import rows_instead_of_tables
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
+from amp_graph.layout import laid_out_as
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
@@ -40,6 +41,7 @@ class StepGraph:
     run: Callable[..., Any] = field(repr=False)
     outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
     first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
+    updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" where it does not
@@ -147,7 +149,7 @@ class StepParts:
                 self._refuse_sparse(i, grad)
                 parts.setdefault(i, []).append(grad)
         made = [
-            _laid_out_as(targets[i], self._added(parts[i])) if i in parts else torch.zeros_like(targets[i])
+            laid_out_as(targets[i], self._added(parts[i])) if i in parts else torch.zeros_like(targets[i])
             for i in self.trained
         ]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
@@ -201,16 +203,6 @@ def _one_each(copies: list[Tensor]) -> list[Tensor]:
     return leaves
 
 
-def _laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return ``grad`` in the layout of its parameter, as ``.grad`` has it: fused kernels go through both by memory.
-
-    Convolutions of channels_last images give their weights gradients in that layout.
-    """
-    if grad.stride() == parameter.stride():
-        return grad
-    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-
-
 def trace_step(
     parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]], passes: Sequence[Pass] = ()
 ) -> StepGraph:
@@ -233,7 +225,7 @@ def trace_step(
     extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
     state = parts.state()
     parts.args = ()  # the first batch is not to live as long as the graph
-    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, done)
+    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, parts.updates, done)
 
 
 def mark_loss(loss: Tensor) -> Tensor:

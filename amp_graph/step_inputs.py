@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.check_optimizer import refuse_closures
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import CaptureError, ScaleError
@@ -94,6 +95,7 @@ def refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> No
             f"TrainStep: a {type(wrong).__name__} in the place of the "
             f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
         )
+    refuse_closures("TrainStep", optimizer)
     if micro_batches < 1:
         raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
     if conversion_of(model) is None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
 from amp_graph.build_step import CapturedStep, StepBuilder
+from amp_graph.check_optimizer import refuse_state_of_another_model
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
@@ -203,7 +204,11 @@ class TrainStep:
     def _run_on(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
         """Run the step that was traced from ``captured``, or trace it."""
         if self._last not in captured.steps:
-            captured.steps[self._last] = self._builder.build(captured, args, self._last)
+            made = self._builder.build(captured, args, self._last)
+            for other in self.captured:  # for parameters in another layout, maybe, as which states were laid out now
+                own = other.steps.items()
+                other.steps = {last: s for last, s in own if all(u.is_of(self.optimizer) for u in s.updates)}
+            captured.steps[self._last] = made
         self._state.refresh()
         graph = captured.steps[self._last]
         found = graph(*args)
@@ -282,11 +287,16 @@ def graph_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[int]]
 
 
 def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:
-    """Let ``step`` trace anew once the optimizer's state was replaced by a loaded one."""
+    """Let ``step`` trace anew once the optimizer's state was replaced by a loaded one, and only by one that fits."""
+
+    def check(optimizer: Optimizer, given: dict[str, Any]) -> None:
+        if step() is not None:
+            refuse_state_of_another_model("TrainStep", optimizer, given)
 
     def forget(_: Optimizer) -> None:
         alive = step()
         if alive is not None:
             alive._forget()
 
+    optimizer.register_load_state_dict_pre_hook(check)
     optimizer.register_load_state_dict_post_hook(forget)

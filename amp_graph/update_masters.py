@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
+from amp_graph.layout import laid_out_as
 from amp_graph.master_weights import updated_master, write_back
 from amp_graph.passes.torch_private import load_optimizer_states_as, on_every_optimizer_step
 
@@ -34,7 +35,7 @@ class MastersInPlace:
     def enter(self, inverse_scale: Tensor | None = None) -> None:
         """Swap; all gradients are fp32 then, multiplied by ``inverse_scale`` (0-d fp32) where given."""
         for p, full in self.pairs:
-            full.grad = None if p.grad is None else p.grad.float()
+            full.grad = gradient_of_master(p, full)
         self.swap()
         if inverse_scale is not None:
             grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -63,6 +64,14 @@ class MastersInPlace:
         for old, new in pairs:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+
+def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:
+    """Return the gradient of ``parameter`` in fp32, in the layout of its master; None where there is none.
+
+    A parameter may have been brought into another memory format since, and fused optimizers go by memory.
+    """
+    return None if parameter.grad is None else laid_out_as(full, parameter.grad.float())
 
 
 def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -309,15 +310,32 @@ def test_resumed_in_the_middle_it_goes_on_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "broken", [{}, {"scale": 1.0}, {"scale": NAN}, {"scale": 0.0}, {"scale": INF}, {"backoff_factor": 2.0}]
+    "broken",
+    [
+        *({"scale": value} for value in (NAN, 0.0, -1.0, INF, "much", None)),
+        *({"backoff_factor": 2.0}, {"floor": "low"}, {"ceiling": 2.0**-20}),
+        *({"_growth_tracker": NAN}, {"_skipped": None}),
+    ],
 )
-def test_a_broken_state_changes_nothing(broken):
+def test_a_broken_state_is_refused_by_name_and_changes_nothing(broken):
     scaler = amp_graph.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     good = scaler.state_dict()
-    with pytest.raises(ScaleError, match="loss scale") as caught:
-        scaler.load_state_dict({**good, **broken} if len(broken) and broken != {"scale": 1.0} else broken)
+    (name, value), *_ = broken.items()
+    with pytest.raises(ScaleError, match=re.escape(f"the state has {name}={value!r}")) as caught:
+        scaler.load_state_dict({**good, **broken})
+    assert "legal:" in str(caught.value)
     assert "fix:" in str(caught.value)
+    assert scaler.state_dict() == good
+
+
+@pytest.mark.parametrize("partly", [{}, {"scale": 1.0}])
+def test_a_state_of_something_else_is_refused_and_changes_nothing(partly):
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    good = scaler.state_dict()
+    with pytest.raises(ScaleError, match=r"the state has no .*growth_factor(?s:.*)fix:"):
+        scaler.load_state_dict(partly)
     assert scaler.state_dict() == good
 
 

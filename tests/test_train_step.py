@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
-from amp_graph.fused_update import zeros_beside
 from amp_graph.loss_scale import LossScale
 from amp_graph.step_inputs import refuse_several_devices
 
@@ -216,21 +215,6 @@ def test_a_learning_rate_may_be_any_number_and_come_back():
         step(x, y)
         by_hand(other, theirs, "bf16", [(x, y)])
         assert same(parameters(model), parameters(other)), rate
-
-
-def test_state_lies_beside_its_parameter():
-    big = nn.Parameter(torch.randn(64, 16, 3, 3).to(memory_format=torch.channels_last))
-    apart = nn.Parameter(torch.randn(100, 130)[:, :128])
-    for parameter in (big, nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(5)), apart):
-        made = zeros_beside(parameter)
-        assert made.shape == parameter.shape
-        assert made.stride() == torch.zeros_like(parameter).stride()
-        assert not made.any()
-        assert not made.requires_grad
-        assert not made._is_view()
-        if parameter.numel() > 5 and parameter is not apart:
-            assert (made.data_ptr() - parameter.data_ptr()) % 4096 == 0
-            assert made.untyped_storage().nbytes() - made.nbytes <= 4096
 
 
 def test_state_beside_its_parameter_is_saved_and_loaded(tmp_path):

@@ -58,14 +58,6 @@ class GroupUpdate:
         """Return the names of ``states`` in the optimizer's own state."""
         return _state_names(self.kind, self.group)
 
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Say whether ``states`` are still those that ``optimizer`` has: they are made anew in another layout."""
-        return all(
-            optimizer.state[p].get(name) is state
-            for name, kind in zip(self.state_names(), self.states, strict=True)
-            for p, state in zip(self.params, kind, strict=True)
-        )
-
     def apply(
         self,
         params: Sequence[Tensor],

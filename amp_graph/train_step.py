@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
 from amp_graph.build_step import CapturedStep, StepBuilder
-from amp_graph.check_optimizer import refuse_state_of_another_model
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
@@ -48,6 +47,7 @@ from amp_graph.step_inputs import (
     split_batch,
 )
 from amp_graph.step_state import StepState
+from amp_graph.watch_optimizer import WatchedOptimizer
 
 
 class TrainStep:
@@ -121,17 +121,15 @@ class TrainStep:
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._builder = StepBuilder(model, optimizer, *how, self._state)
         self._last = True
-        self._options = graph_options(optimizer)
-        _forget_when_loaded(optimizer, weakref.ref(self))
+        self._watched = WatchedOptimizer(optimizer, self)
         self._run = self._capturing()
 
     # -- the loop -------------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
-        if graph_options(self.optimizer) != self._options:
-            self._options = graph_options(self.optimizer)
-            self._forget()
+        if self._watched.has_changed():
+            self.forget()
         self._state.read_rates(self.optimizer.param_groups)
         if self.micro_batches == 1:
             return self._once(batch, last=True)
@@ -206,9 +204,9 @@ class TrainStep:
         if self._last not in captured.steps:
             made = self._builder.build(captured, args, self._last)
             for other in self.captured:  # for parameters in another layout, maybe, as which states were laid out now
-                own = other.steps.items()
-                other.steps = {last: s for last, s in own if all(u.is_of(self.optimizer) for u in s.updates)}
+                other.steps = {last: s for last, s in other.steps.items() if self._watched.has_state_of(s.updates)}
             captured.steps[self._last] = made
+            self._watched.was_read_by(made.updates)
         self._state.refresh()
         graph = captured.steps[self._last]
         found = graph(*args)
@@ -234,8 +232,9 @@ class TrainStep:
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        """Trace anew at the next call: state or options of the optimizer were replaced."""
+    def forget(self) -> None:
+        """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""
+        self._watched.was_read_by(())
         self._state.forget_rates()
         for captured in self.captured:
             captured.steps.clear()
@@ -273,30 +272,3 @@ class TrainStep:
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
         return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
-
-
-NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
-
-
-def graph_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[int]]]:
-    """Return what of the optimizer is part of a step's graph: all options but learning rates, and who is updated."""
-    return [
-        ({k: v for k, v in group.items() if k not in NOT_IN_GRAPHS}, [*map(id, group["params"])])
-        for group in optimizer.param_groups
-    ]
-
-
-def _forget_when_loaded(optimizer: Optimizer, step: weakref.ref[TrainStep]) -> None:
-    """Let ``step`` trace anew once the optimizer's state was replaced by a loaded one, and only by one that fits."""
-
-    def check(optimizer: Optimizer, given: dict[str, Any]) -> None:
-        if step() is not None:
-            refuse_state_of_another_model("TrainStep", optimizer, given)
-
-    def forget(_: Optimizer) -> None:
-        alive = step()
-        if alive is not None:
-            alive._forget()
-
-    optimizer.register_load_state_dict_pre_hook(check)
-    optimizer.register_load_state_dict_post_hook(forget)

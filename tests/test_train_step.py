@@ -1,6 +1,7 @@
 """The whole step as one graph: the same bits as the loop written by hand, and nothing changed by a bad step."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -308,6 +309,54 @@ def test_options_that_change_are_seen():
         for one in (optimizer, theirs):
             one.param_groups[0]["weight_decay"] += 0.1
     assert same(parameters(model), parameters(other))
+
+
+def _cleared(optimizer):
+    optimizer.state.clear()
+
+
+def _replaced(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def _without_the_last(optimizer):
+    del optimizer.state[optimizer.param_groups[-1]["params"][-1]]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
+@pytest.mark.parametrize("reset", [_cleared, _replaced, _without_the_last])
+def test_state_that_is_reset_starts_anew(reset, policy):
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    other, theirs = build(fused=True)
+    given = list(batches(6))
+    for part in (given[:3], given[3:]):
+        for x, y in part:
+            step(x, y)
+        by_hand(other, theirs, policy, part)
+        assert same(optimizer_state(optimizer), optimizer_state(theirs))
+        for one in (optimizer, theirs):
+            reset(one)
+    assert same(parameters(model), parameters(other))
+
+
+def optimizer_state(optimizer):
+    return [
+        optimizer.state[p][name] for g in optimizer.param_groups for p in g["params"] for name in ("step", "exp_avg")
+    ]
+
+
+def test_two_steps_of_one_optimizer_are_traced_once_each():
+    model, optimizer = build()
+    steps = [amp_graph.TrainStep(part, lambda out, y: out.square().mean(), optimizer) for part in (model.first, model)]
+    x, y = next(batches(1))
+    for _ in range(3):
+        for step in steps:
+            step(x, y)
+    first = [next(iter(step.captured[0].steps.values())) for step in steps]
+    for step in steps:
+        step(x, y)
+    assert first == [next(iter(step.captured[0].steps.values())) for step in steps]
 
 
 def test_other_shapes_and_eval_are_captured_anew():

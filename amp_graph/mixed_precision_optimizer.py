@@ -8,6 +8,7 @@ Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -79,10 +80,10 @@ class MixedPrecisionOptimizer(Optimizer):
 
         update_master_grads: taken for apex's sake; masters get their gradients when they are first needed.
         """
-        if loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ScaleError(
-                f"MixedPrecisionOptimizer.backward: the loss has shape {tuple(loss.shape)}\n"
-                "  legal: one element\n  fix:   optimizer.backward(loss.mean())"
+                f"MixedPrecisionOptimizer.backward: the loss is {_kind_of(loss)}\n"
+                "  legal: a tensor of one element\n  fix:   optimizer.backward(loss.mean())"
             )
         if self._unscaled:
             raise ScaleError(
@@ -105,6 +106,11 @@ class MixedPrecisionOptimizer(Optimizer):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm, a 0-d fp32 tensor."""
         self._need_backward("clip_master_grads")
+        if not (isinstance(max_norm, Real) and max_norm > 0):  # with less, the update would go uphill, or nowhere
+            raise ScaleError(
+                f"MixedPrecisionOptimizer.clip_master_grads: max_norm={max_norm!r}\n  legal: a number above 0\n"
+                "  fix:   optimizer.clip_master_grads(1.0)"
+            )
         self.update_master_grads()
         params: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -234,6 +240,10 @@ class MixedPrecisionOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Name the optimizer inside."""
         return f"MixedPrecisionOptimizer({self.optimizer!r})"
+
+
+def _kind_of(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
 
 
 def _scale_of(given: LossScale | str | float | None, static: float, dynamic: bool) -> LossScale:

@@ -6,6 +6,7 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossS
         return given
     if given == "dynamic":
         return LossScale()
-    if isinstance(given, (int, float)):
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
         return LossScale(float(given), dynamic=False)
     raise ScaleError(
         f"TrainStep: loss_scale={given!r}\n  legal: 'dynamic', a number, a LossScale, None\n"
@@ -87,19 +88,40 @@ def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossS
     )
 
 
-def refuse(model: Any, optimizer: Any, policy: Policy, micro_batches: int) -> None:
-    """Raise CaptureError for what no step can be made of."""
+def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
+    """Raise CaptureError, or ScaleError, for what no step can be made of."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
         wrong = model if not isinstance(model, torch.nn.Module) else optimizer
         raise CaptureError(
             f"TrainStep: a {type(wrong).__name__} in the place of the "
             f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
         )
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise CaptureError(
+            f"TrainStep: loss_fn={loss_fn!r} returns no loss\n  legal: a function or module, called as "
+            "loss_fn(outputs, *targets); None where the model returns its loss\n  fix:   torch.nn.CrossEntropyLoss()"
+        )
     refuse_closures("TrainStep", optimizer)
-    if micro_batches < 1:
-        raise CaptureError(f"TrainStep: micro_batches={micro_batches}\n  legal: 1 or more")
     if conversion_of(model) is None:
         refuse_what_cannot_be_converted(model, policy)
+
+
+def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any) -> None:
+    """Raise CaptureError for numbers that make no sense, among them those under which a step would go uphill."""
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise CaptureError(
+            f"TrainStep: micro_batches={micro_batches!r}\n  legal: a whole number, 1 or more\n  fix:   micro_batches=1"
+        )
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+            raise CaptureError(
+                f"TrainStep: {name}={limit!r}\n  legal: a number above 0; None for no clipping\n  fix:   {name}=1.0"
+            )
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise CaptureError(
+            f"TrainStep: reduce_dtype={reduce_dtype!r}\n  legal: a floating-point torch.dtype; None for fp32\n"
+            "  fix:   reduce_dtype=torch.bfloat16"
+        )
 
 
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:

@@ -44,6 +44,7 @@ from amp_graph.step_inputs import (
     make_loss_scale,
     policy_of,
     refuse,
+    refuse_options,
     split_batch,
 )
 from amp_graph.step_state import StepState
@@ -102,7 +103,8 @@ class TrainStep:
             process_group = model.process_group if process_group is None else process_group
             model = model.module
         self.policy = policy_of(model, policy)
-        refuse(model, optimizer, self.policy, micro_batches)
+        refuse(model, loss_fn, optimizer, self.policy)
+        refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype)
         check_compile(compile)
         check_at_floor("TrainStep", at_floor)
         check_way(update, compile)

@@ -204,8 +204,10 @@ def test_bad_input():
     (x, y), *_ = batches(1)
     with pytest.raises(ScaleError, match="no gradients since the last step"):
         optimizer.step()
-    with pytest.raises(ScaleError, match=r"the loss has shape \(8, 3\)"):
+    with pytest.raises(ScaleError, match=r"the loss is a tensor of shape \(8, 3\)"):
         optimizer.backward(model(x))
+    with pytest.raises(ScaleError, match="the loss is a float"):
+        optimizer.backward(3.0)
     with pytest.raises(ScaleError, match="closure"):
         optimizer.step(lambda: None)
     with pytest.raises(ScaleError, match="a Net in the place"):
@@ -215,6 +217,9 @@ def test_bad_input():
     with pytest.raises(ScaleError, match="loss_scale='often'"):
         amp_graph.MixedPrecisionOptimizer(build()[1], loss_scale="often")
     optimizer.backward(F.cross_entropy(model(x), y))
+    for wrong in (-1.0, 0, float("nan"), "1"):
+        with pytest.raises(ScaleError, match=f"max_norm={wrong!r}"):
+            optimizer.clip_master_grads(wrong)
     optimizer.clip_master_grads(1.0)
     with pytest.raises(ScaleError, match="after the gradients were unscaled"):
         optimizer.backward(F.cross_entropy(model(x), y))

@@ -1,6 +1,8 @@
 """The whole step as one graph: the same bits as the loop written by hand, and nothing changed by a bad step."""
 
 import copy
+import itertools
+import re
 from collections import defaultdict
 
 import pytest
@@ -541,6 +543,11 @@ def test_through_a_compiler(compile, name, level):
     assert same(before, everything(model, optimizer))
 
 
+def named(option):
+    ((name, value),) = option.items()
+    return re.escape(f"{name}={value!r}")
+
+
 def refused(match, *given, error=CaptureError, **options):
     with pytest.raises(error, match=match) as caught:
         amp_graph.TrainStep(*given, **options)(*next(batches(1)))
@@ -556,7 +563,14 @@ def test_bad_input():
     refused("none of the parameters", model, loss, stranger, "bf16")
     refused(r"the loss is b?f\d\d\[8,3\]", model, lambda out, y: out, optimizer, "bf16")
     refused("not 3 equal micro-batches", model, loss, optimizer, "bf16", micro_batches=3)
-    refused("micro_batches=0", model, loss, optimizer, "bf16", micro_batches=0)
+    for wrong in ({"micro_batches": 0}, {"micro_batches": 2.0}, {"micro_batches": "2"}, {"reduce_dtype": torch.int32}):
+        refused(named(wrong), model, loss, optimizer, "bf16", **wrong)
+    for name, value in itertools.product(("clip_norm", "clip_value"), (-1.0, 0, NAN, "1")):
+        refused(named({name: value}), model, loss, optimizer, "bf16-O2", **{name: value})
+    refused("loss_fn='mse' returns no loss", model, "mse", optimizer, "bf16")
+    refused("loss_fn=.*CrossEntropyLoss.* returns no loss", model, nn.CrossEntropyLoss, optimizer, "bf16")
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    refused("loss_scale=True", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=True)
     refused("loss_scale='often'", model, loss, optimizer, "bf16", error=ScaleError, loss_scale="often")
     refused("init_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
     refused("asks for 'fp16-O1'", amp_graph.convert(model, "bf16"), loss, optimizer, "fp16")

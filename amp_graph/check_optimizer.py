@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from amp_graph.errors import ScaleError
+from amp_graph.errors import CaptureError, ScaleError
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # a number for all elements of a parameter
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # whose state is factored, or a history
@@ -35,6 +35,19 @@ def refuse_closures(caller: str, optimizer: Optimizer) -> None:
 def _needs_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def refuse_hooks(optimizer: Optimizer) -> None:
+    """Raise CaptureError where a parameter has a hook for its gradient, which a graph would pass by."""
+    for group in optimizer.param_groups:
+        for n, p in enumerate(group["params"]):
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise CaptureError(
+                    f"TrainStep: a hook waits for the gradient of parameter {n}, of shape {tuple(p.shape)}, and the "
+                    "gradients of a step exist inside of its graph alone\n"
+                    "  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
+                    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, where hooks of parameters run"
+                )
 
 
 def refuse_state_of_another_model(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:

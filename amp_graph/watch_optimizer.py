@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.check_optimizer import refuse_state_of_another_model
+from amp_graph.check_optimizer import refuse_hooks, refuse_state_of_another_model
 from amp_graph.fused_update import GroupUpdate
 
 NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
@@ -56,7 +56,11 @@ class WatchedOptimizer:
         _forget_when_loaded(optimizer, weakref.ref(owner))
 
     def has_changed(self) -> bool:
-        """Say, once, whether options are others than at the last call, or the state is another than was read."""
+        """Say, once, whether options are others than at the last call, or the state is another than was read.
+
+        Raises CaptureError for parameters that have got hooks meanwhile, too.
+        """
+        refuse_hooks(self.optimizer)
         now = _options(self.optimizer)
         is_same = now == self._options and (self._mark is None or self._mark.is_of(self.optimizer))
         self._options = now

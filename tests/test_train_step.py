@@ -348,6 +348,30 @@ def optimizer_state(optimizer):
     ]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(kind, late):
+    """They would be passed by; what forward computes may have hooks, which are in the graph."""
+    model, optimizer = build()
+    other, theirs = build(fused=True)
+    for one in (model, other):
+        one.first.register_forward_hook(lambda module, given, out: out.register_hook(lambda g: g / 2) and None)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    x, y = next(batches(1))
+    if late:
+        step(x, y)
+        by_hand(other, theirs, "bf16", [(x, y)])
+        assert same(parameters(model), parameters(other))
+    before = parameters(model)
+    hook = getattr(model.second.weight, kind)(lambda _: None)
+    with pytest.raises(CaptureError, match=r"a hook waits for .* parameter 4, of shape \(3, 24\)(?s:.*)fix:"):
+        step(x, y)
+    assert same(parameters(model), before)
+    hook.remove()
+    step(x, y)
+    assert not same(parameters(model), before)
+
+
 def test_two_steps_of_one_optimizer_are_traced_once_each():
     model, optimizer = build()
     steps = [amp_graph.TrainStep(part, lambda out, y: out.square().mean(), optimizer) for part in (model.first, model)]

@@ -113,7 +113,7 @@ def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_d
             f"TrainStep: micro_batches={micro_batches!r}\n  legal: a whole number, 1 or more\n  fix:   micro_batches=1"
         )
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+        if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
             raise CaptureError(
                 f"TrainStep: {name}={limit!r}\n  legal: a number above 0; None for no clipping\n  fix:   {name}=1.0"
             )

@@ -237,6 +237,22 @@ def test_two_losses_and_two_optimizers():
     assert scaler.get_scale() == 2.0**15
 
 
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_complex_gradients(bad):
+    """torch's scaler raises."""
+    parameter = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+    optimizer = torch.optim.SGD([parameter], lr=0.25)
+    scaler = amp_graph.GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale((parameter.abs() ** 2).sum()).backward()
+    if bad is not None:
+        torch.view_as_real(parameter.grad)[1, bad] = INF
+    scaler.step(optimizer)
+    scaler.update()
+    expected = torch.tensor([1 + 2j, 3 - 4j]) * (0.5 if bad is None else 1)
+    assert torch.allclose(parameter, expected)
+    assert scaler.get_scale() == (2.0**8 if bad is None else 2.0**7)
+
+
 def test_a_step_without_gradients_is_legal():
     model, optimizer = make(torch.optim.SGD)
     scaler = amp_graph.GradScaler("cpu")

@@ -35,6 +35,7 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.recaptures import Recaptures
 from amp_graph.reduce_gradients import make_equal, ranks_of
 from amp_graph.step_graph import StepGraph, mark_loss
 from amp_graph.step_inputs import (
@@ -119,6 +120,7 @@ class TrainStep:
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self.captured: list[CapturedStep] = []
+        self._recaptures = Recaptures()
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._builder = StepBuilder(model, optimizer, *how, self._state)
@@ -152,8 +154,10 @@ class TrainStep:
                 "\n  fix:   leave the mode, or call the model itself under it"
             )
         try:
-            found = self._find({"batch": tuple(batch), **self._free})
+            found, known = self._find({"batch": tuple(batch), **self._free}), len(self.captured)
             result = (found or self._run)(*batch)
+            if len(self.captured) > known:
+                self._recaptures.note(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
         except torch._dynamo.exc.BackendCompilerFailed as error:

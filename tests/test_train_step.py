@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import warnings
 from collections import defaultdict
 
 import pytest
@@ -370,6 +371,34 @@ def test_hooks_of_parameters_are_refused(kind, late):
     hook.remove()
     step(x, y)
     assert not same(parameters(model), before)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, factor):
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda i: (torch.ones(2, 6), 1 / (i + 1)), r"batch\[0\]\[1\] had 16 values(?s:.*)fix:   torch.tensor"),
+        (lambda i: (torch.ones(i + 2, 6), 1.0), r"batch\[0\]\[0\] came in 16 shapes(?s:.*)fix:   pad"),
+        (lambda i: (torch.ones(2, 6), torch.tensor(1 / (i + 1))), ""),
+    ],
+    ids=["numbers", "shapes", "tensors"],
+)
+def test_what_has_a_step_captured_again_and_again_is_named(given, told):
+    torch.manual_seed(0)
+    model = Scaled(6, 3)
+    step = amp_graph.TrainStep(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(18):
+            step(given(i))
+    said = [str(one.message) for one in caught if one.category is AmpGraphWarning]
+    assert len(said) == bool(told)
+    assert all(re.search(told, text) for text in said)
+    assert len(step.captured) == (18 if told else 1)
 
 
 def test_two_steps_of_one_optimizer_are_traced_once_each():

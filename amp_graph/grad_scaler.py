@@ -289,7 +289,7 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             if grad.is_sparse:  # duplicates may overflow only in their sum
                 parameter.grad = grad = grad.coalesce()
                 grad = grad._values()
-            yield torch.view_as_real(grad) if grad.is_complex() else grad  # whose kernel knows no complex numbers
+            yield grad
 
 
 def _first_bad(optimizer: Optimizer) -> str:

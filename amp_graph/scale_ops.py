@@ -27,12 +27,13 @@ OPTIONS = (
 def check_finite_and_unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1.0 where any element is not finite.
 
-    grads: dense, of any shapes and floating dtypes, on one device; computed in fp32, rounded to their own dtype.
+    grads: dense, of any shapes, floating or complex, on one device; computed in fp32, rounded to their own dtype.
     inv_scale, found_inf: 0-d fp32 on that device. ``found_inf`` is never set back to 0.
     """
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        kinds[grad.dtype].append(grad)
+        parts = torch.view_as_real(grad) if grad.is_complex() else grad  # torch's kernel knows no complex numbers
+        kinds[parts.dtype].append(parts)
     for alike in kinds.values():  # one fused call for each dtype
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inv_scale)
 

@@ -373,6 +373,28 @@ def test_hooks_of_parameters_are_refused(kind, late):
     assert not same(parameters(model), before)
 
 
+class Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+
+    def forward(self, x):
+        return (x * self.turns).abs().square().mean()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_complex_parameters_are_unscaled(bad):
+    model, plain = Phases(), Phases()
+    step = amp_graph.TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=2.0**8)
+    step(torch.tensor([1.0, INF if bad else 2.0]))
+    if not bad:
+        plain(torch.tensor([1.0, 2.0])).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.allclose(model.turns, plain.turns)
+    assert torch.equal(model.turns, Phases().turns) == bad
+    assert step.skipped_steps == bad
+
+
 class Scaled(nn.Linear):
     def forward(self, x, factor):
         return super().forward(x) * factor

@@ -129,12 +129,12 @@ class LossScale:
                 "  legal: what state_dict() of an enabled GradScaler returned, ours or torch's\n"
                 "  fix:   load the checkpoint's entry of the scaler, not of the optimizer or the model"
             )
-        _refuse(state, "the state has ", "an older checkpoint, or none: a new scaler finds its scale within some steps")
         names = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "floor", "ceiling")
         given = {name: state.get(name, getattr(self, name)) for name in names}
-        made = LossScale(state["scale"], **given)
-        good = min(int(state["_growth_tracker"]), made.growth_interval - 1)
-        left = int(state.get("_hysteresis_left", made.hysteresis))
+        fix = "an older checkpoint, or none: a new scaler finds its scale within some steps"
+        _refuse({**state, **given}, "the state has ", fix)
+        good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
+        left = int(state.get("_hysteresis_left", given["hysteresis"]))
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
         for name, value in given.items():
             setattr(self, name, value)
@@ -164,25 +164,31 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (Real, torch.Tensor)) and math.isfinite(value)
 
 
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "init_scale": (lambda v: _is_number(v) and v > 0, "positive and finite"),
-    "growth_factor": (lambda v: _is_number(v) and v > 1, "finite, above 1"),
-    "backoff_factor": (lambda v: _is_number(v) and 0 < v < 1, "between 0 and 1"),
-    "growth_interval": (lambda v: _is_number(v) and v >= 1, "at least 1"),
-    "hysteresis": (lambda v: _is_number(v) and v >= 1, "at least 1"),
-    "floor": (lambda v: _is_number(v) and v > 0, "positive and finite"),
-    "ceiling": (_is_number, "finite, not below floor"),
+# Whether a value is legal beside the others that are given, and what is.
+RULES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
+    "init_scale": (lambda v, _: _is_number(v) and v > 0, "positive and finite"),
+    "growth_factor": (lambda v, _: _is_number(v) and v > 1, "finite, above 1"),
+    "backoff_factor": (lambda v, _: _is_number(v) and 0 < v < 1, "between 0 and 1"),
+    "growth_interval": (lambda v, _: _is_number(v) and v >= 1, "at least 1"),
+    "hysteresis": (lambda v, _: _is_number(v) and v >= 1, "at least 1"),
+    "floor": (lambda v, _: _is_number(v) and v > 0, "positive and finite"),
+    "ceiling": (lambda v, given: _is_number(v) and v >= given["floor"], "finite, not below floor"),
 }
 COUNTS = ("_growth_tracker", "_hysteresis_left", "_skipped", "_stuck")
-OF_STATE = {**RULES, "scale": RULES["init_scale"], **dict.fromkeys(COUNTS, (_is_number, "a number of steps"))}
+OF_STATE = {
+    "scale": RULES["init_scale"],
+    **RULES,
+    **dict.fromkeys(COUNTS, (lambda v, _: _is_number(v), "a number of steps")),
+}
 
 
 def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
     """Raise ScaleError for options, or what was saved of them, that make no sense."""
     for name, (holds, legal) in OF_STATE.items():
-        value = given.get(name, 1)
-        if name in given and not (holds(value) and (name != "ceiling" or value >= given.get("floor", 0))):
-            raise ScaleError(f"loss scale: {where}{name}={value!r}\n  legal: {legal}\n  fix:   {fix.format(name=name)}")
+        if name in given and not holds(given[name], given):
+            raise ScaleError(
+                f"loss scale: {where}{name}={given[name]!r}\n  legal: {legal}\n  fix:   {fix.format(name=name)}"
+            )
 
 
 def check_at_floor(who: str, at_floor: str) -> None:

@@ -125,7 +125,7 @@ class TrainStep:
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._builder = StepBuilder(model, optimizer, *how, self._state)
         self._last = True
-        self._watched = WatchedOptimizer(optimizer, self)
+        self._watched = WatchedOptimizer(optimizer, self.forget)
         self._run = self._capturing()
 
     # -- the loop -------------------------------------------------------------------------------------

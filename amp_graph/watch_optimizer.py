@@ -7,9 +7,9 @@ After: the next step is traced anew.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,13 +18,6 @@ from amp_graph.check_optimizer import refuse_hooks, refuse_state_of_another_mode
 from amp_graph.fused_update import GroupUpdate
 
 NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
-
-
-class Forgets(Protocol):
-    """What has graphs that were traced with an optimizer's state."""
-
-    def forget(self) -> None:
-        """Trace them anew."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +39,14 @@ class StateMark:
 
 
 class WatchedOptimizer:
-    """An optimizer whose options and state are part of the graphs of ``owner``, which forgets them at every load."""
+    """An optimizer whose options and state are part of graphs; ``forget``, which it keeps weakly, drops them."""
 
-    def __init__(self, optimizer: Optimizer, owner: Forgets) -> None:
-        """Take note of the options, and of loads; only state that fits is loaded."""
+    def __init__(self, optimizer: Optimizer, forget: Callable[[], None]) -> None:
+        """Take note of the options, and have every load forget the graphs; only state that fits is loaded."""
         self.optimizer = optimizer
         self._options = _options(optimizer)
         self._mark: StateMark | None = None
-        _forget_when_loaded(optimizer, weakref.ref(owner))
+        _forget_when_loaded(optimizer, weakref.WeakMethod(forget))
 
     def has_changed(self) -> bool:
         """Say, once, whether options are others than at the last call, or the state is another than was read.
@@ -89,17 +82,16 @@ def _options(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[int]]]:
     ]
 
 
-def _forget_when_loaded(optimizer: Optimizer, owner: weakref.ref[Forgets]) -> None:
-    """Let ``owner`` forget its graphs once the optimizer's state was replaced by a loaded one that fits."""
+def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call ``forget``, while there is one, once the optimizer's state was replaced by a loaded one that fits."""
 
-    def check(optimizer: Optimizer, given: dict[str, Any]) -> None:
-        if owner() is not None:
+    def before(optimizer: Optimizer, given: dict[str, Any]) -> None:
+        if forget() is not None:
             refuse_state_of_another_model("TrainStep", optimizer, given)
 
-    def forget(_: Optimizer) -> None:
-        alive = owner()
-        if alive is not None:
-            alive.forget()
+    def after(_: Optimizer) -> None:
+        if (alive := forget()) is not None:
+            alive()
 
-    optimizer.register_load_state_dict_pre_hook(check)
-    optimizer.register_load_state_dict_post_hook(forget)
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)

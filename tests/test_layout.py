@@ -83,11 +83,12 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
 def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name, update):
     """The graph of the first layout is there at the end, and its states are no longer the optimizer's."""
     found = []
-    for layouts in ([torch.contiguous_format] * 3, [torch.contiguous_format, torch.channels_last] * 2):
+    plain, last = torch.contiguous_format, torch.channels_last
+    for layouts in ((plain, plain, plain), (plain, last, plain)):
         model = images()
         optimizer = KINDS[name](model.parameters())
         step = step_of(model, optimizer, update=update)
-        for layout in layouts[:3]:
+        for layout in layouts:
             model.to(memory_format=layout)
             for _ in range(2):
                 step(X, Y)

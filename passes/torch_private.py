@@ -635,8 +635,10 @@ def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -
     """Return a context in which ``module`` has these tensors as parameters, ties included; Dynamo traces it.
 
     torch.nn.utils.stateless; 2.11 to 2.13. ``torch.func.functional_call`` would run the module's hooks, too.
+    ``stack_weights``: what is put back is put back in the reverse order. A module that is registered under two names
+    has each of its parameters swapped twice, and would keep what the first swap put there.
     """
-    return _reparametrize_module(module, instead, tie_weights=True)
+    return _reparametrize_module(module, instead, tie_weights=True, stack_weights=True)
 
 
 _ON_STEP: set[Callable[..., None]] = set()

@@ -122,6 +122,36 @@ def test_control_without_masters_updates_are_lost():
     assert min(moved) > 0.9
 
 
+class Repeated(nn.Module):
+    """One layer under two names, both of which forward calls, or one."""
+
+    def __init__(self, calls=2):
+        super().__init__()
+        self.first = self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.calls = calls
+
+    def forward(self, x):
+        x = F.gelu(self.first(x))
+        return self.head(F.gelu(self.second(x)) if self.calls == 2 else x)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_module_under_two_names_trains(calls, level):
+    """It was held twice while forward ran, and kept what it was held as: in fp32, with no gradient of its own."""
+    one, theirs = build(lambda: Repeated(calls))
+    two, optimizer = build(lambda: Repeated(calls))
+    before = list(two.parameters())
+    train(amp_graph.convert(one, "bf16"), theirs, batches(10))
+    train(amp_graph.convert(two, f"bf16-{level}"), optimizer, batches(10))
+    assert all(a is b and b.is_leaf for a, b in zip(before, two.parameters(), strict=True))
+    if level == "O2":
+        assert equal(saved(one), saved(two))
+    fresh = build(lambda: Repeated(calls))[0].state_dict()
+    assert min((saved(two)[name] - value).abs().max() for name, value in fresh.items()) > 0.01
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["TrainStep", "loop"])
 @pytest.mark.parametrize("how", ["eval", "frozen"])
 def test_what_did_not_train_when_it_was_converted_gets_masters_when_it_does(how, whole):

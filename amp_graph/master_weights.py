@@ -46,6 +46,13 @@ class Master:
             master_of(parameter)
         return {"full": self.full, "version": UNKNOWN, "of": None, "late": self.late}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle, maybe in a process in which nothing was converted: no optimizer knows of masters there."""
+        from amp_graph.update_masters import let_optimizers_update_masters  # which imports this module
+
+        self.__dict__.update(state)
+        let_optimizers_update_masters()
+
 
 # -- lowering and back --------------------------------------------------------------------------------
 

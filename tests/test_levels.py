@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -299,6 +301,28 @@ def test_copies_and_pickles_have_masters_of_their_own():
     for other in (copied, loaded):
         train(other, torch.optim.AdamW(other.parameters(), lr=0.01), batches(1))
         assert not equal(wanted, saved(other))
+
+
+IN_A_FRESH_PROCESS = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def test_a_pickled_model_updates_its_masters_in_a_process_that_converted_nothing(tmp_path):
+    """Steps of 1e-5 are lost in bf16 parameters, and add up in masters."""
+    model, _ = build()
+    amp_graph.convert(model, "bf16-O2")
+    torch.save(model, tmp_path / "model")
+    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path / "model")], check=True)
+    bias = torch.load(tmp_path / "model")["second.bias"]
+    assert torch.allclose(saved(model)["second.bias"] - bias, torch.tensor(20 * 4 * 1e-5), rtol=1e-2)
 
 
 @pytest.mark.parametrize(("first", "second"), [("O1", "O1"), ("O1", "O2"), ("O2", "O1"), ("O2", "O2")])

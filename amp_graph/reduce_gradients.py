@@ -109,6 +109,6 @@ def _raise(node: Node, place: dict[Node, int]) -> None:
 
 
 def _only_moves(node: Node) -> bool:
-    """Say whether ``node`` is a part of filling a bucket: what copies, casts or divides gradients."""
+    """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
     name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in {"cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
+    return name in {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}

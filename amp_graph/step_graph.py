@@ -114,8 +114,7 @@ class StepParts:
         outputs, grads = self._gradients(args, copies, targets, scale[0] if scale else None)
         found_inf = None
         if sums:
-            self._add(sums, grads)
-            grads = [s.clone() for s in sums] if self.options.outside and self.options.last else sums
+            grads = self._added_up(sums, grads)
         if self.options.last and grads:
             now = AtUpdate(targets, grads, scale, rates, states, lows_of(args, self.trained, copies, self.masters))
             found_inf = self._update().run(now)
@@ -168,11 +167,15 @@ class StepParts:
         numbers = {id(self.args[i]): i for i in self.trained}
         return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
 
-    def _add(self, sums: list[Tensor], grads: list[Tensor]) -> None:
+    def _added_up(self, sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """Add ``grads`` to ``sums``, and return what the update reads of these: a list of its own, which it changes."""
+        if self.options.last and self.ranks is not None:  # one by one, for each bucket to start at its last gradient
+            return [s + g for s, g in zip(sums, grads, strict=True)]
         if self.options.one_pass is not None:
             self.options.one_pass.add(sums, grads)
         else:
             torch._foreach_add_(sums, grads)
+        return [s.clone() for s in sums] if self.options.outside and self.options.last else list(sums)
 
     def first_bad(self, args: Sequence[Any]) -> str:
         """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""

@@ -212,7 +212,7 @@ def _train_step(rank, size, path, policy, options):
         model = nn.parallel.DistributedDataParallel(model)
     bad = options.pop("bad", BAD)
     bucket = options.pop("bucket", reduce_gradients.BUCKET)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer = options.pop("kind", torch.optim.AdamW)(model.parameters(), lr=0.01)
     step = amp_graph.TrainStep(model, nn.functional.cross_entropy, optimizer, policy, **options)
     with mock.patch.object(reduce_gradients, "BUCKET", bucket):
         for i in range(CHECKED):
@@ -278,11 +278,22 @@ def test_control_without_averaging_ranks_drift_apart(ranks, tmp_path, wrapped):
     assert not equal(first, second)
 
 
-def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"micro_batches": 2}, {"micro_batches": 4, "bucket": 0}, {"micro_batches": 2, "kind": torch.optim.RAdam}],
+    ids=["whole", "2 micro-batches", "4 micro-batches", "behind the graph"],
+)
+def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path, options):
     """Without bad steps, in fp32: the average of two gradients is the gradient of both batches."""
-    first, _ = ranks(_train_step, 2, tmp_path, "O0", {"bad": ()})
+    kind = options.get("kind", torch.optim.AdamW)
+    first, second = ranks(_train_step, 2, tmp_path, "O0", {"bad": (), **options})
+    assert equal(first, second)
+    if options.get("bucket") == 0:
+        lines = next(text for text in first[2].split("\n\n") if "all_reduce" in text).splitlines()
+        places = {name: [i for i, line in enumerate(lines) if name in line] for name in ("all_reduce", "aten.mm")}
+        assert places["all_reduce"][0] < places["aten.mm"][-1], "the first bucket starts while backward runs"
     model = _model(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer = kind(model.parameters(), lr=0.01)
     for i in range(CHECKED):
         parts = [_batch(rank, i) for rank in range(2)]
         optimizer.zero_grad()

@@ -6,8 +6,9 @@ for one that only adds gradients up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,47 +17,29 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, compiler_of
+from amp_graph.captured_step import CapturedStep
 from amp_graph.check_optimizer import refuse_own_state
 from amp_graph.cuda_graph import Replayed
 from amp_graph.devices import device_of
 from amp_graph.embedding_rows import tables_of
 from amp_graph.errors import CaptureError
-from amp_graph.fused_update import group_updates, why_not_fused
+from amp_graph.fused_update import group_updates
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import OnePass, plan_one_pass
 from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, passes_of_step
-from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.direct_calls import direct_calls
-from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
-from amp_graph.rewrite import Rewritten, rewrite_in_place
-from amp_graph.step_graph import StepGraph, StepParts, take_loss_mark, trace_step
+from amp_graph.rewrite import rewrite_in_place
+from amp_graph.step_graph import NoGradient, StepGraph, StepParts, take_loss_mark, trace_step
 from amp_graph.step_inputs import refuse_several_devices
-from amp_graph.step_state import StepState
+from amp_graph.step_state import Copy, StepState
 from amp_graph.step_update import StepOptions, lows_of
 from amp_graph.update_masters import step_with_gradients
-
-
-@dataclass
-class CapturedStep:
-    """One captured forward with its loss, and the whole steps traced from it: by whether they update."""
-
-    rewritten: Rewritten
-    loss: int  # which of the graph's outputs it is
-    steps: dict[bool, StepGraph] = field(default_factory=dict)
-    hoisted: list[Hoisted] | None = None  # weight casts that became inputs; known at the first call
-
-    def hoist(self, args: Sequence[Any]) -> list[Hoisted]:
-        """Return the weight casts that became inputs, and make them so at the first call, which tells weights apart."""
-        if self.hoisted is None:
-            gm = self.rewritten.gm
-            self.hoisted = hoist_weight_casts(gm, [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)])
-            outline_checkpoints(gm, traced=True)
-        return self.hoisted
+from amp_graph.watch_optimizer import WatchedOptimizer
 
 
 @dataclass(eq=False)
@@ -75,11 +58,7 @@ class StepBuilder:
     ranks: Ranks | None
     cuda_graph: bool
     state: StepState
-    is_outside: bool = False  # whether the optimizer is called behind the graph
-
-    def __post_init__(self) -> None:
-        """Ask the optimizer."""
-        self.is_outside = bool(why_not_fused(self.optimizer))
+    watched: WatchedOptimizer
 
     def take(self, gm: GraphModule) -> CapturedStep:
         """Rewrite a captured forward with its loss by the policy."""
@@ -95,56 +74,89 @@ class StepBuilder:
 
     def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
         """Trace the whole step for these inputs: with the update, or only up to the sums of gradients."""
-        gm, trained = captured.rewritten.gm, self._trained(args)
-        parts, how = self._parts(captured, args, trained, updates)
+        stateful = {id(p) for p in self.optimizer.state}
+        try:
+            return self._traced(captured, args, updates)
+        except NoGradient as found:  # torch leaves parameters alone whose gradient is None: decay and momentum, too
+            captured.without |= found.inputs
+            for p in (args[i] for i in found.inputs):
+                self.state.sums.pop(id(p), None)
+                if id(p) not in stateful:
+                    self.optimizer.state.pop(p, None)
+        return self._traced(captured, args, updates)
+
+    def _traced(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
+        gm = captured.rewritten.gm
+        trained, absent = self._trained(captured, args, self.state.pending if updates else {})
+        parts, how, copies = self._parts(captured, args, trained, absent, updates)
         in_step = self.compile == "eager" and self.policy.level != "O0"
         step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
-        step.update = how if updates else ""
-        step.after = weakly(self._step_outside) if self.is_outside and updates and trained else None
+        step.update, step.copies = how if updates else "", copies
+        step.after = weakly(self._step_outside) if self.watched.why_outside and updates and trained else None
+        captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
         return step
 
-    def _trained(self, args: Sequence[Any]) -> list[int]:
-        """Return which inputs the optimizer trains, in its order, by which norms are added up."""
-        owned = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
-        trained = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in owned]
-        trained.sort(key=lambda i: owned[id(args[i])])
-        strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in owned]
-        if strangers and not trained:
+    def _trained(
+        self, captured: CapturedStep, args: Sequence[Any], pending: Mapping[int, Tensor]
+    ) -> tuple[list[int], dict[int, Tensor]]:
+        """Return which inputs the optimizer trains, in its order, by which norms are added up; and what else it does.
+
+        The latter are those of the ``pending`` parameters that are no trained inputs, by numbers of their own.
+        """
+        place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
+        strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
+        own = {i: a for i, a in own.items() if i not in captured.without}
+        if strangers and not own:
             raise CaptureError(
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
                 "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
             )
-        refuse_several_devices([args[i] for i in trained])
-        return trained
+        known = {id(a) for a in own.values()}
+        absent = dict(zip(count(-1, -1), (p for key, p in pending.items() if key not in known and key in place)))
+        refuse_several_devices([*own.values(), *absent.values()])
+        everything = own | absent
+        return sorted(everything, key=lambda i: place[id(everything[i])]), absent
 
     def _parts(
-        self, captured: CapturedStep, args: Sequence[Any], trained: list[int], last: bool
-    ) -> tuple[StepParts, str]:
-        """Return what goes into a step, and how it updates, in words."""
-        gm, hoisted, state = captured.rewritten.gm, captured.hoist(args), self.state
-        parameters = [args[i] for i in trained]
+        self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
+    ) -> tuple[StepParts, str, list[Copy]]:
+        """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
+        gm, hoisted, state = captured.rewritten.gm, captured.hoisted, self.state
+        known = dict(enumerate(args)) | absent
+        parameters = [known[i] for i in trained]
         refuse_own_state("TrainStep", self.optimizer)
-        updates = [] if self.is_outside else group_updates(self.optimizer, parameters)
+        updates = [] if self.watched.why_outside else group_updates(self.optimizer, parameters)
         if self.loss_scale is not None:
             self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
         sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
-        copies = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
-        masters = {i: full for i in trained if (full := state.target_of(args[i])) is not args[i]}
-        lows = {id(args[i]): low for i, low in lows_of(args, trained, copies, masters).items()}
+        kept = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
+        state.refresh(kept.values())
+        copies = {key: copy.low for key, copy in kept.items()}
+        masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
+        lows = {id(known[i]): low for i, low in lows_of(known, trained, copies, masters).items()}
         tables = [id(args[i]) for i in tables_of(gm) if i in trained]
         one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
+        how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
         rates = [state.rate_of(u.group) for u in updates]
         options = self._options(captured.loss, last, one_pass)
         names = [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)]
         own = (trained, updates, rates, sums, self.loss_scale, options)
-        return StepParts(gm.forward, args, *own, names, hoisted, copies, masters, self.ranks), how
+        beside = (absent, self._names_of(absent))
+        parts = StepParts(gm.forward, args, *own, names, hoisted, copies, masters, self.ranks, *beside)
+        return parts, how, list(kept.values())
+
+    def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:
+        """Return the names under which the model has these parameters."""
+        names = {id(p): name for name, p in self.model.named_parameters()} if absent else {}
+        return {i: names.get(id(p), f"parameter {-i}") for i, p in absent.items()}
 
     def _options(self, loss: int, last: bool, one_pass: OnePass | None) -> StepOptions:
         clips = self.clip_norm, self.clip_value
         pointwise = self.compile != "eager"
-        return StepOptions(*clips, self.micro_batches, last, loss, self.is_outside, pointwise, one_pass)
+        return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise, one_pass)
 
     def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return which inputs of a captured graph are no tensors of the model's own."""

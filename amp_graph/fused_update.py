@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.layout import is_dense, zeros_beside
 from amp_graph.master_weights import updated_master
+from amp_graph.passes.torch_private import steps_otherwise
 from amp_graph.policy import HALVES
 
 ZEROS = 15
@@ -33,6 +34,8 @@ def why_not_fused(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     if kind not in (SGD, Adam, AdamW, Adagrad):
         return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
+    if otherwise := steps_otherwise(optimizer):
+        return otherwise
     for group in optimizer.param_groups:
         if group.get("dampening") and group["momentum"]:
             return "SGD with dampening treats its first step otherwise"

@@ -6,7 +6,7 @@ batch, updates the first two in place and returns the loss. Nothing in it copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,14 @@ from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
 from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
+from amp_graph.step_state import Copy
 from amp_graph.step_update import AtUpdate, StepOptions, StepUpdate, lows_of
+
+DETACHED = (
+    "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
+    "  legal: a loss computed from the model's outputs without detach(), .item() or torch.no_grad()\n"
+    "  fix:   look for these in loss_fn and forward"
+)
 
 
 @dataclass
@@ -45,6 +52,8 @@ class StepGraph:
     passes: tuple[Timed, ...] = ()
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" where it does not
+    copies: Sequence[Copy] = ()  # what it reads of weights, and writes where it updates them
+    absent: dict[int, Tensor] = field(default_factory=dict)  # what it trains beside, by the numbers in ``trained``
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -54,13 +63,29 @@ class StepGraph:
                 return found
             count = len(self.trained)
             verdict = found[-1] if len(found) > self.outputs + count else None
-            self.after([args[i] for i in self.trained], found[self.outputs : self.outputs + count], verdict)
+            self.after(self.parameters(args), found[self.outputs : self.outputs + count], verdict)
             return found[: self.outputs]
+
+    def parameters(self, args: Sequence[Any]) -> list[Tensor]:
+        """Return what it trains, in the order of its gradients."""
+        return [self.absent[i] if i in self.absent else args[i] for i in self.trained]
+
+
+class NoGradient(Exception):
+    """Raised amid a trace that was made for inputs to which the loss sends no gradient: their numbers."""
+
+    def __init__(self, inputs: Sequence[int]) -> None:
+        """Keep the numbers."""
+        super().__init__(inputs)
+        self.inputs = frozenset(inputs)
 
 
 @dataclass
 class StepParts:
-    """What goes into a step: the captured forward, who is trained, and the state of update and scale."""
+    """What goes into a step: the captured forward, who is trained, and the state of update and scale.
+
+    Numbers in ``trained`` are those of the captured graph's inputs, and those of ``absent``, below 0.
+    """
 
     forward: Callable[..., Any]
     args: Sequence[Any]
@@ -75,29 +100,40 @@ class StepParts:
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # what they read, by input and dtype
     masters: dict[int, Tensor] = field(default_factory=dict)  # what is updated in the place of inputs in low precision
     ranks: Ranks | None = None
+    absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step alone
+    absent_names: Mapping[int, str] = field(default_factory=dict)
+
+    def tensor_of(self, i: int) -> Any:
+        """Return the tensor of number ``i``."""
+        return self.absent[i] if i in self.absent else self.args[i]
+
+    def name_of(self, i: int) -> str:
+        """Return the name of the tensor of number ``i``."""
+        return self.absent_names[i] if i in self.absent else self.names[i]
 
     def state(self) -> list[Tensor]:
         """Return the state tensors in the order in which ``step`` takes them."""
         scale = list(self.scale.state) if self.scale is not None else []
         moments = [t for update in self.updates for states in update.states for t in states]
-        weights = [*self.copies.values(), *self.masters.values()]
+        weights = [*self.copies.values(), *self.absent.values(), *self.masters.values()]
         return [*scale, *self.learning_rates, *self.accumulators, *moments, *weights]
 
     def state_names(self) -> list[str]:
         """Return a name for each tensor of ``state``."""
         scale = ["loss scale", "good steps", "hysteresis left", "skipped steps", "bad steps at the floor"]
-        names = {id(a): name for a, name in zip(self.args, self.names, strict=True)}
+        names = {id(self.tensor_of(i)): self.name_of(i) for i in self.trained}
         moments = [
             f"{kind} of {names[id(p)]}"
             for update in self.updates
             for kind in update.state_names()
             for p in update.params
         ]
-        sums = [f"gradient of {names[id(self.args[i])]}" for i in self.trained] if self.accumulators else []
+        sums = [f"gradient of {self.name_of(i)}" for i in self.trained] if self.accumulators else []
         rates = ["learning rate"] * len(self.learning_rates)
         copies = [f"{self.names[i]} in {SHORT[dtype]}" for i, dtype in self.copies]
-        masters = [f"master of {self.names[i]}" for i in self.masters]
-        return [*(scale if self.scale is not None else []), *rates, *sums, *moments, *copies, *masters]
+        masters = [f"master of {self.name_of(i)}" for i in self.masters]
+        weights = [*copies, *self.absent_names.values(), *masters]
+        return [*(scale if self.scale is not None else []), *rates, *sums, *moments, *weights]
 
     # -- the step itself, traced ----------------------------------------------------------------------
 
@@ -110,13 +146,14 @@ class StepParts:
         sums = [next(rest) for _ in self.accumulators]
         states = [[[next(rest) for _ in names] for names in update.states] for update in self.updates]
         copies = {key: next(rest) for key in self.copies}
-        targets = {i: args[i] for i in self.trained} | {i: next(rest) for i in self.masters}
+        known = dict(enumerate(args)) | {i: next(rest) for i in self.absent}
+        targets = {i: known[i] for i in self.trained} | {i: next(rest) for i in self.masters}
         outputs, grads = self._gradients(args, copies, targets, scale[0] if scale else None)
         found_inf = None
         if sums:
             grads = self._added_up(sums, grads)
         if self.options.last and grads:
-            now = AtUpdate(targets, grads, scale, rates, states, lows_of(args, self.trained, copies, self.masters))
+            now = AtUpdate(targets, grads, scale, rates, states, lows_of(known, self.trained, copies, self.masters))
             found_inf = self._update().run(now)
             if sums:
                 torch._foreach_zero_(sums)
@@ -131,26 +168,30 @@ class StepParts:
         targets: dict[int, Tensor],
         scale: Tensor | None,
     ) -> tuple[Any, list[Tensor]]:
-        """Return the outputs, and the gradients of what is trained: those of all its copies added up in fp32."""
+        """Return the outputs, and the gradients of trained inputs: those of all their copies added up in fp32."""
+        own = [i for i in self.trained if i not in self.absent]
         with torch.enable_grad():
             lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
+            for h, low in zip(self.hoisted, lows, strict=True):
+                low.requires_grad_(h.source in own)
             outputs = self.forward(*args, *lows)
             loss = outputs[self.options.loss]
             scaled = loss if scale is None else loss * scale
             if self.options.micro_batches > 1:
                 scaled = scaled / self.options.micro_batches
-            sources = [(i, args[i]) for i in self.trained]
-            sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in targets]
+            sources = [(i, args[i]) for i in own]
+            sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
+            if sources and not scaled.requires_grad:
+                raise CaptureError(DETACHED)
             found = torch.autograd.grad(scaled, [leaf for _, leaf in sources], allow_unused=True) if sources else ()
         parts: dict[int, list[Tensor]] = {}
         for (i, _), grad in zip(sources, found, strict=True):
             if grad is not None:
                 self._refuse_sparse(i, grad)
                 parts.setdefault(i, []).append(grad)
-        made = [
-            laid_out_as(targets[i], self._added(parts[i])) if i in parts else torch.zeros_like(targets[i])
-            for i in self.trained
-        ]
+        if len(parts) < len(own):
+            raise NoGradient([i for i in own if i not in parts])
+        made = [laid_out_as(targets[i], self._added(parts[i])) for i in own]
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made
 
     def _added(self, parts: list[Tensor]) -> Tensor:
@@ -164,27 +205,33 @@ class StepParts:
         return total
 
     def _update(self) -> StepUpdate:
-        numbers = {id(self.args[i]): i for i in self.trained}
+        numbers = {id(self.tensor_of(i)): i for i in self.trained}
         return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
 
     def _added_up(self, sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """Add ``grads`` to ``sums``, and return what the update reads of these: a list of its own, which it changes."""
+        own = [n for n, i in enumerate(self.trained) if i not in self.absent]
         if self.options.last and self.ranks is not None:  # one by one, for each bucket to start at its last gradient
-            return [s + g for s, g in zip(sums, grads, strict=True)]
+            totals = list(sums)
+            for n, grad in zip(own, grads, strict=True):
+                totals[n] = sums[n] + grad
+            return totals
+        into = [sums[n] for n in own]
         if self.options.one_pass is not None:
-            self.options.one_pass.add(sums, grads)
-        else:
-            torch._foreach_add_(sums, grads)
+            self.options.one_pass.add(into, grads)
+        elif into:
+            torch._foreach_add_(into, grads)
         return [s.clone() for s in sums] if self.options.outside and self.options.last else list(sums)
 
     def first_bad(self, args: Sequence[Any]) -> str:
         """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""
         own = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
-        targets = {i: args[i] for i in self.trained} | self.masters
+        targets = dict(enumerate(args)) | self.masters
         scale = self.scale.scale if self.scale is not None else None
         with torch.random.fork_rng():
             _, grads = self._gradients(own, self.copies, targets, scale)
-        bad = [i for i, grad in zip(self.trained, grads, strict=True) if not grad.isfinite().all()]
+        read = [i for i in self.trained if i not in self.absent]
+        bad = [i for i, grad in zip(read, grads, strict=True) if not grad.isfinite().all()]
         return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
 
     def _refuse_sparse(self, i: int, grad: Tensor) -> None:
@@ -228,7 +275,9 @@ def trace_step(
     extra = len(parts.trained) + (parts.scale is not None) if returns_gradients else 0
     state = parts.state()
     parts.args = ()  # the first batch is not to live as long as the graph
-    return StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, parts.updates, done)
+    found = StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, parts.updates, done)
+    found.absent = parts.absent
+    return found
 
 
 def mark_loss(loss: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Before: each forward casts each weight. After: the update writes the low-precisi
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,16 +32,17 @@ class StepState:
     copies: dict[tuple[int, torch.dtype], Copy] = field(default_factory=dict)
     held: dict[int, Tensor] = field(default_factory=dict)  # parameters held in low precision, with masters
     sums: dict[int, Tensor] = field(default_factory=dict)
+    pending: dict[int, Tensor] = field(default_factory=dict)  # parameters that have a sum, amid micro-batches
     rates: dict[int, Tensor] = field(default_factory=dict)
     read: dict[int, float] = field(default_factory=dict)  # the numbers that ``rates`` were last filled with
 
-    def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the copy of ``parameter`` in ``dtype``, up to date."""
+    def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
+        """Return the copy of ``parameter`` in ``dtype``, made where there is none."""
         key = (id(parameter), dtype)
         if key not in self.copies:
-            low = parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
+            low = parameter.detach().to(dtype)
             self.copies[key] = Copy(parameter, low, _version(parameter, last_update()))
-        return self.copies[key].low
+        return self.copies[key]
 
     def target_of(self, parameter: Tensor) -> Tensor:
         """Return what the optimizer updates: the fp32 master of a parameter that has one, or the parameter."""
@@ -81,8 +83,8 @@ class StepState:
         self.rates.clear()
         self.read.clear()
 
-    def refresh(self) -> None:
-        """Bring copies and masters up to date with parameters that someone else has written since.
+    def refresh(self, copies: Iterable[Copy]) -> None:
+        """Bring ``copies``, and all masters, up to date with parameters that someone else has written since.
 
         Seen by version counter, address, and any optimizer's step; writes through ``.data`` bump no counter, and are
         what ``TrainStep.refresh`` is for.
@@ -90,17 +92,17 @@ class StepState:
         for parameter in self.held.values():
             master_of(parameter)
         update = last_update()
-        for copy in self.copies.values():
+        for copy in copies:
             if copy.seen != _version(copy.parameter, update):
                 with torch.no_grad():
                     copy.low.copy_(copy.parameter)
                 copy.seen = _version(copy.parameter, update)
 
-    def was_updated(self) -> None:
-        """Take note that a step has written parameters, and copies and masters with them."""
+    def was_updated(self, copies: Iterable[Copy]) -> None:
+        """Take note that a step has written parameters, these ``copies`` of them, and masters."""
         were_written_back(list(self.held.values()))
         update = last_update()
-        for copy in self.copies.values():
+        for copy in copies:
             copy.seen = _version(copy.parameter, update)
 
     def forget_copies(self) -> None:
@@ -110,12 +112,24 @@ class StepState:
                 copy.low.copy_(copy.parameter)
         for parameter in self.held.values():
             follow(parameter)
-        self.was_updated()
+        self.was_updated(self.copies.values())
+
+    def were_added_up(self, parameters: Sequence[Tensor]) -> None:
+        """Take note that these parameters have got gradients amid micro-batches."""
+        self.pending.update((id(p), p) for p in parameters)
 
     def drop_sums(self) -> None:
         """Zero what was added up, so that it is no part of the next step."""
+        self.pending.clear()
         for total in self.sums.values():
             total.zero_()
+
+    def keep(self, parameters: Collection[int]) -> None:
+        """Drop what is kept for other parameters than these, which are given by id."""
+        self.copies = {key: copy for key, copy in self.copies.items() if key[0] in parameters}
+        for kept in (self.held, self.sums):
+            for key in kept.keys() - parameters:
+                del kept[key]
 
 
 def _version(parameter: Tensor, update: object) -> tuple[int, int, object]:

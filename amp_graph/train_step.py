@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
-from amp_graph.build_step import CapturedStep, StepBuilder
+from amp_graph.build_step import StepBuilder
+from amp_graph.captured_step import CapturedStep
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
@@ -123,9 +124,9 @@ class TrainStep:
         self._recaptures = Recaptures()
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
-        self._builder = StepBuilder(model, optimizer, *how, self._state)
         self._last = True
         self._watched = WatchedOptimizer(optimizer, self.forget)
+        self._builder = StepBuilder(model, optimizer, *how, self._state, self._watched)
         self._run = self._capturing()
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -206,25 +207,41 @@ class TrainStep:
         return run
 
     def _run_on(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
-        """Run the step that was traced from ``captured``, or trace it."""
-        if self._last not in captured.steps:
-            made = self._builder.build(captured, args, self._last)
-            for other in self.captured:  # for parameters in another layout, maybe, as which states were laid out now
-                other.steps = {last: s for last, s in other.steps.items() if self._watched.has_state_of(s.updates)}
-            captured.steps[self._last] = made
-            self._watched.was_read_by(made.updates)
-        self._state.refresh()
-        graph = captured.steps[self._last]
+        """Run the step that was traced from ``captured`` for these parameters, or trace it."""
+        if captured.bind(args, self._watched.owned):
+            self._drop_unreachable(captured)
+        graph = captured.steps.get(captured.bound.kind(self._last, self._state.pending)) or self._trace(captured, args)
+        self._state.refresh(graph.copies)
         found = graph(*args)
         if self._last:
             self._was_updated(graph, args)
+        else:
+            self._state.were_added_up(graph.parameters(args))
         return found
+
+    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+        made = self._builder.build(captured, args, self._last)
+        for bound in (bound for other in self.captured for bound in other.bounds):
+            # For parameters in another layout, maybe, as which states were laid out now.
+            bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
+        captured.steps[captured.bound.kind(self._last, self._state.pending)] = made
+        self._watched.was_read_by(made.updates)
+        return made
+
+    def _drop_unreachable(self, captured: CapturedStep) -> None:
+        """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
+        alive = self._watched.owned() | {id(p) for p in self.model.parameters()}
+        for other in self.captured:
+            other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
+        self._state.keep({id(p) for other in self.captured for b in other.bounds for p in b.parameters})
 
     def _was_updated(self, step: StepGraph, args: Sequence[Any]) -> None:
         """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
-        if not self._builder.is_outside:
+        self._state.pending.clear()
+        if step.after is None:
             weights_were_written()  # by fused operators, which leave version counters alone
-            self._state.was_updated()
+            beside = {id(p) for p in step.absent.values()}
+            self._state.was_updated([c for c in step.copies if id(c.parameter) not in beside])
         self._look_at_floor(step, args)
 
     def _look_at_floor(self, step: StepGraph, args: Sequence[Any]) -> None:
@@ -240,10 +257,10 @@ class TrainStep:
 
     def forget(self) -> None:
         """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""
-        self._watched.was_read_by(())
+        self._watched.forget_state()
         self._state.forget_rates()
-        for captured in self.captured:
-            captured.steps.clear()
+        for bound in (bound for captured in self.captured for bound in captured.bounds):
+            bound.steps.clear()
 
     def refresh(self) -> None:
         """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""

@@ -6,46 +6,38 @@ After: the next step is traced anew.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.check_optimizer import refuse_hooks, refuse_state_of_another_model
-from amp_graph.fused_update import GroupUpdate
+from amp_graph.errors import AmpGraphWarning
+from amp_graph.fused_update import GroupUpdate, why_not_fused
+from amp_graph.passes.torch_private import steps_otherwise
 
 NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
+RESTLESS = 4  # steps in a row that begin with other options than the one before: a schedule, not a decision
 
-
-@dataclass(frozen=True)
-class StateMark:
-    """What shows that an optimizer has the state that a graph reads: how many entries there were, and the first.
-
-    All of them would take longer to look at than some steps do; single ones are hardly replaced but by loading.
-    """
-
-    count: int
-    parameter: Tensor
-    name: str
-    value: Tensor
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Say whether ``optimizer`` has it: not after ``optimizer.state.clear()``."""
-        state = optimizer.state
-        return len(state) >= self.count and state.get(self.parameter, {}).get(self.name) is self.value
+State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # of a parameter: what graphs read, by name
 
 
 class WatchedOptimizer:
-    """An optimizer whose options and state are part of graphs; ``forget``, which it keeps weakly, drops them."""
+    """An optimizer whose options and state are part of graphs; ``forget``, which it keeps weakly, drops them.
+
+    ``why_outside``: why its ``step()`` is called behind the graph, or "" where the update is part of it.
+    """
 
     def __init__(self, optimizer: Optimizer, forget: Callable[[], None]) -> None:
         """Take note of the options, and have every load forget the graphs; only state that fits is loaded."""
         self.optimizer = optimizer
-        self._options = _options(optimizer)
-        self._mark: StateMark | None = None
+        self.why_outside = why_not_fused(optimizer)
+        self._options = self._read_options()
+        self._changes = 0  # calls in a row before which options changed
+        self._read: dict[int, State] = {}
         _forget_when_loaded(optimizer, weakref.WeakMethod(forget))
 
     def has_changed(self) -> bool:
@@ -54,32 +46,99 @@ class WatchedOptimizer:
         Raises CaptureError for parameters that have got hooks meanwhile, too.
         """
         refuse_hooks(self.optimizer)
-        now = _options(self.optimizer)
-        is_same = now == self._options and (self._mark is None or self._mark.is_of(self.optimizer))
-        self._options = now
-        return not is_same
+        before, self._options = self._options, self._read_options()
+        if same := before == self._options:
+            self._changes = 0
+        else:
+            self._changed(before)
+        return not (same and self._has_all_that_was_read())
+
+    def _changed(self, before: list[Any]) -> None:
+        """Decide anew where the update is done."""
+        self._changes += 1
+        if not self.why_outside and self._changes >= RESTLESS:
+            self._leave_graphs(before)
+        elif not self.why_outside.startswith(SCHEDULED):
+            self.why_outside = why_not_fused(self.optimizer)
+        self._options = self._read_options()
+
+    def _leave_graphs(self, before: list[Any]) -> None:
+        pairs = zip(before[1:], self._options[1:], strict=False)
+        names = sorted({name for old, new in pairs for name in new[0] if old[0].get(name) != new[0][name]})
+        self.why_outside = f"{SCHEDULED}{', '.join(names)}"
+        warnings.warn(
+            f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} steps "
+            "in a row, each of which was traced anew: from now on optimizer.step() is called behind the graph\n"
+            "  fix:   nothing, or leave them as they are: cycle_momentum=False for OneCycleLR and CyclicLR. Learning "
+            "rates may change at any step",
+            AmpGraphWarning,
+            stacklevel=5,
+        )
+
+    def owned(self) -> set[int]:
+        """Return the parameters that the optimizer has, by id."""
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+
+    # -- state ----------------------------------------------------------------------------------------
 
     def was_read_by(self, updates: Sequence[GroupUpdate]) -> None:
-        """Take note of the state that graphs read now; of none, where there are no ``updates``."""
-        first = [(u.params[0], u.state_names()[0], u.states[0][0]) for u in updates if u.states]
-        self._mark = StateMark(len(self.optimizer.state), *first[0]) if first else None
+        """Take note of the state that a graph reads."""
+        self._read.update((id(p), (p, values)) for p, values in _states(updates))
+
+    def forget_state(self) -> None:
+        """Take note that no graph reads any."""
+        self._read.clear()
 
     def has_state_of(self, updates: Sequence[GroupUpdate]) -> bool:
         """Say whether the optimizer has all the state that ``updates`` read: it is made anew in another layout."""
-        return all(
-            self.optimizer.state.get(p, {}).get(name) is state
-            for update in updates
-            for name, states in zip(update.state_names(), update.states, strict=True)
-            for p, state in zip(update.params, states, strict=True)
-        )
+        return all(self._has(p, values) for p, values in _states(updates))
+
+    def _has_all_that_was_read(self) -> bool:
+        return all(self._has(p, values) for p, values in self._read.values())
+
+    def _has(self, parameter: Tensor, values: tuple[tuple[str, Tensor], ...]) -> bool:
+        now = self.optimizer.state.get(parameter)
+        if now is None:
+            return not values
+        for name, value in values:
+            if now.get(name) is not value:
+                return False
+        return True
+
+    # -- options --------------------------------------------------------------------------------------
+
+    def _read_options(self) -> list[Any]:
+        """Return what of the optimizer is part of graphs: all options but learning rates, and who is updated.
+
+        Of one that is called behind the graph, who is updated.
+        """
+        groups = self.optimizer.param_groups
+        if self.why_outside:
+            return [steps_otherwise(self.optimizer), *(({}, [*map(id, group["params"])]) for group in groups)]
+        return [
+            steps_otherwise(self.optimizer),
+            *(
+                ({k: _mark(v) for k, v in group.items() if k not in NOT_IN_GRAPHS}, [*map(id, group["params"])])
+                for group in groups
+            ),
+        ]
 
 
-def _options(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[int]]]:
-    """Return what of the optimizer is part of a step's graph: all options but learning rates, and who is updated."""
-    return [
-        ({k: v for k, v in group.items() if k not in NOT_IN_GRAPHS}, [*map(id, group["params"])])
-        for group in optimizer.param_groups
-    ]
+SCHEDULED = "options that change from step to step: "
+
+
+def _mark(option: Any) -> Any:
+    """Return what is another where ``option`` is: tensors may be filled, and do not compare."""
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return tuple(map(_mark, option)) if isinstance(option, (tuple, list)) else option
+
+
+def _states(updates: Sequence[GroupUpdate]) -> Iterator[State]:
+    for update in updates:
+        names = update.state_names()
+        for n, p in enumerate(update.params):
+            yield p, tuple((name, values[n]) for name, values in zip(names, update.states, strict=True))
 
 
 def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -31,7 +31,9 @@ from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
-from torch.optim.optimizer import (  # 2.11 - 2.13; public, but in no list of its module
+from torch.optim.optimizer import (  # 2.11 - 2.13; two are public, but in no list of its module
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -651,6 +653,21 @@ def on_every_optimizer_step(after: Callable[..., None], before: Callable[..., No
         register_optimizer_step_post_hook(after)
         if before is not None:
             register_optimizer_step_pre_hook(before)
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
+    """Say what ``optimizer.step()`` does beside what its class does, or "": hooks, and what stands in its place.
+
+    A scheduler puts a ``step`` of its own there, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
+    2.13.
+    """
+    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    every = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if own or any(not getattr(hook, "__module__", "").startswith("amp_graph.") for hook in every):
+        return "hooks of its step()"
+    step = optimizer.__dict__.get("step")
+    behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
+    return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
 
 
 def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -80,7 +80,8 @@ class StepBuilder:
         except NoGradient as found:  # torch leaves parameters alone whose gradient is None: decay and momentum, too
             captured.without |= found.inputs
             for p in (args[i] for i in found.inputs):
-                self.state.sums.pop(id(p), None)
+                if id(p) not in self.state.pending:  # else other micro-batches have sent it some
+                    self.state.sums.pop(id(p), None)
                 if id(p) not in stateful:
                     self.optimizer.state.pop(p, None)
         return self._traced(captured, args, updates)

@@ -75,13 +75,16 @@ def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:
 
 
 def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Step ``optimizer`` on these gradients; ``.grad`` is afterwards what it was."""
+    """Step ``optimizer`` on these gradients alone; ``.grad`` of all its parameters is afterwards what it was."""
     inside = MastersInPlace(optimizer)
     masters = {id(p): full for p, full in inside.pairs}
-    targets = [masters.get(id(p), p) for p in parameters]
-    kept = [target.grad for target in targets]
     inside.swap()
-    for target, grad in zip(targets, grads, strict=True):
+    targets = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [target.grad for target in targets]
+    for target in targets:
+        target.grad = None  # an old one would be stepped on
+    for p, grad in zip(parameters, grads, strict=True):
+        target = masters.get(id(p), p)
         target.grad = grad.to(target.dtype)
     try:
         optimizer.step()

@@ -55,16 +55,16 @@ class WatchedOptimizer:
 
     def _changed(self, before: list[Any]) -> None:
         """Decide anew where the update is done."""
-        self._changes += 1
+        pairs = zip(before[1:], self._options[1:], strict=False)
+        names = sorted({name for old, new in pairs for name in new[0] if old[0].get(name) != new[0][name]})
+        self._changes = self._changes + 1 if names else 0  # other parameters are to be traced anew wherever
         if not self.why_outside and self._changes >= RESTLESS:
-            self._leave_graphs(before)
+            self._leave_graphs(names)
         elif not self.why_outside.startswith(SCHEDULED):
             self.why_outside = why_not_fused(self.optimizer)
         self._options = self._read_options()
 
-    def _leave_graphs(self, before: list[Any]) -> None:
-        pairs = zip(before[1:], self._options[1:], strict=False)
-        names = sorted({name for old, new in pairs for name in new[0] if old[0].get(name) != new[0][name]})
+    def _leave_graphs(self, names: Sequence[str]) -> None:
         self.why_outside = f"{SCHEDULED}{', '.join(names)}"
         warnings.warn(
             f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} steps "

@@ -1,0 +1,441 @@
+"""A step follows the model and the optimizer as they are at each call: replaced, frozen, branching, scheduled, hooked."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RAdam
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning, CaptureError
+
+from .test_train_step import parameters, same
+
+LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
+
+
+def sgd(parameters):
+    return SGD(parameters, lr=0.1, fused=True)
+
+
+def decayed(parameters):
+    """An optimizer that moves what it is given zeros for."""
+    return AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Aside(nn.Module):
+    """A layer that is read without gradient, beside one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            aside = self.b(x)
+        return self.a(x) + aside
+
+
+class Branches(nn.Module):
+    """Two layers, of which each call takes one; they alternate, or go by ``taken``."""
+
+    def __init__(self, alternate=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.calls, self.taken, self.alternate = 0, True, alternate
+
+    def forward(self, x):
+        self.calls += 1
+        taken = self.calls % 2 if self.alternate else self.taken
+        return self.a(x) if taken else self.b(x)
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+
+
+def loop(model, optimizer, steps, policy, before=None, parts=1, clip=None):
+    """The loop by hand; ``before`` is called with the step's number, the model and the optimizer."""
+    amp_graph.convert(model, policy)
+    scaler = amp_graph.GradScaler("cpu", enabled=False)
+    losses = []
+    for i in range(steps):
+        if before:
+            before(i, model, optimizer)
+        x, y = batch(i)
+        optimizer.zero_grad()
+        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(one), target)
+            (loss / parts).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        losses.append(loss.item())
+    return losses
+
+
+def stepped(model, optimizer, steps, policy, before=None, **options):
+    """The same with a ``TrainStep``."""
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, **options)
+    losses = []
+    for i in range(steps):
+        if before:
+            before(i, model, optimizer)
+        losses.append(step(*batch(i)).item())
+    return step, losses
+
+
+def compare(kind, make, policy, before=None, steps=5, parts=1, clip=None):
+    """Assert that a TrainStep gives the parameters of the loop, bit for bit; return both models."""
+    one, two = kind(), kind()
+    theirs = loop(one, make(one.parameters()), steps, policy, before, parts, clip)
+    clipped = {"clip_norm": clip} if clip else {}
+    step, ours = stepped(two, make(two.parameters()), steps, policy, before, micro_batches=parts, **clipped)
+    assert parts > 1 or ours == theirs
+    assert same(parameters(one), parameters(two))
+    return one, two, step
+
+
+# -- what was put in the place of something ------------------------------------------------------------
+
+
+def other_layer(trained=True, scale=3.0):
+    torch.manual_seed(9)
+    layer = nn.Linear(16, 4)
+    with torch.no_grad():
+        layer.weight.mul_(scale)
+    return layer.requires_grad_(trained)
+
+
+def new_weight(model, optimizer):
+    model[2].weight = other_layer().weight
+
+
+def new_module(model, optimizer):
+    model[2] = other_layer()
+
+
+def new_frozen(model, optimizer):
+    model[2] = other_layer(trained=False)
+
+
+def new_by_assign(model, optimizer):
+    state = {k: v.clone() * 5 for k, v in model.state_dict().items() if k.startswith("2")}
+    model.load_state_dict(state, assign=True, strict=False)
+
+
+def new_in_both(model, optimizer):
+    new = other_layer().weight
+    optimizer.param_groups[0]["params"][2] = new
+    model[2].weight = new
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+@pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
+def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            put(model, optimizer)
+
+    compare(mlp, sgd, policy, before)
+
+
+def test_a_model_of_which_the_optimizer_has_nothing_any_more_is_refused():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(CaptureError, match=r"has none of the parameters(.|\n)*fix:"):
+        step(*batch())
+
+
+def test_what_the_optimizer_has_not_is_not_trained():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model[2] = other_layer()
+    was = model[2].weight.detach().clone()
+    step(*batch(5))
+    assert torch.equal(model[2].weight, was)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+def test_heads_that_take_turns(policy):
+    torch.manual_seed(4)
+    heads = [nn.Linear(16, 4) for _ in range(3)]
+    pairs = [[h.weight.detach().clone(), h.bias.detach().clone()] for h in heads]
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Linear(8, 16)
+            self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+            for head, (weight, bias) in zip(self.heads, pairs, strict=True):
+                head.weight.data.copy_(weight)
+                head.bias.data.copy_(bias)
+            object.__setattr__(self, "head", self.heads[0])
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+
+    def before(i, model, optimizer):
+        object.__setattr__(model, "head", model.heads[i % 3])
+
+    compare(Turns, decayed, policy, before, steps=9)
+
+
+def test_heads_of_one_architecture_share_one_capture():
+    """Swapping back finds the steps that were traced."""
+    model, spare = mlp(), other_layer()
+    own = model[2]
+    optimizer = SGD([*model.parameters(), *spare.parameters()], lr=0.1)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    graphs = []
+    for i in range(6):
+        model[2] = spare if i % 2 else own
+        step(*batch(i))
+        graphs.append({id(s) for c in step.captured for b in c.bounds for s in b.steps.values()})
+    assert len(graphs[1]) == 2
+    assert graphs[1:] == [graphs[1]] * 5
+
+
+def test_parameters_that_nobody_has_any_more_are_let_go():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model[2] = nn.Linear(16, 4)
+        optimizer = step.optimizer
+        optimizer.param_groups[0]["params"][2:] = list(model[2].parameters())
+        step(*batch(seed))
+    held = {id(p) for c in step.captured for b in c.bounds for p in b.parameters}
+    assert held == {id(p) for p in model.parameters()}
+    assert len(step.weight_copies()) == 4
+
+
+# -- gradients that are none ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("make", [decayed, lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)])
+def test_what_is_read_without_gradient_is_left_alone(make, policy):
+    model = Aside()
+    optimizer = make(model.parameters())
+    was = {name: value.clone() for name, value in model.state_dict().items()}
+    stepped(model, optimizer, 3, policy)
+    now = model.state_dict()
+    assert torch.equal(now["b.weight"], was["b.weight"])
+    assert not torch.equal(now["a.weight"], was["a.weight"])
+    assert not optimizer.state.get(model.b.weight)
+    assert optimizer.state.get(model.a.weight)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+def test_freezing_and_unfreezing_between_steps(policy):
+    def before(i, model, optimizer):
+        for p in model[0].parameters():
+            p.requires_grad_(i not in (1, 2))
+
+    compare(mlp, decayed, policy, before)
+
+    def late(i, model, optimizer):
+        for p in model[0].parameters():
+            p.requires_grad_(i >= 2)
+
+    compare(mlp, decayed, policy, late)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_micro_batches_that_take_other_branches(make, clip, policy):
+    compare(Branches, make, policy, steps=4, parts=2, clip=clip)
+
+
+def test_micro_batches_that_take_other_branches_at_o2():
+    """The loop adds up what it rounded to bf16: with one micro-batch a branch, it adds nothing up."""
+    one, two = Branches(), Branches()
+    loop(one, decayed(one.parameters()), 4, "bf16-O2", parts=2)
+    stepped(two, decayed(two.parameters()), 4, "bf16-O2", micro_batches=2)
+    ours, theirs = two.state_dict(), one.state_dict()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_an_old_gradient_of_what_is_not_used_is_not_taken(make):
+    model = Branches(alternate=False)
+    optimizer = make(model.parameters())
+    model.taken = False
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    model.taken = True
+    was, old = model.b.weight.detach().clone(), model.b.weight.grad
+    stepped(model, optimizer, 2, "bf16")
+    assert torch.equal(model.b.weight, was)
+    assert model.b.weight.grad is old
+
+
+def test_a_loss_without_gradient_is_refused():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    step = amp_graph.TrainStep(model, lambda out, y: F.cross_entropy(out.detach(), y), optimizer, "bf16")
+    was = parameters(model)
+    with pytest.raises(CaptureError, match=r"no gradient(.|\n)*fix:"):
+        step(*batch())
+    assert same(parameters(model), was)
+    assert not any(optimizer.state.values())
+
+
+# -- the optimizer's options and state -----------------------------------------------------------------
+
+
+def set_dampening(optimizer):
+    optimizer.param_groups[0]["dampening"] = 0.5
+
+
+def set_weight_decay(optimizer):
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def replace_moments_of_one(optimizer):
+    p = optimizer.param_groups[0]["params"][2]
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][key] = torch.zeros_like(p)
+
+
+def fill_beta(optimizer):
+    optimizer.param_groups[0]["betas"][0].fill_(0.1)
+
+
+def with_momentum(parameters):
+    return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+def with_tensor_betas(parameters):
+    return AdamW(parameters, lr=0.01, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (with_momentum, set_dampening),
+        (with_momentum, set_weight_decay),
+        (decayed, set_weight_decay),
+        (decayed, replace_moments_of_one),
+    ],
+)
+def test_what_changes_in_the_optimizer_counts_from_the_next_step(make, change):
+    compare(mlp, make, "bf16", lambda i, model, optimizer: change(optimizer) if i == 2 else None)
+
+
+def test_betas_that_are_tensors_may_be_filled():
+    one, two = mlp(), mlp()
+    loop(one, o := with_tensor_betas(one.parameters()), 2, "bf16")
+    stepped(two, p := with_tensor_betas(two.parameters()), 2, "bf16")
+
+    def filled(i, model, optimizer):
+        if i == 2:
+            fill_beta(optimizer)
+
+    for model, optimizer, run in ((one, o, loop), (two, p, stepped)):
+        run(model, optimizer, 5, "bf16", filled)
+    torch.testing.assert_close(parameters(two), parameters(one), rtol=1e-5, atol=1e-6)
+    still = mlp()
+    stepped(still, with_tensor_betas(still.parameters()), 7, "bf16")
+    assert max((a - b).abs().max() for a, b in zip(parameters(two), parameters(still), strict=True)) > 1e-3
+
+
+def test_a_scheduler_that_sets_betas_is_followed_and_does_not_trace_each_step_anew():
+    def make(parameters):
+        optimizer = AdamW(parameters, lr=0.01, fused=True)
+        optimizer.scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+        return optimizer
+
+    def before(i, model, optimizer):
+        if i:
+            optimizer.scheduler.step()
+
+    with pytest.warns(AmpGraphWarning, match="betas") as heard:
+        _, model, step = compare(mlp, make, "bf16", before, steps=20)
+    assert len([w for w in heard if issubclass(w.category, AmpGraphWarning)]) == 1
+    kept = {id(s) for c in step.captured for b in c.bounds for s in b.steps.values()}
+    step.optimizer.scheduler.step()
+    step(*batch())
+    assert {id(s) for c in step.captured for b in c.bounds for s in b.steps.values()} == kept
+
+
+def test_a_scheduler_of_learning_rates_leaves_the_update_inside():
+    model = mlp()
+    optimizer = decayed(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(20):
+            step(*batch(i))
+            scheduler.step()
+    assert "_fused_adamw_" in step.graph_text() or "one_pass" in step.graph_text()
+
+
+# -- what is called at a step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_hooks_of_the_optimizers_step_are_called(make):
+    model, calls = mlp(), []
+    optimizer = make(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    stepped(model, optimizer, 3, "bf16")
+    assert calls == ["before", "after"] * 3
+
+
+def test_a_hook_that_is_registered_between_two_steps_is_called_and_one_removed_is_not():
+    model, calls = mlp(), []
+    optimizer = decayed(model.parameters())
+    step, _ = stepped(model, optimizer, 2, "bf16")
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    step(*batch())
+    assert calls == [1]
+    handle.remove()
+    step(*batch())
+    assert calls == [1]
+
+
+def test_a_hook_of_all_optimizers_is_called():
+    model, calls = mlp(), []
+    optimizer = decayed(model.parameters())
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        stepped(model, optimizer, 2, "bf16")
+    finally:
+        handle.remove()
+    assert calls == [1, 1]
+
+
+def test_a_step_that_was_replaced_is_what_runs():
+    def make(parameters):
+        optimizer = Adam(parameters, lr=0.01, fused=True)
+        usual = optimizer.step
+
+        def step(closure=None):
+            usual(closure)
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.mul_(0.99)
+
+        optimizer.step = step
+        return optimizer
+
+    compare(mlp, make, "bf16")

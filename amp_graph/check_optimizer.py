@@ -21,6 +21,11 @@ SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # a number for all ele
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # whose state is factored, or a history
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Say whether the class of ``optimizer`` is one of torch's: of others it is not known what they do."""
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
 def refuse_closures(caller: str, optimizer: Optimizer) -> None:
     """Raise ScaleError where ``optimizer.step()`` cannot do without a closure."""
     if _needs_closure(type(optimizer).step):
@@ -66,7 +71,7 @@ def refuse_own_state(caller: str, optimizer: Optimizer) -> None:
 def _refuse(caller: str, optimizer: Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
     """Look at torch's own optimizers, whose state has the shape of its parameter; what others keep is not known."""
     kind = type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"] or issubclass(kind, OTHERWISE_SHAPED):
+    if not is_torchs(optimizer) or issubclass(kind, OTHERWISE_SHAPED):
         return
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, (parameter, state) in enumerate(zip(params, states, strict=False)):

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from amp_graph import scale_ops
-from amp_graph.check_optimizer import refuse_closures
+from amp_graph.check_optimizer import is_torchs, refuse_closures
 from amp_graph.errors import ScaleError
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
@@ -143,7 +143,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_on_host(self, optimizer: Optimizer, progress: _Progress, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that must not be called where a gradient is infinite."""
-        on_masters = not progress.unscaled and steps_on_masters(optimizer)
+        # One that is not torch's own may hand the step on to another, which reads the same gradients.
+        on_masters = is_torchs(optimizer) and not progress.unscaled and steps_on_masters(optimizer)
         if on_masters:  # their gradients are unscaled once they are fp32
             progress.found_inf = self._check(optimizer, torch.ones_like(self._loss_scale.scale))
         elif not progress.unscaled:

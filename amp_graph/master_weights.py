@@ -30,12 +30,13 @@ class Master:
     """What stands behind a parameter held in low precision.
 
     full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
-    version: the parameter's version counter when it was last equal to the rounded ``full``.
+    version, address: the parameter's version counter and place when it was last equal to the rounded ``full``.
     late: whether there is to be a value once the parameter is updated (O2).
     """
 
     full: Tensor | None
     version: int
+    address: int = 0
     of: weakref.ref[Tensor] | None = None
     late: bool = False
 
@@ -44,7 +45,7 @@ class Master:
         parameter = self.of() if self.of is not None else None
         if parameter is not None:
             master_of(parameter)
-        return {"full": self.full, "version": UNKNOWN, "of": None, "late": self.late}
+        return {"full": self.full, "version": UNKNOWN, "address": 0, "of": None, "late": self.late}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle, maybe in a process in which nothing was converted: no optimizer knows of masters there."""
@@ -131,6 +132,8 @@ def master_of(parameter: Tensor) -> Tensor | None:
         _set_master(parameter, master.full)
     elif parameter._version != master.version:  # written by hand: what was written counts
         follow(parameter)
+    elif parameter.data_ptr() != master.address:  # ``p.data = ...``, which bumps no counter
+        _follow_move(parameter, master)
     return master.full
 
 
@@ -140,11 +143,34 @@ def follow(parameter: Tensor) -> None:
     if master is not None and master.full is not None:
         with torch.no_grad():
             master.full.copy_(parameter)
-        master.version = parameter._version
+        _note_equal(parameter, master)
+
+
+def _follow_move(parameter: Tensor, master: Master) -> None:
+    """Follow a parameter whose memory is another: moved, by ``model.to``, or replaced, by ``vector_to_parameters``.
+
+    Elements that are what the master rounds to were only moved: these keep the bits that rounding loses.
+    """
+    full = master.full
+    assert full is not None, "asked for where there is one"
+    with torch.no_grad():
+        if full.shape != parameter.shape:
+            full.data = parameter.detach().to(full.dtype)
+        if full.device != parameter.device:
+            full.data = full.to(parameter.device)
+        roundings = [full.to(dtype).to(parameter.dtype) for dtype in (full.dtype, *HALVES)]
+        moved = torch.stack([rounded == parameter for rounded in roundings]).any(0)
+        full.copy_(torch.where(moved, full, parameter))
+    _note_equal(parameter, master)
+
+
+def _note_equal(parameter: Tensor, master: Master) -> None:
+    master.version, master.address = parameter._version, parameter.data_ptr()
 
 
 def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
-    setattr(parameter, MASTER, Master(full, parameter._version, weakref.ref(parameter), late))
+    made = Master(full, parameter._version, parameter.data_ptr(), weakref.ref(parameter), late)
+    setattr(parameter, MASTER, made)
 
 
 def updated_master(parameter: Tensor) -> Tensor | None:
@@ -182,7 +208,7 @@ def were_written_back(parameters: Sequence[Tensor]) -> None:
     """Take note that the parameters are equal to their rounded masters."""
     for parameter in parameters:
         if hasattr(parameter, MASTER):  # else it was reverted since
-            getattr(parameter, MASTER).version = parameter._version
+            _note_equal(parameter, getattr(parameter, MASTER))
 
 
 # -- forward ------------------------------------------------------------------------------------------
@@ -233,7 +259,8 @@ def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
             with torch.no_grad():
                 master.full.copy_(given)
             names = [n for n, p in module._parameters.items() if p is parameter and prefix + n in state]
-            master.version = parameter._version + len(names)  # of the copies that torch makes next
+            _note_equal(parameter, master)
+            master.version += len(names)  # of the copies that torch makes next
 
 
 def _without(hooks: Any, hook: Callable[..., None]) -> Any:

@@ -220,6 +220,33 @@ def test_control_an_unchecked_step_does_change_something():
     assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=False))
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that hands the step on to another, with the other's groups or equal ones of its own."""
+
+    def __init__(self, params, inner, shared):
+        super().__init__(params, {})
+        self.inner = inner
+        if shared:
+            self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16-O2"])
+def test_an_optimizer_around_another_steps_on_unscaled_gradients(policy, shared, unscale):
+    found = []
+    for around in (False, True):
+        model, optimizer = make(torch.optim.SGD)
+        amp_graph.convert(model, policy)
+        outer = Around(model.parameters(), optimizer, shared) if around else optimizer
+        train(model, outer, amp_graph.GradScaler("cpu", init_scale=2.0**6), unscale=unscale)
+        found.append(list(model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_two_losses_and_two_optimizers():
     first, one = make(torch.optim.SGD)
     second, two = make(torch.optim.Adam)

@@ -285,6 +285,41 @@ def test_what_is_written_into_parameters_counts():
     assert (master_of(model.second.weight) - 0.3).abs().max() < 0.02
 
 
+def low_bits(model):
+    """Say whether the masters have bits that bf16 has not."""
+    value = saved(model)["second.weight"]
+    return not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "loop"])
+def test_what_takes_the_place_of_a_parameters_memory_counts(whole):
+    """``p.data = ...`` bumps no version counter; torch's own ``vector_to_parameters`` does it."""
+    model, optimizer = build(fused=True)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O2")
+    go = (lambda given: [step(x, y) for x, y in given]) if whole else (lambda given: train(model, optimizer, given))
+    go(batches(3))
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 3
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    wanted = {name: p.detach().float() for name, p in model.named_parameters()}
+    assert equal(saved(model), wanted)
+    go(batches(1))
+    assert all((value - wanted[name]).abs().max() < 0.02 for name, value in saved(model).items())
+    assert low_bits(model)
+
+
+@pytest.mark.parametrize("to", [{"memory_format": torch.channels_last}, {"dtype": torch.float32}])
+def test_a_parameter_that_is_only_moved_keeps_its_master(to):
+    torch.manual_seed(0)
+    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)), "bf16-O2")
+    wanted = saved(model)
+    assert not torch.equal(wanted["0.weight"], wanted["0.weight"].bfloat16().float())
+    model.to(**to)
+    with torch.no_grad():
+        model[1].weight.data = torch.where(model[1].weight > 0, model[1].weight, torch.zeros(()).to(model[1].weight))
+    wanted["1.weight"] = wanted["1.weight"].clamp_min(0)  # element by element
+    assert equal(saved(model), wanted)
+
+
 def test_copies_and_pickles_have_masters_of_their_own():
     model, optimizer = build()
     amp_graph.convert(model, "bf16-O2")

@@ -46,21 +46,21 @@ def amp_graph(
             "  legal: policy, compile\n"
             "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
         )
-    check_compile(given["compile"])
+    check_compile("convert", given["compile"])
     read = Policy.parse(given["policy"])
     rewrite_in_place(gm, read, eager=given["compile"] == "eager")
     return lower(gm, example_inputs, given["compile"], read)
 
 
-def check_compile(compile: Compile) -> None:
+def check_compile(caller: str, compile: Compile) -> None:
     """Raise CaptureError where ``compile`` names no backend."""
     if compile == "eager" or callable(compile):
         return
     legal = torch._dynamo.list_backends(exclude_tags=())
     if compile not in legal:
         raise CaptureError(
-            f"convert: unknown compile={compile!r}\n  legal: a Dynamo backend ({', '.join(legal)}) or a callable\n"
-            "  fix:   amp_graph.convert(model, compile='inductor')"
+            f"{caller}: unknown compile={compile!r}\n  legal: a Dynamo backend ({', '.join(legal)}) or a callable\n"
+            "  fix:   compile='inductor'"
         )
 
 

@@ -7,7 +7,7 @@ not look at: they read and write behind the end of the moments. After: a ScaleEr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -24,6 +24,14 @@ OTHERWISE_SHAPED = (Adafactor, LBFGS)  # whose state is factored, or a history
 def is_torchs(optimizer: Optimizer) -> bool:
     """Say whether the class of ``optimizer`` is one of torch's: of others it is not known what they do."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of ``optimizer``, each with what its user knows it by."""
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            yield f"{name}, of shape {tuple(parameter.shape)}", parameter
 
 
 def refuse_closures(caller: str, optimizer: Optimizer) -> None:
@@ -44,15 +52,14 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 def refuse_hooks(optimizer: Optimizer) -> None:
     """Raise CaptureError where a parameter has a hook for its gradient, which a graph would pass by."""
-    for group in optimizer.param_groups:
-        for n, p in enumerate(group["params"]):
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                raise CaptureError(
-                    f"TrainStep: a hook waits for the gradient of parameter {n}, of shape {tuple(p.shape)}, and the "
-                    "gradients of a step exist inside of its graph alone\n"
-                    "  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
-                    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, where hooks of parameters run"
-                )
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for g in optimizer.param_groups for p in g["params"]):
+        named = named_parameters(optimizer)
+        name = next(name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
+        raise CaptureError(
+            f"TrainStep: a hook waits for the gradient of {name}, and the gradients of a step exist inside of its "
+            "graph alone\n  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
+            "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, where hooks of parameters run"
+        )
 
 
 def refuse_state_of_another_model(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:

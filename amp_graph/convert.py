@@ -58,7 +58,7 @@ def convert(
         return model
     _refuse_what_is_no_model(model)
     wanted = Policy.parse(policy)
-    check_compile(compile)
+    check_compile("convert", compile)
     present = conversion_of(model)
     if present is not None:
         if (present.policy, present.compile) == (wanted, compile) and sample is None:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from amp_graph import scale_ops
-from amp_graph.check_optimizer import is_torchs, refuse_closures
+from amp_graph.check_optimizer import is_torchs, named_parameters, refuse_closures
 from amp_graph.errors import ScaleError
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
@@ -25,7 +25,7 @@ def _kept(name: str) -> Any:
     """Return a property for what ``torch.amp.GradScaler`` keeps in itself and this class in its ``LossScale``."""
 
     def write(self: GradScaler, value: Any) -> None:
-        setattr(self._loss_scale, name, value)
+        self._loss_scale.change(name, value)
 
     return property(lambda self: getattr(self._loss_scale, name), write)
 
@@ -73,6 +73,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         """Make a scaler; its state is put on the device of the first loss that it scales."""
         check_at_floor("GradScaler", at_floor)
+        if isinstance(enabled, str):  # "false" is true
+            raise ScaleError(f"GradScaler: enabled={enabled!r}\n  legal: True, False\n  fix:   enabled=True")
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._enabled = enabled
         self._loss_scale = LossScale(
@@ -105,13 +107,13 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         progress = self._of(optimizer, "unscale_")
+        if progress.stepped:
+            raise ScaleError("GradScaler.unscale_: called after step()\n  fix:   call it between backward and step")
         if progress.unscaled:
             raise ScaleError(
                 "GradScaler.unscale_: it was already called for this optimizer since the last update()\n"
                 "  fix:   call it once, after the last backward and before step"
             )
-        if progress.stepped:
-            raise ScaleError("GradScaler.unscale_: called after step()\n  fix:   call it between backward and step")
         widen_gradients(optimizer)
         progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
         progress.unscaled = True
@@ -125,7 +127,6 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: a closure would compute gradients after they were checked\n"
                 "  fix:   call backward yourself, then scaler.step(optimizer)"
             )
-        refuse_closures("GradScaler.step", optimizer)
         progress = self._of(optimizer, "step")
         if progress.stepped:
             raise ScaleError(
@@ -192,6 +193,13 @@ class GradScaler(torch.amp.GradScaler):
     # -- gradients ------------------------------------------------------------------------------------
 
     def _of(self, optimizer: Optimizer, caller: str) -> _Progress:
+        if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+            raise ScaleError(
+                f"GradScaler.{caller}: a {type(optimizer).__name__} in the place of the optimizer\n"
+                f"  legal: a torch.optim.Optimizer\n  fix:   scaler.{caller}(optimizer)"
+            )
+        if caller == "step":
+            refuse_closures("GradScaler.step", optimizer)
         if not self._loss_scale.ready:
             raise ScaleError(
                 f"GradScaler.{caller}: nothing was scaled yet\n"
@@ -295,10 +303,8 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _first_bad(optimizer: Optimizer) -> str:
     """Return the first parameter of ``optimizer`` whose gradient is not finite, as its user knows it."""
-    for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            grad = parameter.grad
-            if grad is not None and not torch.isfinite(grad.coalesce()._values() if grad.is_sparse else grad).all():
-                return f"{name}, of shape {tuple(parameter.shape)}"
+    for name, parameter in named_parameters(optimizer):
+        grad = parameter.grad
+        if grad is not None and not torch.isfinite(grad.coalesce()._values() if grad.is_sparse else grad).all():
+            return name
     return ""

@@ -44,7 +44,14 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Refuse options that make no sense; the state is made at the first ``to``."""
-        _refuse(vars(self), "", "GradScaler({name}=...), or its default")
+        _refuse(vars(self), "", "leave {name} out: its default is {default:g}")
+        if self.dynamic and not self.floor <= self.init_scale <= self.ceiling:
+            raise ScaleError(
+                f"loss scale: init_scale={self.init_scale!r} is not between floor={self.floor!r} and "
+                f"ceiling={self.ceiling!r}\n  legal: a scale within its limits\n  fix:   another "
+                f"{'floor' if self.init_scale < self.floor else 'ceiling'}, or another init_scale"
+            )
+        self.growth_interval, self.hysteresis = int(self.growth_interval), int(self.hysteresis)
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
 
@@ -82,7 +89,7 @@ class LossScale:
     def options(self) -> tuple[float, float, int, int, float, float]:
         """Return the options as ``amp_graph::update_loss_scale_`` takes them."""
         if not self.dynamic:  # never grows, backs off by nothing, and stays wherever it is set
-            return 2.0, 1.0, 2**31 - 1, 1, 0.0, float(torch.finfo(torch.float32).max)
+            return 2.0, 1.0, MOST, 1, 0.0, LARGEST
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
 
@@ -120,6 +127,12 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``; ScaleError, and no change, where it is neither."""
+        if not isinstance(state, Mapping):
+            raise ScaleError(
+                f"loss scale: a {type(state).__name__} in the place of its state\n"
+                "  legal: what state_dict() of an enabled GradScaler returned, ours or torch's\n"
+                "  fix:   load the checkpoint's entry of the scaler"
+            )
         wanted = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         missing = [key for key in wanted if key not in state]
         if missing:
@@ -133,6 +146,7 @@ class LossScale:
         given = {name: state.get(name, getattr(self, name)) for name in names}
         fix = "an older checkpoint, or none: a new scaler finds its scale within some steps"
         _refuse({**state, **given}, "the state has ", fix)
+        given |= {name: int(given[name]) for name in ("growth_interval", "hysteresis")}
         good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
         left = int(state.get("_hysteresis_left", given["hysteresis"]))
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
@@ -141,6 +155,11 @@ class LossScale:
         self._start = start
         for tensor, value in zip(self._state or (), start, strict=False):
             tensor.fill_(value)
+
+    def change(self, name: str, value: Any) -> None:
+        """Set an option by hand."""
+        _refuse({name: value, "floor": self.floor}, "", "a value that is legal")
+        setattr(self, name, int(value) if name in ("growth_interval", "hysteresis") else value)
 
     def set(self, value: float | torch.Tensor) -> None:
         """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
@@ -160,25 +179,52 @@ class LossScale:
         return {**self.__dict__, "_start": self.values(), "_state": None}
 
 
+LARGEST = float(torch.finfo(torch.float32).max)
+MOST = 2**31 - 1  # what an int32 counts to
+
+
+def loss_scale_of(who: str, given: Any, *, zero: bool = False) -> LossScale | None:
+    """Return the loss scale that an argument names: static for a number, dynamic for "dynamic"; None for None.
+
+    zero: whether 0 means a dynamic one, too.
+    """
+    if given is None or isinstance(given, LossScale):
+        return given
+    if _is_number(given) and (given > 0 or (zero and given == 0)):
+        return LossScale(float(given), dynamic=False) if given else LossScale()
+    if isinstance(given, str) and given == "dynamic":
+        return LossScale()
+    raise ScaleError(
+        f"{who}: loss_scale={given!r}\n  legal: 'dynamic', {'0, ' if zero else ''}a number above 0, a LossScale, None\n"
+        "  fix:   loss_scale='dynamic'"
+    )
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (Real, torch.Tensor)) and math.isfinite(value)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and abs(value.item()) <= LARGEST
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return _is_number(value) and least <= value <= MOST and int(value) == value
 
 
 # Whether a value is legal beside the others that are given, and what is.
 RULES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
-    "init_scale": (lambda v, _: _is_number(v) and v > 0, "positive and finite"),
+    "init_scale": (lambda v, _: _is_number(v) and v > 0, "above 0, and finite in fp32"),
     "growth_factor": (lambda v, _: _is_number(v) and v > 1, "finite, above 1"),
     "backoff_factor": (lambda v, _: _is_number(v) and 0 < v < 1, "between 0 and 1"),
-    "growth_interval": (lambda v, _: _is_number(v) and v >= 1, "at least 1"),
-    "hysteresis": (lambda v, _: _is_number(v) and v >= 1, "at least 1"),
-    "floor": (lambda v, _: _is_number(v) and v > 0, "positive and finite"),
-    "ceiling": (lambda v, given: _is_number(v) and v >= given["floor"], "finite, not below floor"),
+    "growth_interval": (lambda v, _: _is_count(v, 1), "a whole number, from 1 to 2**31 - 1"),
+    "hysteresis": (lambda v, _: _is_count(v, 1), "a whole number, from 1 to 2**31 - 1"),
+    "floor": (lambda v, _: _is_number(v) and v > 0, "above 0, and finite in fp32"),
+    "ceiling": (lambda v, given: _is_number(v) and v >= given["floor"], "finite in fp32, not below floor"),
 }
 COUNTS = ("_growth_tracker", "_hysteresis_left", "_skipped", "_stuck")
 OF_STATE = {
     "scale": RULES["init_scale"],
     **RULES,
-    **dict.fromkeys(COUNTS, (lambda v, _: _is_number(v), "a number of steps")),
+    **dict.fromkeys(COUNTS, (lambda v, _: _is_count(v, 0), "a number of steps")),
 }
 
 
@@ -186,9 +232,8 @@ def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
     """Raise ScaleError for options, or what was saved of them, that make no sense."""
     for name, (holds, legal) in OF_STATE.items():
         if name in given and not holds(given[name], given):
-            raise ScaleError(
-                f"loss scale: {where}{name}={given[name]!r}\n  legal: {legal}\n  fix:   {fix.format(name=name)}"
-            )
+            fix = fix.format(name=name, default=getattr(LossScale, name, math.nan))
+            raise ScaleError(f"loss scale: {where}{name}={given[name]!r}\n  legal: {legal}\n  fix:   {fix}")
 
 
 def check_at_floor(who: str, at_floor: str) -> None:

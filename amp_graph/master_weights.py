@@ -18,11 +18,25 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from amp_graph.passes.facts import matches_path
-from amp_graph.passes.torch_private import with_parameters
+from amp_graph.passes.torch_private import StorageWeakRef, storage_key, with_parameters
 from amp_graph.policy import HALVES, Policy
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
 UNKNOWN = -1  # the version in a pickle, whose parameter counts anew
+
+
+class Memory:
+    """Where a tensor lies: two are never at one place, though one be freed before the other is made."""
+
+    __slots__ = ("address", "storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Take note of the place; the weak reference keeps its name, not its bytes."""
+        self.storage, self.address = StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Say whether ``tensor`` lies there."""
+        return tensor.data_ptr() == self.address and storage_key(tensor) == self.storage.cdata
 
 
 @dataclass
@@ -30,13 +44,13 @@ class Master:
     """What stands behind a parameter held in low precision.
 
     full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
-    version, address: the parameter's version counter and place when it was last equal to the rounded ``full``.
+    version, memory: the parameter's version counter and memory when it was last equal to the rounded ``full``.
     late: whether there is to be a value once the parameter is updated (O2).
     """
 
     full: Tensor | None
     version: int
-    address: int = 0
+    memory: Memory | None = None
     of: weakref.ref[Tensor] | None = None
     late: bool = False
 
@@ -45,7 +59,7 @@ class Master:
         parameter = self.of() if self.of is not None else None
         if parameter is not None:
             master_of(parameter)
-        return {"full": self.full, "version": UNKNOWN, "address": 0, "of": None, "late": self.late}
+        return {"full": self.full, "version": UNKNOWN, "memory": None, "of": None, "late": self.late}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle, maybe in a process in which nothing was converted: no optimizer knows of masters there."""
@@ -96,7 +110,10 @@ def copy_masters(model: Module, memo: dict[int, Any]) -> None:
     for parameter in model.parameters():
         master, copied = getattr(parameter, MASTER, None), memo.get(id(parameter))
         if master is not None and copied is not None:
-            _set_master(copied, None if master.full is None else full_value(parameter).clone(), master.late)
+            full = None if master.full is None else full_value(parameter).clone()
+            if full is not None:  # an optimizer that is copied too may hold it, and may have been copied before
+                full = memo.setdefault(id(master.full), full)
+            _set_master(copied, full, master.late)
 
 
 def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
@@ -132,7 +149,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
         _set_master(parameter, master.full)
     elif parameter._version != master.version:  # written by hand: what was written counts
         follow(parameter)
-    elif parameter.data_ptr() != master.address:  # ``p.data = ...``, which bumps no counter
+    elif master.memory is None or not master.memory.is_of(parameter):  # ``p.data = ...``, which bumps no counter
         _follow_move(parameter, master)
     return master.full
 
@@ -165,11 +182,13 @@ def _follow_move(parameter: Tensor, master: Master) -> None:
 
 
 def _note_equal(parameter: Tensor, master: Master) -> None:
-    master.version, master.address = parameter._version, parameter.data_ptr()
+    master.version = parameter._version
+    if master.memory is None or not master.memory.is_of(parameter):
+        master.memory = Memory(parameter)
 
 
 def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
-    made = Master(full, parameter._version, parameter.data_ptr(), weakref.ref(parameter), late)
+    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late)
     setattr(parameter, MASTER, made)
 
 
@@ -187,6 +206,14 @@ def make_master(parameter: Tensor) -> Tensor:
         found = parameter.detach().float()
         _set_master(parameter, found)
     return found
+
+
+def share_master(parameter: Tensor, full: Tensor) -> None:
+    """Make ``full`` the master of a copied ``parameter``, or its memory where its model was reverted."""
+    if parameter.dtype in HALVES:
+        _set_master(parameter, full)
+    else:
+        full.data = parameter.data
 
 
 def full_value(parameter: Tensor) -> Tensor:

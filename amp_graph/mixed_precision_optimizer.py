@@ -7,7 +7,7 @@ Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -18,10 +18,20 @@ from torch.optim import Optimizer
 from amp_graph.check_optimizer import refuse_closures, refuse_state_of_another_model
 from amp_graph.errors import ScaleError
 from amp_graph.grad_scaler import GradScaler
-from amp_graph.loss_scale import LossScale
-from amp_graph.master_weights import make_master, master_of, write_back
+from amp_graph.loss_scale import LossScale, loss_scale_of
+from amp_graph.master_weights import make_master, master_of, share_master, write_back
 from amp_graph.policy import HALVES
 from amp_graph.update_masters import gradient_of_master
+
+
+def _inside(name: str) -> Any:
+    """Return a method that hands on to the one of that name of the optimizer inside."""
+
+    def method(self: MixedPrecisionOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"As ``torch.optim.Optimizer.{name}``: the hook is given the inner one."
+    return method
 
 
 class MixedPrecisionOptimizer(Optimizer):
@@ -30,11 +40,13 @@ class MixedPrecisionOptimizer(Optimizer):
     optimizer: any torch optimizer. Parameters of it that are in fp16 or bf16 (``amp_graph.convert(model, "fp16-O2")``,
     or a model that was cast by hand) get fp32 masters, which take their places in its groups, with their state;
     parameters in fp32 are updated as they are.
-    static_loss_scale, dynamic_loss_scale: as in apex. loss_scale instead of both: a number, "dynamic" or 0 for a
-    dynamic one, or a ``LossScale``.
+    static_loss_scale, dynamic_loss_scale, dynamic_loss_args ("init_scale", "scale_factor", "scale_window"): as in
+    apex; ``verbose`` is taken for its sake. loss_scale instead of these: a number, "dynamic" or 0 for a dynamic one,
+    or a ``LossScale``.
 
     A step with an infinite gradient changes nothing and lowers the scale; with a fused ``optimizer`` nothing is copied
-    to the host. Learning-rate schedulers take this object. Raises ScaleError for calls out of order.
+    to the host. Learning-rate schedulers take this object; hooks are those of the optimizer inside. Copied and pickled
+    together with the model, in either order, the copies train on. Raises ScaleError for calls out of order.
     """
 
     def __init__(  # the base class would make groups and state of its own
@@ -42,6 +54,8 @@ class MixedPrecisionOptimizer(Optimizer):
         optimizer: Optimizer,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
         *,
         loss_scale: LossScale | str | float | None = None,
     ) -> None:
@@ -54,7 +68,7 @@ class MixedPrecisionOptimizer(Optimizer):
         refuse_closures("MixedPrecisionOptimizer", optimizer)
         self.optimizer = optimizer
         self.scaler = GradScaler()
-        self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale)
+        self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters in low precision and their masters
         self._plain: list[Tensor] = []  # parameters that are fp32 themselves
         for group in optimizer.param_groups:
@@ -194,10 +208,43 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer inside, with masters for what is in low precision."""
+        groups = self.optimizer.param_groups
+        held = {id(low): n for n, group in enumerate(groups) for low in self._lows_of(group)}
         self.optimizer.add_param_group(param_group)
-        self._put_masters_into(self.optimizer.param_groups[-1])
+        for low in groups[-1]["params"]:
+            if id(low) in held:
+                groups.pop()
+                raise ScaleError(
+                    f"MixedPrecisionOptimizer.add_param_group: a parameter of shape {tuple(low.shape)} is in group "
+                    f"{held[id(low)]} already\n  legal: each parameter in one group\n  fix:   leave it out"
+                )
+        self._put_masters_into(groups[-1])
+
+    def _lows_of(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return the parameters in low precision whose masters are in ``group``."""
+        lows = {id(full): low for low, full in self._pairs}
+        return [lows[id(full)] for full in group["params"] if id(full) in lows]
+
+    register_step_pre_hook, register_step_post_hook = (
+        _inside("register_step_pre_hook"),
+        _inside("register_step_post_hook"),
+    )
+    register_state_dict_pre_hook = _inside("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _inside("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _inside("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _inside("register_load_state_dict_post_hook")
 
     # -- saving ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle whole, between two steps."""
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up the state, and let the model's parameters, which were copied too, know of their masters here."""
+        self.__dict__.update(state)
+        for parameter, full in self._pairs:
+            share_master(parameter, full)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer and loss scale, and the fp32 masters in the order of the groups."""
@@ -212,17 +259,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
         A state without masters (of level O1, where parameters are fp32) leaves them as the model's are.
         """
-        masters = state_dict.get("masters", [])
-        shapes = [tuple(full.shape) for _, full in self._pairs]
-        given = [tuple(m.shape) for m in masters]
-        if "optimizer" not in state_dict or "loss_scale" not in state_dict or (given and given != shapes):
-            what = f"{len(given)} masters" if given else f"the entries {', '.join(map(repr, state_dict)) or 'none'}"
-            raise ScaleError(
-                f"MixedPrecisionOptimizer: the state has {what}, and this optimizer {len(shapes)} masters, in shapes "
-                "that do not agree\n"
-                "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
-                "  fix:   load the checkpoint of this model"
-            )
+        masters = self._masters_in(state_dict)
         refuse_state_of_another_model("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
         scale = self.scaler.state_dict()
         self.scaler.load_state_dict(state_dict["loss_scale"])
@@ -237,6 +274,21 @@ class MixedPrecisionOptimizer(Optimizer):
         if masters:
             write_back([p for p, _ in self._pairs])
 
+    def _masters_in(self, state: Any) -> Sequence[Tensor]:
+        """Return the masters in ``state``, of which there may be none; ScaleError for what ``state_dict`` never was."""
+        shapes = [tuple(full.shape) for _, full in self._pairs]
+        wrong = _no_state(state)
+        masters = [] if wrong else state.get("masters", [])
+        if not wrong and masters and [tuple(m.shape) for m in masters] != shapes:
+            wrong = f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or others in shape"
+        if wrong:
+            raise ScaleError(
+                f"MixedPrecisionOptimizer: {wrong}\n"
+                "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
+                "  fix:   load the checkpoint of this model"
+            )
+        return masters
+
     def __repr__(self) -> str:
         """Name the optimizer inside."""
         return f"MixedPrecisionOptimizer({self.optimizer!r})"
@@ -246,19 +298,46 @@ def _kind_of(loss: Any) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
 
 
-def _scale_of(given: LossScale | str | float | None, static: float, dynamic: bool) -> LossScale:
+APEX = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
+
+
+def _scale_of(given: Any, static: Any, dynamic: Any, options: Any) -> LossScale:
     """Return the loss scale that the arguments name: 0 and "dynamic" mean a dynamic one."""
-    if isinstance(given, LossScale):
-        return given
-    if given in ("dynamic", 0) or (given is None and dynamic):
-        return LossScale()
-    value = static if given is None else given
-    if not isinstance(value, (int, float)):
+    if given is None and type(dynamic) is not bool:
         raise ScaleError(
-            f"MixedPrecisionOptimizer: loss_scale={given!r}\n  legal: 'dynamic', 0, a positive number, a LossScale\n"
+            f"MixedPrecisionOptimizer: dynamic_loss_scale={dynamic!r}\n  legal: True, False\n"
             "  fix:   loss_scale='dynamic'"
         )
-    return LossScale(float(value), dynamic=False)
+    found = loss_scale_of("MixedPrecisionOptimizer", static if given is None and not dynamic else given, zero=True)
+    return found or _apex_scale({} if options is None else options)
+
+
+def _apex_scale(options: Any) -> LossScale:
+    """Return the dynamic scale that apex's ``dynamic_loss_args`` ask for."""
+    if not isinstance(options, Mapping) or not options.keys() <= APEX.keys():
+        raise ScaleError(
+            f"MixedPrecisionOptimizer: dynamic_loss_args={options!r}\n  legal: a dict of {', '.join(APEX)}\n"
+            "  fix:   loss_scale=amp_graph.LossScale(...), which has more options"
+        )
+    ours = {APEX[name]: value for name, value in options.items()}
+    back = {"backoff_factor": 1 / ours["growth_factor"]} if ours.get("growth_factor") else {}
+    return LossScale(**ours, **back)
+
+
+def _no_state(given: Any) -> str:
+    """Return why ``given`` is nothing that ``state_dict`` has returned, or ""."""
+    if not isinstance(given, Mapping):
+        return f"a {type(given).__name__} in the place of the state"
+    kinds: dict[str, type] = {"optimizer": Mapping, "loss_scale": Mapping, "masters": Sequence}
+    for name, kind in kinds.items():
+        if name not in given and name != "masters":
+            return f"the state has no {name!r}; it has {', '.join(map(repr, given)) or 'nothing'}"
+        if not isinstance(given.get(name, []), kind) and name in given:
+            return f"the state's {name!r} is a {type(given[name]).__name__}"
+    if "param_groups" not in given["optimizer"]:
+        return "the state's 'optimizer' has no 'param_groups'"
+    others = {type(m).__name__ for m in given.get("masters", []) if not isinstance(m, Tensor)}
+    return f"the state's 'masters' has a {min(others)}" if others else ""
 
 
 def _as_full(value: Any) -> Any:

@@ -140,7 +140,8 @@ class Policy:
             return Policy()
         if not isinstance(text, str):
             raise PolicyError(
-                f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form, such as 'bf16'"
+                f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form\n"
+                "  fix:   policy='bf16'"
             )
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
         fields: dict[str, Any] = {}

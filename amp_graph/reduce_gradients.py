@@ -66,6 +66,12 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
     """Return over whom to average: ``process_group``, all ranks for None where there are several, nobody for False."""
+    known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    if process_group is not None and process_group is not False and not known:
+        raise CaptureError(
+            f"TrainStep: process_group={process_group!r}\n  legal: a torch.distributed.ProcessGroup; None for all "
+            "ranks; False for none\n  fix:   process_group=None"
+        )
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return None
     group: Any = process_group or dist.group.WORLD

@@ -5,6 +5,7 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 from amp_graph.check_optimizer import refuse_closures
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.loss_scale import LossScale
+from amp_graph.errors import CaptureError
+from amp_graph.loss_scale import LossScale, loss_scale_of
+from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.policy import Policy
 
 
@@ -73,19 +75,10 @@ def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
 
 def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:
     """Return the loss scale that ``given`` names; by default dynamic in fp16 and none in bf16."""
-    if given == "default":
+    if isinstance(given, str) and given == "default":
         device = next((p.device.type for p in model.parameters()), "cpu")
         given = "dynamic" if policy.level != "O0" and policy.torch_dtype(device) is torch.float16 else None
-    if given is None or isinstance(given, LossScale):
-        return given
-    if given == "dynamic":
-        return LossScale()
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return LossScale(float(given), dynamic=False)
-    raise ScaleError(
-        f"TrainStep: loss_scale={given!r}\n  legal: 'dynamic', a number, a LossScale, None\n"
-        "  fix:   loss_scale='dynamic'"
-    )
+    return loss_scale_of("TrainStep", given)
 
 
 def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
@@ -101,27 +94,59 @@ def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
             f"TrainStep: loss_fn={loss_fn!r} returns no loss\n  legal: a function or module, called as "
             "loss_fn(outputs, *targets); None where the model returns its loss\n  fix:   torch.nn.CrossEntropyLoss()"
         )
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        raise CaptureError(
+            "TrainStep: a MixedPrecisionOptimizer scales losses and updates masters itself, and so does a step\n"
+            "  legal: the optimizer alone, over the model's own parameters\n"
+            "  fix:   TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), 'fp16-O2')"
+        )
     refuse_closures("TrainStep", optimizer)
     if conversion_of(model) is None:
         refuse_what_cannot_be_converted(model, policy)
 
 
-def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any) -> None:
+def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any, outputs: Any) -> None:
     """Raise CaptureError for numbers that make no sense, among them those under which a step would go uphill."""
     if type(micro_batches) is not int or micro_batches < 1:
         raise CaptureError(
             f"TrainStep: micro_batches={micro_batches!r}\n  legal: a whole number, 1 or more\n  fix:   micro_batches=1"
         )
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
+        number = isinstance(limit, Real) and not isinstance(limit, bool)
+        if limit is not None and not (number and float(limit) > 0):
             raise CaptureError(
                 f"TrainStep: {name}={limit!r}\n  legal: a number above 0; None for no clipping\n  fix:   {name}=1.0"
             )
+    if type(outputs) is not bool:
+        raise CaptureError(
+            f"TrainStep: outputs={outputs!r}\n  legal: True for (loss, outputs), False for the loss\n"
+            "  fix:   outputs=True"
+        )
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise CaptureError(
             f"TrainStep: reduce_dtype={reduce_dtype!r}\n  legal: a floating-point torch.dtype; None for fp32\n"
             "  fix:   reduce_dtype=torch.bfloat16"
         )
+
+
+def refuse_complex(model: torch.nn.Module, clip_value: float | None) -> None:
+    """Raise CaptureError where complex gradients would be clamped, which have no order."""
+    found = [name for name, p in model.named_parameters() if p.is_complex()] if clip_value is not None else []
+    if found:
+        raise CaptureError(
+            f"TrainStep: clip_value={clip_value!r}, and {found[0]} is complex: which of two numbers is larger is not "
+            f"defined there\n  legal: clip_value for real parameters\n  fix:   clip_norm={clip_value!r}"
+        )
+
+
+def refuse_loss(error: BaseException) -> None:
+    """Raise CaptureError where ``error`` says that a loss was marked that is no tensor."""
+    if found := re.search(r"amp_graph::loss\(\).*found type '(\w+)'", str(error), re.DOTALL):
+        kind = {"SymFloat": "float", "SymInt": "int", "SymBool": "bool"}.get(found[1], found[1])
+        raise CaptureError(
+            f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
+            "  fix:   return it from loss_fn without .item(), float(), and other values beside it"
+        ) from None
 
 
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:

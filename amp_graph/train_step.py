@@ -7,7 +7,7 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from amp_graph.backend import Compile, Runner, check_compile
 from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
+from amp_graph.check_optimizer import refuse_hooks
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
@@ -46,6 +47,8 @@ from amp_graph.step_inputs import (
     make_loss_scale,
     policy_of,
     refuse,
+    refuse_complex,
+    refuse_loss,
     refuse_options,
     split_batch,
 )
@@ -106,10 +109,13 @@ class TrainStep:
             model = model.module
         self.policy = policy_of(model, policy)
         refuse(model, loss_fn, optimizer, self.policy)
-        refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype)
-        check_compile(compile)
+        refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype, outputs)
+        check_compile("TrainStep", compile)
         check_at_floor("TrainStep", at_floor)
         check_way(update, compile)
+        self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
+        refuse_hooks(optimizer)
+        refuse_complex(model, clip_value)
         self.at_floor, self._calls = at_floor, 0
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
@@ -118,7 +124,6 @@ class TrainStep:
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
             convert(model, self.policy)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self.captured: list[CapturedStep] = []
         self._recaptures = Recaptures()
@@ -154,6 +159,11 @@ class TrainStep:
                 f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
                 "\n  fix:   leave the mode, or call the model itself under it"
             )
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(
+                "TrainStep: called under torch.inference_mode(), where nothing has a gradient\n"
+                "  fix:   call it outside; model(inputs) is what inference calls"
+            )
         try:
             found, known = self._find({"batch": tuple(batch), **self._free}), len(self.captured)
             result = (found or self._run)(*batch)
@@ -161,6 +171,9 @@ class TrainStep:
                 self._recaptures.note(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            refuse_loss(error)
+            raise
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -282,10 +295,10 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned; ScaleError, and no change, where it is something else."""
-        given = state.get("loss_scale", ...)
+        given = state.get("loss_scale", ...) if isinstance(state, Mapping) else ...
         if given is ... or (given is None) != (self.loss_scale is None):
             raise ScaleError(
-                f"TrainStep: the state {'has no loss scale' if given in (..., None) else 'has a loss scale'}, "
+                f"TrainStep: the state {'has no loss scale' if given is ... or given is None else 'has a loss scale'}, "
                 f"this step has {'none' if self.loss_scale is None else 'one'}\n"
                 "  fix:   load what state_dict() of a TrainStep with the same loss_scale returned"
             )

@@ -357,7 +357,8 @@ def test_resumed_in_the_middle_it_goes_on_bit_for_bit():
     [
         *({"scale": value} for value in (NAN, 0.0, -1.0, INF, "much", None)),
         *({"backoff_factor": 2.0}, {"floor": "low"}, {"ceiling": 2.0**-20}),
-        *({"_growth_tracker": NAN}, {"_skipped": None}),
+        *({"_growth_tracker": NAN}, {"_growth_tracker": -5}, {"_hysteresis_left": -1}, {"_skipped": None}),
+        *({"scale": 1e39}, {"growth_interval": 2.5}, {"hysteresis": 2**40}),
     ],
 )
 def test_a_broken_state_is_refused_by_name_and_changes_nothing(broken):
@@ -382,6 +383,22 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(partly):
     assert scaler.state_dict() == good
 
 
+@pytest.mark.parametrize("given", [None, 5, [1.0]])
+def test_a_state_that_is_none_is_refused(given):
+    with pytest.raises(ScaleError, match=r"in the place of its state(?s:.*)fix:"):
+        amp_graph.GradScaler("cpu").load_state_dict(given)
+
+
+def test_options_that_are_set_later_are_checked_too():
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.set_growth_interval(5.0)
+    assert scaler.state_dict()["growth_interval"] == 5
+    for change, value in ((scaler.set_growth_interval, 2.5), (scaler.set_backoff_factor, 2.0)):
+        with pytest.raises(ScaleError, match="legal:"):
+            change(value)
+    assert (scaler.get_growth_interval(), scaler.get_backoff_factor()) == (5, 0.5)
+
+
 # -- bad input ----------------------------------------------------------------------------------------
 
 
@@ -392,7 +409,15 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(partly):
         {"init_scale": INF},
         {"growth_factor": 1.0},
         {"backoff_factor": 1.0},
+        {"init_scale": 1e39},
+        {"init_scale": 2.0**40},
+        {"init_scale": True},
+        {"init_scale": 2.0**-20},
+        {"enabled": "false"},
         {"growth_interval": 0},
+        {"growth_interval": 2.5},
+        {"hysteresis": 1.5},
+        {"hysteresis": 2**40},
         {"hysteresis": 0},
         {"floor": 0.0},
         {"ceiling": 2.0**-20},
@@ -403,6 +428,15 @@ def test_options_that_make_no_sense(options):
     with pytest.raises(ScaleError, match=next(iter(options))) as caught:
         amp_graph.GradScaler("cpu", **options)
     assert "legal:" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [None, [1], nn.Linear(2, 2)])
+def test_what_is_no_optimizer_is_refused(wrong):
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(ScaleError, match=r"in the place of the optimizer(?s:.*)fix:"):
+            call(wrong)
 
 
 def test_calls_out_of_order():
@@ -421,16 +455,11 @@ def test_calls_out_of_order():
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     with pytest.raises(ScaleError, match="after step"):
-        scaler.unscale_(optimizer) if not scaler._progress[id(optimizer)].unscaled else _raise_after(scaler, optimizer)
+        scaler.unscale_(optimizer)
     with pytest.raises(ScaleError, match="already called"):
         scaler.step(optimizer)
     with pytest.raises(ScaleError, match="inside of an iteration"):
         pickle.dumps(scaler)
-
-
-def _raise_after(scaler, optimizer):
-    scaler._progress[id(optimizer)].unscaled = False
-    scaler.unscale_(optimizer)
 
 
 @pytest.mark.parametrize("at_floor", ["warn", "error"])

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -76,6 +77,8 @@ def test_a_model_cast_by_hand_gets_masters():
         ({"static_loss_scale": 128.0}, 128.0, False),
         ({"dynamic_loss_scale": True}, 2.0**16, True),
         ({"loss_scale": 0}, 2.0**16, True),
+        ({"dynamic_loss_scale": True, "verbose": False}, 2.0**16, True),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}}, 2.0**10, True),
         ({"loss_scale": 64}, 64.0, False),
         ({"loss_scale": LossScale(256.0, hysteresis=2)}, 256.0, True),
     ],
@@ -199,6 +202,75 @@ def test_groups_added_later_get_masters():
     assert {p.dtype for p in optimizer.param_groups[1]["params"]} == {torch.float32}
 
 
+@pytest.mark.parametrize("policy", ["fp16-O2", "fp16-O1", None])
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copied_together_both_train_on(copied, order, policy):
+    """And others of this class are untouched: a copy of an optimizer patches the class of what it takes for one."""
+
+    def made():
+        if policy is not None:
+            return converted(policy)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 3)).bfloat16()
+        return model, amp_graph.MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def go(model, optimizer, given):
+        for x, y in given:
+            optimizer.zero_grad()
+            x = x.bfloat16() if policy is None else x
+            optimizer.backward(F.cross_entropy(model(x).float(), y))
+            optimizer.step()
+
+    given = list(batches(6))
+    model, optimizer = made()
+    go(model, optimizer, given[:3])
+    if order == "model first":
+        twin, theirs = copied((model, optimizer))
+    else:
+        theirs, twin = copied((optimizer, model))
+    go(model, optimizer, given[3:])
+    assert not same(parameters(model), parameters(twin))
+    go(twin, theirs, given[3:])
+    assert same(parameters(model), parameters(twin))
+    assert equal(saved(model), saved(twin))
+    assert same(optimizer.state_dict()["masters"], theirs.state_dict()["masters"])
+    go(*made(), given)
+
+
+def test_dynamic_loss_args_are_those_of_apex():
+    given = {"init_scale": 2.0**8, "scale_factor": 4.0, "scale_window": 100}
+    optimizer = amp_graph.MixedPrecisionOptimizer(build()[1], dynamic_loss_scale=True, dynamic_loss_args=given)
+    scale = optimizer.scaler._loss_scale
+    assert (scale.init_scale, scale.growth_factor, scale.backoff_factor, scale.growth_interval) == (256, 4, 0.25, 100)
+
+
+def test_hooks_are_those_of_the_optimizer_inside():
+    model, optimizer = converted()
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    run(model, optimizer, batches(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before", "after", "saved", "loaded"]
+    handle.remove()
+    run(model, optimizer, batches(1))
+    assert calls[4:] == ["before"]
+
+
+def test_a_parameter_is_in_one_group():
+    model, optimizer = converted()
+    before = [len(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(ScaleError, match=r"of shape \(24, 6\) is in group 0 already(?s:.*)fix:"):
+        optimizer.add_param_group({"params": [model.first.weight]})
+    with pytest.raises(ValueError, match="more than one"):  # torch's own, for one in fp32
+        optimizer.add_param_group({"params": [model.norm.weight]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == before
+    run(model, optimizer, batches(1))
+
+
 def test_bad_input():
     model, optimizer = converted()
     (x, y), *_ = batches(1)
@@ -216,6 +288,12 @@ def test_bad_input():
         amp_graph.MixedPrecisionOptimizer(optimizer)
     with pytest.raises(ScaleError, match="loss_scale='often'"):
         amp_graph.MixedPrecisionOptimizer(build()[1], loss_scale="often")
+    for options in (
+        *({"loss_scale": -1}, {"loss_scale": True}, {"static_loss_scale": "dynamic?"}, {"dynamic_loss_scale": "x"}),
+        *({"dynamic_loss_scale": True, "dynamic_loss_args": given} for given in (3, {"window": 1})),
+    ):
+        with pytest.raises(ScaleError, match=r"MixedPrecisionOptimizer: .*(?s:.*)fix:"):
+            amp_graph.MixedPrecisionOptimizer(build()[1], **options)
     optimizer.backward(F.cross_entropy(model(x), y))
     for wrong in (-1.0, 0, float("nan"), "1"):
         with pytest.raises(ScaleError, match=f"max_norm={wrong!r}"):
@@ -226,6 +304,10 @@ def test_bad_input():
     before = saved(model)
     for state in ({}, {**optimizer.state_dict(), "masters": [torch.ones(3)]}):
         with pytest.raises(ScaleError, match="over the same model"):
+            optimizer.load_state_dict(state)
+    wrong = ({"masters": None}, {"masters": [1, 2]}, {"optimizer": None}, {"optimizer": {}}, {"loss_scale": None})
+    for state in (None, 5, *({**optimizer.state_dict(), **entry} for entry in wrong)):
+        with pytest.raises(ScaleError, match=r"MixedPrecisionOptimizer: (?s:.*)fix:"):
             optimizer.load_state_dict(state)
     broken = optimizer.state_dict()
     broken["loss_scale"]["scale"] = float("nan")

@@ -365,7 +365,9 @@ def test_hooks_of_parameters_are_refused(kind, late):
         assert same(parameters(model), parameters(other))
     before = parameters(model)
     hook = getattr(model.second.weight, kind)(lambda _: None)
-    with pytest.raises(CaptureError, match=r"a hook waits for .* parameter 4, of shape \(3, 24\)(?s:.*)fix:"):
+    with pytest.raises(
+        CaptureError, match=r"a hook waits for .* parameter 4 of group 0, of shape \(3, 24\)(?s:.*)fix:"
+    ):
         step(x, y)
     assert same(parameters(model), before)
     hook.remove()
@@ -640,17 +642,69 @@ def test_bad_input():
     refused("not 3 equal micro-batches", model, loss, optimizer, "bf16", micro_batches=3)
     for wrong in ({"micro_batches": 0}, {"micro_batches": 2.0}, {"micro_batches": "2"}, {"reduce_dtype": torch.int32}):
         refused(named(wrong), model, loss, optimizer, "bf16", **wrong)
-    for name, value in itertools.product(("clip_norm", "clip_value"), (-1.0, 0, NAN, "1")):
+    for wrong in ({"process_group": "x"}, {"outputs": "x"}, {"compile": "foo"}):
+        refused("TrainStep: .*" + named(wrong), model, loss, optimizer, "bf16", **wrong)
+    for name, value in itertools.product(("clip_norm", "clip_value"), (-1.0, 0, NAN, "1", True)):
         refused(named({name: value}), model, loss, optimizer, "bf16-O2", **{name: value})
     refused("loss_fn='mse' returns no loss", model, "mse", optimizer, "bf16")
     refused("loss_fn=.*CrossEntropyLoss.* returns no loss", model, nn.CrossEntropyLoss, optimizer, "bf16")
+    kinds = {
+        "tuple": lambda *given: (loss(*given), 1),
+        "float": lambda *given: loss(*given).item(),
+        "int": lambda *_: 3,
+    }
+    for kind, wrong in kinds.items():
+        refused(f"the loss is a {kind}\n", model, wrong, optimizer, "bf16")
+    with torch.inference_mode():
+        refused("inference_mode", model, loss, optimizer, "bf16")
+    around = amp_graph.MixedPrecisionOptimizer(build()[1])
+    refused("MixedPrecisionOptimizer scales", model, loss, around, "bf16-O2")
+    for wrong in (0, "x", float("inf")):
+        refused(
+            "TrainStep: " + named({"loss_scale": wrong}),
+            model,
+            loss,
+            optimizer,
+            "bf16-O2",
+            error=ScaleError,
+            loss_scale=wrong,
+        )
     assert all(p.dtype == torch.float32 for p in model.parameters())
     refused("loss_scale=True", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=True)
     refused("loss_scale='often'", model, loss, optimizer, "bf16", error=ScaleError, loss_scale="often")
-    refused("init_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
+    refused("loss_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
     refused("asks for 'fp16-O1'", amp_graph.convert(model, "bf16"), loss, optimizer, "fp16")
-    with pytest.raises(ScaleError, match="has no loss scale"):
-        amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16").load_state_dict({})
+    step = amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16")
+    for wrong, said in ((None, "no loss scale"), ({}, "no loss scale"), ({"loss_scale": 5}, "a int in the place")):
+        with pytest.raises(ScaleError, match=said + r"(.|\n)*fix:"):
+            step.load_state_dict(wrong)
+
+
+def test_complex_parameters():
+    """As the loop does; only clamping, which has no order to go by, is refused."""
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.head = nn.Parameter(torch.randn(6, 16, dtype=torch.complex64)), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.head((x.to(torch.complex64) @ self.weight).abs())
+
+    model, other = Complex(), Complex()
+    step = amp_graph.TrainStep(
+        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-O0", loss_scale=128.0, clip_norm=0.5
+    )
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in batches(5):
+        step(x, y)
+        theirs.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        theirs.step()
+    torch.testing.assert_close(parameters(model), parameters(other))
+    refused(r"clip_value=1.0, and weight is complex", other, F.cross_entropy, theirs, "bf16", clip_value=1.0)
 
 
 class Checkpointed(Net):

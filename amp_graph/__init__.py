@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
+    from amp_graph.loss_scale import LossScale as LossScale
     from amp_graph.malloc_thresholds import raise_malloc_thresholds as raise_malloc_thresholds
     from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.policy import Policy as Policy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
 _HOME |= {
     "GradScaler": "grad_scaler",
+    "LossScale": "loss_scale",
     "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
     "drop_weight_copies": "convert",
@@ -40,6 +42,7 @@ _HOME |= {
 __all__ = [
     "AmpGraphError",
     "GradScaler",
+    "LossScale",
     "MixedPrecisionOptimizer",
     "Policy",
     "TrainStep",

@@ -203,7 +203,7 @@ def loss_scale_of(who: str, given: Any, *, zero: bool = False) -> LossScale | No
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and abs(value.item()) <= LARGEST
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= LARGEST
 
 
 def _is_count(value: Any, least: int) -> bool:

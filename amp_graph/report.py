@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from amp_graph.backend import Compile
-from amp_graph.build_step import CapturedStep
 from amp_graph.captured_graphs import Captured
+from amp_graph.captured_step import CapturedStep
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.graph_report import GraphReport

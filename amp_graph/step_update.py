@@ -110,7 +110,7 @@ class StepUpdate:
 
 
 def lows_of(
-    args: Sequence[Any],
+    args: Mapping[int, Any],
     trained: Collection[int],
     copies: Mapping[tuple[int, torch.dtype], Tensor],
     masters: Collection[int],

@@ -663,9 +663,9 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     """
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     every = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if own or any(not getattr(hook, "__module__", "").startswith("amp_graph.") for hook in every):
+    if own or any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in every):
         return "hooks of its step()"
-    step = optimizer.__dict__.get("step")
+    step: Any = optimizer.__dict__.get("step")
     behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
     return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
 

@@ -339,6 +339,31 @@ def _leave_out_guard_timing() -> None:
     guards.profile_guard_manager = profile_guard_manager
 
 
+def _leave_cast_cache_alone() -> None:
+    """Let Dynamo's tries of operations on fake tensors not look for casts of weights where autocast keeps them.
+
+    It calls operators with Python's lock held (its dispatcher is one in Python), under which autocast would wait for
+    the lock of its cache. A thread that leaves autocast has that one, and wants Python's to free what was kept: the two
+    wait for ever. torch/_dynamo/utils.py, 2.11 - 2.13.
+    """
+    utils: Any = torch._dynamo.utils
+    plain = utils.run_node
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def run_node(*args: Any, **kwargs: Any) -> Any:
+        if not (_capturing.is_on and torch.is_autocast_cache_enabled()):
+            return plain(*args, **kwargs)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    utils.run_node = run_node
+
+
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a piece of Python's stack before it that holds all the calls inside.
 
@@ -463,6 +488,7 @@ def capture_with_dynamo(
     """
     _record_reads_of_dtype()
     _leave_out_guard_timing()
+    _leave_cast_cache_alone()
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

@@ -4,6 +4,8 @@ import copy
 import gc
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -525,6 +527,101 @@ def test_threads_do_not_see_each_others_state():
     watcher.join()
     assert not wrong
     assert "forward" not in model.head.__dict__
+
+
+SEEN = []
+
+
+@torch.library.custom_op("amp_graph_tests::looks_at_cast_cache", mutates_args=())
+def looks_at_cast_cache(x: torch.Tensor) -> torch.Tensor:
+    SEEN.append(("run", torch.is_autocast_cache_enabled()))
+    return x.clone()
+
+
+@looks_at_cast_cache.register_fake
+def _(x):
+    SEEN.append(("tried", torch.is_autocast_cache_enabled()))
+    return torch.empty_like(x)
+
+
+class LooksAtCastCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = looks_at_cast_cache(self.first(x))
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_a_capture_leaves_autocasts_cache_alone():
+    """Its lock and Python's were taken in two orders: a capture waited for a thread that was leaving autocast."""
+    SEEN.clear()
+    amp_graph.convert(LooksAtCastCache(), "bf16")(X)
+    assert {cached for what, cached in SEEN if what == "tried"} == {False}
+    assert {cached for what, cached in SEEN if what == "run"} == {True}
+    assert torch.is_autocast_cache_enabled()
+    SEEN.clear()
+    torch.compile(LooksAtCastCache(), backend="eager")(X)  # control: Dynamo's own way
+    assert {cached for what, cached in SEEN if what == "tried"} == {True}
+
+
+LEAVES_AUTOCAST_AMID_A_CAPTURE = """
+import threading, time, weakref
+import torch, torch.nn.functional as F
+from torch import nn
+import amp_graph
+
+tracing, leaving = threading.Event(), threading.Event()
+
+
+@torch.library.custom_op("amp_graph_tests::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@waits.register_fake
+def _(x):
+    tracing.set()
+    leaving.wait()
+    return torch.empty_like(x)
+
+
+def linger():
+    leaving.set()
+    time.sleep(1)
+
+
+def leave():
+    weight = nn.Parameter(torch.randn(16, 16))
+    weakref.finalize(weight, linger)
+    tracing.wait()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.linear(torch.ones(2, 16), weight)
+        del weight  # autocast's cache alone has it, and lets go of it with the lock held
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.second(waits(self.first(x)))
+
+
+thread = threading.Thread(target=leave)
+thread.start()
+amp_graph.convert(Breaks(), "bf16")(torch.ones(2, 16))
+thread.join()
+"""
+
+
+def test_a_capture_does_not_wait_for_a_thread_that_leaves_autocast():
+    """Which holds the lock of autocast's cache, and wants Python's."""
+    subprocess.run([sys.executable, "-c", LEAVES_AUTOCAST_AMID_A_CAPTURE], check=True, timeout=120)
 
 
 def test_a_broken_model_is_freed():

@@ -408,6 +408,12 @@ _NO_RECORDS: dict[str, Any] = (
 )
 
 
+# Before 2.13 guards look at no parameter anew while no module was assigned to: not at one that was frozen, or brought
+# into another layout or precision.
+_TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
+_NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if _torch_version() < (2, 13) else {}
+
+
 # What is raised of Dynamo's own tracing, where running the code might not: by fake tensors, by sizes without a number.
 _TRACING_FAILED = (
     torch._dynamo.exc.TorchRuntimeError,
@@ -453,6 +459,7 @@ class _CompileTimeConfig:
                 recompile_limit=NO_LIMIT,
                 accumulated_recompile_limit=NO_LIMIT,
                 **_NO_RECORDS,
+                **_NO_TAGS,
             ),
         ):
             outer, _capturing.is_on = _capturing.is_on, True

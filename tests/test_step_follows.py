@@ -142,7 +142,7 @@ def new_in_both(model, optimizer):
     model[2].weight = new
 
 
-@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+@pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
     def before(i, model, optimizer):

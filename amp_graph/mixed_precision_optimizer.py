@@ -225,10 +225,8 @@ class MixedPrecisionOptimizer(Optimizer):
         lows = {id(full): low for low, full in self._pairs}
         return [lows[id(full)] for full in group["params"] if id(full) in lows]
 
-    register_step_pre_hook, register_step_post_hook = (
-        _inside("register_step_pre_hook"),
-        _inside("register_step_post_hook"),
-    )
+    register_step_pre_hook = _inside("register_step_pre_hook")
+    register_step_post_hook = _inside("register_step_post_hook")
     register_state_dict_pre_hook = _inside("register_state_dict_pre_hook")
     register_state_dict_post_hook = _inside("register_state_dict_post_hook")
     register_load_state_dict_pre_hook = _inside("register_load_state_dict_pre_hook")

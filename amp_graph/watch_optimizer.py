@@ -112,16 +112,11 @@ class WatchedOptimizer:
 
         Of one that is called behind the graph, who is updated.
         """
-        groups = self.optimizer.param_groups
-        if self.why_outside:
-            return [steps_otherwise(self.optimizer), *(({}, [*map(id, group["params"])]) for group in groups)]
-        return [
-            steps_otherwise(self.optimizer),
-            *(
-                ({k: _mark(v) for k, v in group.items() if k not in NOT_IN_GRAPHS}, [*map(id, group["params"])])
-                for group in groups
-            ),
-        ]
+        found: list[Any] = [steps_otherwise(self.optimizer)]
+        for group in self.optimizer.param_groups:
+            inside = {} if self.why_outside else {k: _mark(v) for k, v in group.items() if k not in NOT_IN_GRAPHS}
+            found.append((inside, [*map(id, group["params"])]))
+        return found
 
 
 SCHEDULED = "options that change from step to step: "

@@ -6,7 +6,7 @@ for one that only adds gradients up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -78,8 +78,9 @@ class StepBuilder:
         try:
             return self._traced(captured, args, updates)
         except NoGradient as found:  # torch leaves parameters alone whose gradient is None: decay and momentum, too
-            captured.without |= found.inputs
-            for p in (args[i] for i in found.inputs):
+            unused = {id(args[i]): args[i] for i in found.inputs}
+            captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
+            for p in unused.values():
                 if id(p) not in self.state.pending:  # else other micro-batches have sent it some
                     self.state.sums.pop(id(p), None)
                 if id(p) not in stateful:
@@ -109,7 +110,8 @@ class StepBuilder:
         place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
-        own = {i: a for i, a in own.items() if i not in captured.without}
+        # Weights that were tied since the capture are several of its inputs: the first stands for all of them.
+        own = {i: own[i] for i in _first_of_each(own, captured.without).values()}
         if strangers and not own:
             raise CaptureError(
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
@@ -125,9 +127,11 @@ class StepBuilder:
         self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
     ) -> tuple[StepParts, str, list[Copy]]:
         """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
-        gm, hoisted, state = captured.rewritten.gm, captured.hoisted, self.state
+        gm, state = captured.rewritten.gm, self.state
         known = dict(enumerate(args)) | absent
         parameters = [known[i] for i in trained]
+        numbers = {id(p): i for i, p in zip(trained, parameters, strict=True)}
+        hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
         refuse_own_state("TrainStep", self.optimizer)
         updates = [] if self.watched.why_outside else group_updates(self.optimizer, parameters)
         if self.loss_scale is not None:
@@ -138,7 +142,7 @@ class StepBuilder:
         copies = {key: copy.low for key, copy in kept.items()}
         masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
         lows = {id(known[i]): low for i, low in lows_of(known, trained, copies, masters).items()}
-        tables = [id(args[i]) for i in tables_of(gm) if i in trained]
+        tables = [id(args[i]) for i in tables_of(gm) if id(args[i]) in numbers]
         one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
         how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
         rates = [state.rate_of(u.group) for u in updates]
@@ -175,3 +179,12 @@ class StepBuilder:
         if found_inf is not None and found_inf.item():
             return
         step_with_gradients(self.optimizer, parameters, grads)
+
+
+def _first_of_each(inputs: Mapping[int, Tensor], without: Collection[int]) -> dict[int, int]:
+    """Return the first of the ``inputs`` that each tensor is, by its id, among those that are not in ``without``."""
+    found: dict[int, int] = {}
+    for i, tensor in inputs.items():
+        if i not in without:
+            found.setdefault(id(tensor), i)
+    return found

@@ -7,11 +7,12 @@ Source: torch/amp/grad_scaler.py, whose protocol (and ``isinstance``) this keeps
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_graph import scale_ops
@@ -30,14 +31,9 @@ def _kept(name: str) -> Any:
     return property(lambda self: getattr(self._loss_scale, name), write)
 
 
-@dataclass
-class _Progress:
-    """What was done for one optimizer since the last update."""
-
-    optimizer: weakref.ref[Optimizer]
-    found_inf: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-    unscaled: bool = False
-    stepped: bool = False
+def _not_begun() -> dict[str, Any]:
+    """Return what was done for an optimizer since the last update, which is nothing; as torch's scaler keeps it."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -81,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
             init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
         )
         self._at_floor, self._group = at_floor, process_group
-        self._progress: dict[int, _Progress] = {}
+        self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
 
     # What the inherited scale, get_scale, get_growth_factor, set_growth_factor, ... read and write.
@@ -106,17 +102,18 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        progress = self._of(optimizer, "unscale_")
-        if progress.stepped:
+        self._refuse("unscale_", optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
             raise ScaleError("GradScaler.unscale_: called after step()\n  fix:   call it between backward and step")
-        if progress.unscaled:
+        if state["stage"] is OptState.UNSCALED:
             raise ScaleError(
                 "GradScaler.unscale_: it was already called for this optimizer since the last update()\n"
                 "  fix:   call it once, after the last backward and before step"
             )
         widen_gradients(optimizer)
-        progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
-        progress.unscaled = True
+        self._check(optimizer, self._loss_scale.inverse())
+        state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` unless a gradient is infinite or NaN, in which case nothing of it changes."""
@@ -127,47 +124,49 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: a closure would compute gradients after they were checked\n"
                 "  fix:   call backward yourself, then scaler.step(optimizer)"
             )
-        progress = self._of(optimizer, "step")
-        if progress.stepped:
+        self._refuse("step", optimizer)
+        refuse_closures("GradScaler.step", optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
             raise ScaleError(
                 "GradScaler.step: it was already called for this optimizer since the last update()\n"
                 "  fix:   scaler.update() at the end of each iteration"
             )
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not _starts_from_nothing(optimizer):
-            result = self._step_on_device(optimizer, progress, kwargs)
+            result = self._step_on_device(optimizer, state["stage"] is OptState.UNSCALED, kwargs)
         else:
-            result = self._step_on_host(optimizer, progress, kwargs)
-        if progress.unscaled:
+            result = self._step_on_host(optimizer, state["stage"] is OptState.UNSCALED, kwargs)
+        if state["stage"] is OptState.UNSCALED:
             narrow_gradients(optimizer)
-        progress.stepped = True
+        state["stage"] = OptState.STEPPED
         return result
 
-    def _step_on_host(self, optimizer: Optimizer, progress: _Progress, kwargs: dict[str, Any]) -> Any:
+    def _step_on_host(self, optimizer: Optimizer, unscaled: bool, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that must not be called where a gradient is infinite."""
         # One that is not torch's own may hand the step on to another, which reads the same gradients.
-        on_masters = is_torchs(optimizer) and not progress.unscaled and steps_on_masters(optimizer)
+        on_masters = is_torchs(optimizer) and not unscaled and steps_on_masters(optimizer)
         if on_masters:  # their gradients are unscaled once they are fp32
-            progress.found_inf = self._check(optimizer, torch.ones_like(self._loss_scale.scale))
-        elif not progress.unscaled:
+            self._check(optimizer, torch.ones_like(self._loss_scale.scale))
+        elif not unscaled:
             self.unscale_(optimizer)
-        if any(verdict.item() for verdict in progress.found_inf.values()):
+        if any(verdict.item() for verdict in self._found_inf_per_device(optimizer).values()):
             return None
         if on_masters:
             setattr(optimizer, INVERSE, self._loss_scale.inverse())
         return optimizer.step(**kwargs)
 
-    def _step_on_device(self, optimizer: Any, progress: _Progress, kwargs: dict[str, Any]) -> Any:
+    def _step_on_device(self, optimizer: Any, unscaled: bool, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer whose kernels take the scale and the verdict as tensors."""
         known = getattr(optimizer, "grad_scale", None)
-        if not progress.unscaled and all(g.dtype.itemsize >= 4 for g in _gradients(optimizer)):
+        if not unscaled and all(g.dtype.itemsize >= 4 for g in _gradients(optimizer)):
             # The check goes through all of them anyway; the kernels then need not write them again.
-            progress.found_inf = self._check(optimizer, self._loss_scale.inverse())
-        elif not progress.unscaled:  # in low precision, small ones would be lost: the kernels unscale as they go
+            self._check(optimizer, self._loss_scale.inverse())
+        elif not unscaled:  # in low precision, small ones would be lost: the kernels unscale as they go
             scale = self._loss_scale.scale
-            progress.found_inf = self._check(optimizer, torch.ones_like(scale))
+            self._check(optimizer, torch.ones_like(scale))
             known = scale if known is None else scale * known
         optimizer.grad_scale = known
-        optimizer.found_inf = self._combined([progress])
+        optimizer.found_inf = self._combined(self._found_inf_per_device(optimizer).values())
         try:
             return optimizer.step(**kwargs)
         finally:
@@ -177,38 +176,38 @@ class GradScaler(torch.amp.GradScaler):
         """Move the scale by what the steps since the last update found, or set it to ``new_scale``."""
         if not self._enabled:
             return
+        states = self._per_optimizer_states.values()
+        verdicts = [verdict for state in states for verdict in state["found_inf_per_device"].values()]
         if new_scale is not None:
             self._loss_scale.set(new_scale)
-        elif not self._progress:
+        elif not verdicts:
             raise ScaleError(
                 "GradScaler.update: no optimizer was unscaled or stepped since the last update()\n"
                 "  fix:   scaler.step(optimizer), then scaler.update(), in each iteration"
             )
         else:
-            self._verdict = self._combined(list(self._progress.values()))
+            self._verdict = self._combined(verdicts)
             self._loss_scale.update(self._verdict)
             self._look_at_floor()
-        self._progress = {}
+        self._per_optimizer_states.clear()
 
     # -- gradients ------------------------------------------------------------------------------------
 
-    def _of(self, optimizer: Optimizer, caller: str) -> _Progress:
+    def _refuse(self, caller: str, optimizer: Any) -> None:
+        """Raise ScaleError where there is no optimizer, or nothing to unscale."""
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
             raise ScaleError(
                 f"GradScaler.{caller}: a {type(optimizer).__name__} in the place of the optimizer\n"
                 f"  legal: a torch.optim.Optimizer\n  fix:   scaler.{caller}(optimizer)"
             )
-        if caller == "step":
-            refuse_closures("GradScaler.step", optimizer)
         if not self._loss_scale.ready:
             raise ScaleError(
                 f"GradScaler.{caller}: nothing was scaled yet\n"
                 "  fix:   scaler.scale(loss).backward(), then scaler.step(optimizer)"
             )
-        return self._progress.setdefault(id(optimizer), _Progress(weakref.ref(optimizer)))
 
     def _check(self, optimizer: Optimizer, inv_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
-        """Unscale the gradients of ``optimizer``; one verdict for each device that holds some."""
+        """Unscale the gradients of ``optimizer``; keep and return a verdict for each device that holds some."""
         found = {inv_scale.device: torch.zeros_like(inv_scale)}
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in _gradients(optimizer):
@@ -219,7 +218,16 @@ class GradScaler(torch.amp.GradScaler):
                 scale_ops.check_finite_and_unscale_(grads, inv_scale.to(device, non_blocking=True), verdict)
         for verdict in found.values():
             self._agree(verdict)
+        self._per_optimizer_states[id(optimizer)] |= {
+            "found_inf_per_device": found,
+            "optimizer": weakref.ref(optimizer),
+        }
         return found
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Look at gradients as they are: torch's, for whoever takes its scaler apart."""
+        self._refuse("_check_inf_per_device", optimizer)
+        return self._check(optimizer, torch.ones_like(self._loss_scale.scale))
 
     def _agree(self, verdict: torch.Tensor) -> None:
         """Let an infinite gradient on one rank be one on all."""
@@ -229,9 +237,9 @@ class GradScaler(torch.amp.GradScaler):
         if distributed.get_world_size(self._group) > 1:
             distributed.all_reduce(verdict, op=distributed.ReduceOp.MAX, group=self._group)
 
-    def _combined(self, progress: list[_Progress]) -> torch.Tensor:
+    def _combined(self, verdicts: Iterable[torch.Tensor]) -> torch.Tensor:
         scale = self._loss_scale.scale
-        found = [v.to(scale.device, non_blocking=True) for p in progress for v in p.found_inf.values()]
+        found = [verdict.to(scale.device, non_blocking=True) for verdict in verdicts]
         return torch.stack(found).amax() if len(found) > 1 else found[0] if found else torch.zeros_like(scale)
 
     # -- the floor ------------------------------------------------------------------------------------
@@ -246,8 +254,8 @@ class GradScaler(torch.amp.GradScaler):
             self._complain_of_floor(int(stuck.item()))
 
     def _complain_of_floor(self, steps: int) -> None:
-        optimizers = [p.optimizer() for p in self._progress.values()]
-        culprit = next((c for o in optimizers if o is not None and (c := _first_bad(o))), "a gradient that is gone")
+        known = [state["optimizer"]() for state in self._per_optimizer_states.values() if "optimizer" in state]
+        culprit = next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that is gone")
         complain_of_floor("GradScaler", steps, self._loss_scale.floor, culprit, self._at_floor)
 
     # -- reading and saving ---------------------------------------------------------------------------
@@ -273,9 +281,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle between iterations."""
-        if self._progress:
+        if any(s["stage"] is not OptState.READY for s in self._per_optimizer_states.values()):
             raise ScaleError("GradScaler: pickled inside of an iteration\n  fix:   pickle it after update()")
-        return {**self.__dict__, "_verdict": None, "_group": self._group if self._group is False else None}
+        group = self._group if self._group is False else None
+        fresh = defaultdict(_not_begun)
+        return {**self.__dict__, "_verdict": None, "_group": group, "_per_optimizer_states": fresh}
 
 
 def _starts_from_nothing(optimizer: Optimizer) -> bool:

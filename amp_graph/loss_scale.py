@@ -51,7 +51,8 @@ class LossScale:
                 f"ceiling={self.ceiling!r}\n  legal: a scale within its limits\n  fix:   another "
                 f"{'floor' if self.init_scale < self.floor else 'ceiling'}, or another init_scale"
             )
-        self.growth_interval, self.hysteresis = int(self.growth_interval), int(self.hysteresis)
+        for name in WHOLE:
+            setattr(self, name, int(getattr(self, name)))
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
 
@@ -92,6 +93,16 @@ class LossScale:
             return 2.0, 1.0, MOST, 1, 0.0, LARGEST
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
+
+    def keep_within_options(self) -> None:
+        """Have good steps that are already more than a shorter growth interval count as one less than it.
+
+        The kernel grows at equality: what is past it would never grow again.
+        """
+        value, good, left, skipped, stuck = self._start
+        self._start = (value, min(good, self.growth_interval - 1), left, skipped, stuck)
+        if self._state is not None:
+            self._state[1].clamp_(max=self.growth_interval - 1)
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
@@ -146,7 +157,7 @@ class LossScale:
         given = {name: state.get(name, getattr(self, name)) for name in names}
         fix = "an older checkpoint, or none: a new scaler finds its scale within some steps"
         _refuse({**state, **given}, "the state has ", fix)
-        given |= {name: int(given[name]) for name in ("growth_interval", "hysteresis")}
+        given |= {name: int(given[name]) for name in WHOLE}
         good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
         left = int(state.get("_hysteresis_left", given["hysteresis"]))
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
@@ -159,7 +170,8 @@ class LossScale:
     def change(self, name: str, value: Any) -> None:
         """Set an option by hand."""
         _refuse({name: value, "floor": self.floor}, "", "a value that is legal")
-        setattr(self, name, int(value) if name in ("growth_interval", "hysteresis") else value)
+        setattr(self, name, int(value) if name in WHOLE else value)
+        self.keep_within_options()
 
     def set(self, value: float | torch.Tensor) -> None:
         """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
@@ -179,6 +191,7 @@ class LossScale:
         return {**self.__dict__, "_start": self.values(), "_state": None}
 
 
+WHOLE = ("growth_interval", "hysteresis")  # options that are whole numbers
 LARGEST = float(torch.finfo(torch.float32).max)
 MOST = 2**31 - 1  # what an int32 counts to
 

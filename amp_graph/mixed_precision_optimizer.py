@@ -23,6 +23,8 @@ from amp_graph.master_weights import make_master, master_of, share_master, write
 from amp_graph.policy import HALVES
 from amp_graph.update_masters import gradient_of_master
 
+OWN = ("optimizer", "scaler", "_pairs", "_plain", "_backward", "_unscaled")  # what an instance keeps
+
 
 def _inside(name: str) -> Any:
     """Return a method that hands on to the one of that name of the optimizer inside."""
@@ -110,6 +112,8 @@ class MixedPrecisionOptimizer(Optimizer):
     def update_master_grads(self) -> None:
         """Give masters their unscaled fp32 gradients, once between two steps; ``step`` does it where nobody did."""
         self._need_backward("update_master_grads")
+        for parameter, _ in self._pairs:
+            master_of(parameter)  # which follows what was written into weights since
         if self._unscaled:
             return
         for parameter, full in self._pairs:
@@ -156,7 +160,7 @@ class MixedPrecisionOptimizer(Optimizer):
         for _, full in self._pairs:
             full.grad = None
         if self._unscaled:  # what was unscaled is gone
-            self.scaler._progress = {}
+            self.scaler._per_optimizer_states.clear()
         self._backward = self._unscaled = False
 
     def _need_backward(self, caller: str) -> None:
@@ -235,8 +239,8 @@ class MixedPrecisionOptimizer(Optimizer):
     # -- saving ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle whole, between two steps."""
-        return self.__dict__
+        """Copy and pickle between two steps, without the ``step`` of the original that a scheduler puts there."""
+        return {name: self.__dict__[name] for name in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up the state, and let the model's parameters, which were copied too, know of their masters here."""

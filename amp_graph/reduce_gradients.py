@@ -87,6 +87,11 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
     return Ranks(group.group_name, size, dtype)
 
 
+def default_group() -> Any:
+    """Return the group of all ranks, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def make_equal(model: torch.nn.Module, process_group: Any) -> None:
     """Give all ranks the parameters and buffers of the group's first, as DDP does."""
     group: Any = process_group or dist.group.WORLD

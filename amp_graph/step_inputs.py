@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from amp_graph.check_optimizer import refuse_closures
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import CaptureError
+from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
+from amp_graph.passes.torch_private import mode_without_capture
 from amp_graph.policy import Policy
 
 
@@ -147,6 +148,34 @@ def refuse_loss(error: BaseException) -> None:
             f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
             "  fix:   return it from loss_fn without .item(), float(), and other values beside it"
         ) from None
+
+
+def refuse_surroundings() -> None:
+    """Raise CaptureError where a step is called amid what its graph would pass by."""
+    if mode := mode_without_capture():
+        raise CaptureError(
+            f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
+            "\n  fix:   leave the mode, or call the model itself under it"
+        )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise CaptureError(
+            f"TrainStep: called under torch.{mode}(), where nothing has a gradient\n"
+            "  fix:   call it outside; model(inputs) is what inference calls"
+        )
+
+
+def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
+    """Raise what Dynamo's ``error`` means for a step, where that is known."""
+    if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        refuse_loss(error)
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
+        raise error.inner_exception from None
+    if isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
+        raise CaptureError(
+            f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
+            "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
+        ) from error
 
 
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:

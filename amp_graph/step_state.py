@@ -39,7 +39,7 @@ class StepState:
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
         """Return the copy of ``parameter`` in ``dtype``, made where there is none."""
         key = (id(parameter), dtype)
-        if key not in self.copies:
+        if key not in self.copies or not _fits(self.copies[key].low, parameter):
             low = parameter.detach().to(dtype)
             self.copies[key] = Copy(parameter, low, _version(parameter, last_update()))
         return self.copies[key]
@@ -54,8 +54,10 @@ class StepState:
 
     def sum_of(self, parameter: Tensor) -> Tensor:
         """Return what gradients of ``parameter`` are added up in over micro-batches, fp32 where it is low."""
-        made = torch.zeros_like(self.target_of(parameter), requires_grad=False)
-        return self.sums.setdefault(id(parameter), made)
+        key, target = id(parameter), self.target_of(parameter)
+        if key not in self.sums or not _fits(self.sums[key], target):
+            self.sums[key] = torch.zeros_like(target, requires_grad=False)
+        return self.sums[key]
 
     def rate_of(self, group: dict[str, Any]) -> Tensor:
         """Return the learning rate of ``group`` as a tensor, in the dtype in which kernels read it."""
@@ -73,7 +75,7 @@ class StepState:
                 continue
             if isinstance(lr, Tensor):
                 self.read.pop(key, None)
-                rate.copy_(lr)
+                rate.copy_(lr.reshape(()))
             elif self.read.get(key) != lr:
                 rate.fill_(lr)
                 self.read[key] = float(lr)
@@ -130,6 +132,11 @@ class StepState:
         for kept in (self.held, self.sums):
             for key in kept.keys() - parameters:
                 del kept[key]
+
+
+def _fits(kept: Tensor, parameter: Tensor) -> bool:
+    """Say whether ``kept`` still is for ``parameter``, whose ``.data`` may have been resized or moved."""
+    return (kept.shape, kept.device) == (parameter.shape, parameter.device)
 
 
 def _version(parameter: Tensor, update: object) -> tuple[int, int, object]:

@@ -22,7 +22,7 @@ from amp_graph.check_optimizer import refuse_hooks
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
-from amp_graph.errors import AmpGraphError, CaptureError, ScaleError
+from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
@@ -31,14 +31,14 @@ from amp_graph.passes.torch_private import (
     Find,
     capture_with_dynamo,
     compiled_frames,
-    mode_without_capture,
+    one_capture_at_a_time,
     own_code_object,
     weakly,
 )
 from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.recaptures import Recaptures
-from amp_graph.reduce_gradients import make_equal, ranks_of
+from amp_graph.reduce_gradients import default_group, make_equal, ranks_of
 from amp_graph.step_graph import StepGraph, mark_loss
 from amp_graph.step_inputs import (
     call_model,
@@ -48,12 +48,16 @@ from amp_graph.step_inputs import (
     policy_of,
     refuse,
     refuse_complex,
-    refuse_loss,
     refuse_options,
+    refuse_surroundings,
+    refuse_what_is_no_graph,
     split_batch,
 )
 from amp_graph.step_state import StepState
 from amp_graph.watch_optimizer import WatchedOptimizer
+
+# What graphs are made for. Options of the optimizer and the loss scale may change, and at_floor.
+FIXED = frozenset(("model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches", "loss_scale"))
 
 
 class TrainStep:
@@ -80,8 +84,9 @@ class TrainStep:
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
-    eval and other guards capture anew. Raises CaptureError (not one graph, a loss that is no scalar, parameters
-    that are not the optimizer's), ScaleError, PolicyError; CompilerError for "one_pass" without a C compiler.
+    eval and other guards capture anew. Copied or pickled, a step takes copies of its model and optimizer along.
+    Raises CaptureError (not one graph, a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
+    PolicyError; CompilerError for "one_pass" without a C compiler.
     """
 
     def __init__(
@@ -117,6 +122,18 @@ class TrainStep:
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
         self.at_floor, self._calls = at_floor, 0
+        self._given = {
+            "policy": self.policy,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "micro_batches": micro_batches,
+            "outputs": outputs,
+            "compile": compile,
+            "process_group": process_group,
+            "reduce_dtype": reduce_dtype,
+            "cuda_graph": cuda_graph,
+            "update": update,
+        }
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
@@ -124,6 +141,8 @@ class TrainStep:
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
             convert(model, self.policy)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self._conversion = conversion_of(model)
+        self._scale_options: tuple[float, ...] | None = None
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self.captured: list[CapturedStep] = []
         self._recaptures = Recaptures()
@@ -138,8 +157,7 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
-        if self._watched.has_changed():
-            self.forget()
+        self._follow()
         self._state.read_rates(self.optimizer.param_groups)
         if self.micro_batches == 1:
             return self._once(batch, last=True)
@@ -154,16 +172,7 @@ class TrainStep:
 
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._last = last
-        if mode := mode_without_capture():
-            raise CaptureError(
-                f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
-                "\n  fix:   leave the mode, or call the model itself under it"
-            )
-        if torch.is_inference_mode_enabled():
-            raise CaptureError(
-                "TrainStep: called under torch.inference_mode(), where nothing has a gradient\n"
-                "  fix:   call it outside; model(inputs) is what inference calls"
-            )
+        refuse_surroundings()
         try:
             found, known = self._find({"batch": tuple(batch), **self._free}), len(self.captured)
             result = (found or self._run)(*batch)
@@ -171,18 +180,45 @@ class TrainStep:
                 self._recaptures.note(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            refuse_loss(error)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            refuse_what_is_no_graph(self.model, error)
             raise
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, AmpGraphError):
-                raise error.inner_exception from None
-            raise
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what the graphs were made for."""
+        if name in FIXED and name in self.__dict__:
             raise CaptureError(
-                f"TrainStep: {type(self.model).__name__} and its loss are not one graph: {str(error).strip()}\n"
-                "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
-            ) from error
+                f"TrainStep: {name} is set to {value!r:.200}, and a step keeps what it was made with\n"
+                "  legal: new options of its optimizer, its loss scale and its model, as they are\n"
+                f"  fix:   another TrainStep(..., {name}=...) over the same model and optimizer"
+            )
+        super().__setattr__(name, value)
+
+    def _follow(self) -> None:
+        """Take up what was changed since the last call around the graphs, so that these are made anew."""
+        if conversion_of(self.model) is not self._conversion:
+            self._follow_conversion()
+        options = None if self.loss_scale is None else self.loss_scale.options()
+        if self._watched.has_changed() or options != self._scale_options:
+            self.forget()
+        if options != self._scale_options and self.loss_scale is not None:
+            self.loss_scale.keep_within_options()
+        self._scale_options = options
+
+    def _follow_conversion(self) -> None:
+        """Capture anew where the model was converted, or reverted, after this step was made."""
+        policy_of(self.model, self.policy)  # which is to be the same
+        conversion = conversion_of(self.model)
+        if conversion is None and self.policy.level in HELD_LOW:
+            raise CaptureError(
+                f"TrainStep: the model was reverted, and '{self.policy}' holds its parameters in low precision\n"
+                "  fix:   a new TrainStep, which converts it again"
+            )
+        self._run = self._capturing()
+        self._conversion = conversion
+        self.captured.clear()
+        self._state.keep(())
+        self.forget()
 
     # -- capture --------------------------------------------------------------------------------------
 
@@ -233,7 +269,8 @@ class TrainStep:
         return found
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
-        made = self._builder.build(captured, args, self._last)
+        with one_capture_at_a_time:
+            made = self._builder.build(captured, args, self._last)
         for bound in (bound for other in self.captured for bound in other.bounds):
             # For parameters in another layout, maybe, as which states were laid out now.
             bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
@@ -267,6 +304,21 @@ class TrainStep:
             complain_of_floor("TrainStep", int(stuck), self.loss_scale.floor, step.first_bad(args), self.at_floor)
 
     # -- state ----------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle as what it was made from: the copy trains copies of model and optimizer, captured anew."""
+        if self._given["process_group"] not in (None, False, default_group()):
+            raise CaptureError(
+                "TrainStep: a step over a process group of its own is copied, which is a connection, no value\n"
+                "  legal: process_group=None or False\n  fix:   a new TrainStep over the copied model and optimizer"
+            )
+        group = None if self._given["process_group"] is not False else False
+        own = {"loss_fn": self.loss_fn, "loss_scale": self.loss_scale, "at_floor": self.at_floor}
+        return {"model": self.model, "optimizer": self.optimizer, **self._given, **own, "process_group": group}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the copy."""
+        self.__init__(**state)  # type: ignore[misc]
 
     def forget(self) -> None:
         """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""

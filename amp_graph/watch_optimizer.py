@@ -72,7 +72,7 @@ class WatchedOptimizer:
             "  fix:   nothing, or leave them as they are: cycle_momentum=False for OneCycleLR and CyclicLR. Learning "
             "rates may change at any step",
             AmpGraphWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def owned(self) -> set[int]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+from torch._dynamo.convert_frame import compile_lock as one_capture_at_a_time  # 2.11 - 2.13: held by each of Dynamo's
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
@@ -82,6 +83,7 @@ __all__ = [
     "not_captured",
     "numel",
     "on_every_optimizer_step",
+    "one_capture_at_a_time",
     "outer_saved_tensors_hooks",
     "outside_dynamo",
     "outside_modes",

@@ -148,7 +148,8 @@ class WeightCopies:
 
     def _first(self, weight: Tensor) -> Tensor:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
-        self._kept.pop(id(weight), None)
+        if (old := self._kept.pop(id(weight), None)) is not None:
+            old.given = None  # with its way back for gradients, whose shape is the one that the parameter had
         if not self.enabled or not may_be_kept(weight):
             return weight.to(self.dtype)
         if not FEW < len(self._kept) < self._room:

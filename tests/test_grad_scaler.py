@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, ScaleError
@@ -460,6 +461,51 @@ def test_calls_out_of_order():
         scaler.step(optimizer)
     with pytest.raises(ScaleError, match="inside of an iteration"):
         pickle.dumps(scaler)
+
+
+@pytest.mark.parametrize("kind", [amp_graph.GradScaler, torch.amp.GradScaler])
+def test_what_others_read_of_an_optimizers_state(kind):
+    """Trainers look into torch's scaler for the verdict of one optimizer; it is the same here."""
+    model, optimizer = make(torch.optim.SGD)
+    scaler = kind("cpu", init_scale=4.0)
+    for bad in (False, True):
+        scaler.scale(model(torch.full((2, 6), float("inf") if bad else 1.0)).sum()).backward()
+        stages = [scaler._per_optimizer_states[id(optimizer)]["stage"]]
+        assert not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        looked = scaler._check_inf_per_device(optimizer)
+        assert [v.item() for v in looked.values()] == [float(bad)]
+        scaler.unscale_(optimizer)
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"])
+        assert [v.item() for v in scaler._found_inf_per_device(optimizer).values()] == [float(bad)]
+        scaler.step(optimizer)
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"])
+        assert stages == [OptState.READY, OptState.UNSCALED, OptState.STEPPED]
+        scaler.update()
+        assert id(optimizer) not in scaler._per_optimizer_states
+
+
+def test_looking_at_the_state_of_an_optimizer_is_no_verdict():
+    _, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    with pytest.raises(ScaleError, match="no optimizer was unscaled or stepped"):
+        scaler.update()
+    pickle.loads(pickle.dumps(scaler))
+
+
+def test_a_shorter_growth_interval_counts_at_once():
+    """Where there were more good steps already, the next makes the scale grow; torch's never does again."""
+    model, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu", init_scale=4.0)
+    for i in range(7):
+        if i == 5:
+            scaler.set_growth_interval(3)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if i < 5 else 8.0)
 
 
 @pytest.mark.parametrize("at_floor", ["warn", "error"])

@@ -224,6 +224,7 @@ def test_copied_together_both_train_on(copied, order, policy):
 
     given = list(batches(6))
     model, optimizer = made()
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)  # which puts a step of its own there
     go(model, optimizer, given[:3])
     if order == "model first":
         twin, theirs = copied((model, optimizer))
@@ -236,6 +237,43 @@ def test_copied_together_both_train_on(copied, order, policy):
     assert equal(saved(model), saved(twin))
     assert same(optimizer.state_dict()["masters"], theirs.state_dict()["masters"])
     go(*made(), given)
+
+
+def filled(model):
+    with torch.no_grad():
+        model.first.weight.fill_(0.5)
+
+
+def replaced(model):
+    model.first.weight.data = torch.full_like(model.first.weight, 0.5)
+
+
+def loaded(model):
+    model.load_state_dict({**model.state_dict(), "first.weight": torch.full((24, 6), 0.5)})
+
+
+@pytest.mark.parametrize("policy", ["fp16-O2", "fp16-O1", None])
+@pytest.mark.parametrize("write", [filled, replaced, loaded])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_written_into_weights_counts(late, write, policy):
+    """Between two steps, and between clipping and the step; master and weight go on from it."""
+    torch.manual_seed(0)
+    model = Net().half() if policy is None else amp_graph.convert(Net(), policy)
+    optimizer = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    for i, (x, y) in enumerate(batches(3)):
+        if i == 2 and not late:
+            write(model)
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x.half() if policy is None else x).float(), y))
+        optimizer.clip_master_grads(1.0)
+        if i == 2 and late:
+            write(model)
+        optimizer.step()
+    moved = (model.first.weight.detach().float() - 0.5).abs().max()
+    assert moved < 2e-3
+    full = optimizer.param_groups[0]["params"][0]
+    assert 0 < (full.detach() - 0.5).abs().max() < 1.1e-3
+    assert torch.equal(full.detach().to(model.first.weight.dtype), model.first.weight.detach())
 
 
 def test_dynamic_loss_args_are_those_of_apex():

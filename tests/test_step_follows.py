@@ -83,6 +83,7 @@ def loop(model, optimizer, steps, policy, before=None, parts=1, clip=None):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         losses.append(loss.item())
+        del loss  # whose graph keeps torch from taking a parameter's other shape
     return losses
 
 
@@ -439,3 +440,144 @@ def test_a_step_that_was_replaced_is_what_runs():
         return optimizer
 
     compare(mlp, make, "bf16")
+
+
+# -- what belongs to the step itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sgd, lambda p: RAdam(p, lr=0.1)])
+def test_a_learning_rate_that_is_a_tensor_of_one_element(make):
+    def before(i, model, optimizer):
+        if not i:
+            optimizer.param_groups[0]["lr"] = torch.tensor([0.1])
+        optimizer.param_groups[0]["lr"].fill_(0.1 / (i + 1))
+
+    compare(mlp, make, "bf16", before)
+
+
+def resized(model, optimizer):
+    """As Hugging Face's `resize_token_embeddings` does."""
+    new = nn.Linear(16, 6)
+    torch.nn.init.constant_(new.weight, 0.1)
+    torch.nn.init.zeros_(new.bias)
+    for name, p in model[2].named_parameters():
+        p.data, p.grad = getattr(new, name).data, None
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_data_of_another_shape(policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            resized(model, optimizer)
+
+    compare(mlp, sgd, policy, before)
+
+
+@pytest.mark.parametrize("policy", LEVELS[:2])
+def test_data_of_another_shape_in_micro_batches(policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            resized(model, optimizer)
+
+    compare(mlp, sgd, policy, before, parts=2, clip=0.2)
+
+
+LATER = {"growth_factor": 4.0, "growth_interval": 2, "backoff_factor": 0.25, "hysteresis": 2, "floor": 2.0}
+
+
+def by_loading(scale):
+    scale.load_state_dict({**scale.state_dict(), **LATER})
+
+
+def by_hand(scale):
+    for name, value in LATER.items():
+        scale.change(name, value)
+
+
+def by_attribute(scale):
+    vars(scale).update(LATER)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", [by_loading, by_hand, by_attribute])
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
+    """As those of a scale that the loop moves, and which has already seen more good steps than it now needs."""
+    model, alone = mlp(), amp_graph.LossScale(2.0**10).to(torch.device("cpu"))
+    step = amp_graph.TrainStep(
+        model, F.cross_entropy, sgd(model.parameters()), "fp16", loss_scale=2.0**10, compile=compile
+    )
+    step.loss_scale.dynamic = True
+    seen = []
+    for i in range(14):
+        if i == 5:
+            way(step.loss_scale)
+            by_hand(alone)
+        x, y = batch(i)
+        if i in (9, 10):
+            x[0, 0] = float("inf")
+        step(x, y)
+        alone.update(torch.tensor(float(i in (9, 10))))
+        seen.append(step.loss_scale.values())
+        assert seen[-1] == alone.values()
+    assert seen[4][0] == 2.0**10
+    assert seen[5][0] == 2.0**12  # at once: there were five good steps
+    assert seen[10][0] < seen[9][0]  # the second bad one
+
+
+@pytest.mark.parametrize("name", ["model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches"])
+def test_what_graphs_are_made_for_is_not_set_later(name):
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    kept = getattr(step, name)
+    with pytest.raises(CaptureError, match=rf"TrainStep: {name} is set to 2,(.|\n)*legal:(.|\n)*fix:"):
+        setattr(step, name, 2)
+    assert getattr(step, name) is kept
+    step(*batch())
+
+
+def test_under_no_grad_there_is_no_step():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    was = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"torch\.no_grad\(\)(.|\n)*fix:"):
+        step(*batch())
+    with torch.inference_mode(), torch.enable_grad(), pytest.raises(CaptureError, match="inference_mode"):
+        step(*batch())
+    assert same(was, parameters(model))
+
+
+@pytest.mark.parametrize("policy", LEVELS[:2])
+def test_converted_and_reverted_between_two_steps(policy):
+    """The step goes on as it was, and the model itself answers in between."""
+    one, two = mlp(), mlp()
+    loop(one, sgd(one.parameters()), 6, policy)
+    step = amp_graph.TrainStep(two, F.cross_entropy, sgd(two.parameters()), policy)
+    for i in range(6):
+        if i == 2:
+            amp_graph.convert(two, policy)
+        if i == 4:
+            amp_graph.revert(two)
+        step(*batch(i))
+        two(batch(i)[0])
+    assert same(parameters(one), parameters(two))
+
+
+def test_a_model_that_was_converted_otherwise_is_refused():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    amp_graph.convert(model, "fp16")
+    with pytest.raises(CaptureError, match=r"converted with policy='fp16-O1'(.|\n)*fix:"):
+        step(*batch())
+    amp_graph.revert(model)
+    step(*batch())
+
+
+def test_a_model_that_was_reverted_from_low_parameters_is_refused():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16-O2")
+    amp_graph.revert(model)
+    was = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CaptureError, match=r"was reverted(.|\n)*fix:"):
+        step(*batch())
+    assert same(was, parameters(model))

@@ -93,6 +93,19 @@ OPTIMIZERS = {
 }
 
 
+def test_data_of_another_shape():
+    """As Hugging Face's `resize_token_embeddings` gives it; the copies before it keep nothing of the old shape."""
+    ours, theirs = pair()
+    for _ in range(3):
+        assert_equal_step(ours, theirs)
+    for model in (ours, theirs):
+        torch.manual_seed(3)
+        for p in (model.second.weight, model.second.bias):
+            p.data, p.grad = torch.randn(7, *p.shape[1:]), None
+    for _ in range(3):
+        assert_equal_step(ours, theirs)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("width", [32, 512], ids=["small", "large"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,0 +1,127 @@
+"""A TrainStep copied and pickled, and several made by threads at once."""
+
+import copy
+import io
+import pickle
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+import amp_graph
+from amp_graph import train_step
+from amp_graph.errors import CaptureError
+
+from .test_train_step import Net, batches, build, parameters, same
+
+
+def saved(step):
+    file = io.BytesIO()
+    torch.save(step, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "fp16", "fp16-O2", "bf16-O3"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step)), saved])
+def test_a_copy_trains_a_model_of_its_own(copied, policy):
+    """With the optimizer's state, the masters and the loss scale of the moment; and the original goes on."""
+    model, optimizer = build(optimizer=SGD if "O3" in policy else torch.optim.AdamW, fused=True)
+    StepLR(optimizer, 2)  # which puts a step of its own into the optimizer
+    scale = amp_graph.LossScale(2.0**10, growth_interval=2)
+    step = amp_graph.TrainStep(
+        model, F.cross_entropy, optimizer, policy, loss_scale=scale, clip_norm=1.0, micro_batches=2, outputs=True
+    )
+    given = list(batches(6))
+    for one in given[:3]:
+        step(*one)
+    twin = copied(step)
+    was = parameters(model)
+    theirs = [twin(*one)[0].item() for one in given[3:]]
+    assert same(was, parameters(model))
+    assert twin.model is not model
+    assert not same(was, parameters(twin.model))
+    assert [step(*one)[0].item() for one in given[3:]] == theirs
+    assert same(parameters(model), parameters(twin.model))
+    assert step.state_dict() == twin.state_dict()
+
+
+def test_what_is_copied_along_stays_one_object():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    twin, other, its = copy.deepcopy((step, model, optimizer))
+    assert twin.model is other
+    assert twin.optimizer is its
+    assert its.param_groups[0]["params"][0] is other.first.weight
+
+
+def test_a_shallow_copy_is_another_step_of_the_same_model():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    twin = copy.copy(step)
+    assert twin.model is model
+    assert twin.optimizer is optimizer
+    assert twin.loss_scale is step.loss_scale
+    other, theirs = build()
+    alone = amp_graph.TrainStep(other, F.cross_entropy, theirs, "fp16")
+    for i, one in enumerate(batches(4)):
+        (twin if i % 2 else step)(*one)
+        alone(*one)
+    assert same(parameters(model), parameters(other))
+
+
+def test_a_step_over_a_process_group_of_its_own_is_not_copied(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model, optimizer = build()
+        for group in (None, torch.distributed.group.WORLD):
+            step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", process_group=group)
+            assert copy.deepcopy(step)._given["process_group"] is None
+        group = torch.distributed.new_group([0])
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", process_group=group)
+        with pytest.raises(CaptureError, match=r"process group of its own(.|\n)*fix:"):
+            pickle.dumps(step)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def first_calls_of_threads(count):
+    """Make and call steps in threads at once; return their errors, and what their losses were."""
+    losses, errors = {}, []
+    start = threading.Barrier(count)
+
+    def work(number, model, optimizer):
+        try:
+            start.wait()
+            step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", clip_norm=1.0)
+            losses[number] = [step(*one).item() for one in batches(2)]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n, *build(Net))) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors, losses
+
+
+def test_steps_that_are_captured_in_threads_at_once():
+    errors, losses = first_calls_of_threads(4)
+    assert not errors
+    assert len(losses) == 4
+    assert len({tuple(found) for found in losses.values()}) == 1
+
+
+def test_control_traced_while_another_thread_captures(monkeypatch):
+    monkeypatch.setattr(train_step, "one_capture_at_a_time", nullcontext())
+    for _ in range(5):
+        torch._dynamo.reset()
+        if first_calls_of_threads(4)[0]:
+            break
+    else:
+        pytest.fail("the lock is not what keeps them apart")

@@ -30,7 +30,7 @@ from amp_graph.one_pass_update import OnePass, plan_one_pass
 from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, passes_of_step
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.torch_private import weakly
+from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.rewrite import rewrite_in_place
@@ -92,7 +92,8 @@ class StepBuilder:
         trained, absent = self._trained(captured, args, self.state.pending if updates else {})
         parts, how, copies = self._parts(captured, args, trained, absent, updates)
         in_step = self.compile == "eager" and self.policy.level != "O0"
-        step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
+        with one_capture_at_a_time():
+            step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies

@@ -284,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
         if any(s["stage"] is not OptState.READY for s in self._per_optimizer_states.values()):
             raise ScaleError("GradScaler: pickled inside of an iteration\n  fix:   pickle it after update()")
         group = self._group if self._group is False else None
-        fresh = defaultdict(_not_begun)
+        fresh: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         return {**self.__dict__, "_verdict": None, "_group": group, "_per_optimizer_states": fresh}
 
 

@@ -31,7 +31,6 @@ from amp_graph.passes.torch_private import (
     Find,
     capture_with_dynamo,
     compiled_frames,
-    one_capture_at_a_time,
     own_code_object,
     weakly,
 )
@@ -269,8 +268,7 @@ class TrainStep:
         return found
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
-        with one_capture_at_a_time:
-            made = self._builder.build(captured, args, self._last)
+        made = self._builder.build(captured, args, self._last)
         for bound in (bound for other in self.captured for bound in other.bounds):
             # For parameters in another layout, maybe, as which states were laid out now.
             bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
-from torch._dynamo.convert_frame import compile_lock as one_capture_at_a_time  # 2.11 - 2.13: held by each of Dynamo's
+from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.13: held by each of Dynamo's captures
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
@@ -507,6 +507,22 @@ def capture_with_dynamo(
 
 
 Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
+
+
+@contextlib.contextmanager
+def one_capture_at_a_time() -> Iterator[None]:
+    """Keep other threads from capturing while a graph is traced outside of Dynamo, which patches modules for all.
+
+    And let them call what was captured: by ``is_compiling`` torch tells a trace from ``fx.symbolic_trace``, amid which
+    Dynamo refuses to be called, in any thread. torch/fx/_symbolic_trace.py, torch/compiler/__init__.py; 2.11 - 2.13.
+    """
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) -> Find:

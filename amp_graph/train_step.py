@@ -6,24 +6,23 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from amp_graph.backend import Compile, Runner, check_compile
 from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
+from amp_graph.captured_steps import CapturedSteps
 from amp_graph.check_optimizer import refuse_hooks
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
+from amp_graph.loss_scale import LossScale, check_at_floor
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import (
@@ -34,11 +33,10 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     weakly,
 )
-from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.recaptures import Recaptures
 from amp_graph.reduce_gradients import default_group, make_equal, ranks_of
-from amp_graph.step_graph import StepGraph, mark_loss
+from amp_graph.step_graph import mark_loss
 from amp_graph.step_inputs import (
     call_model,
     forward_of,
@@ -55,8 +53,8 @@ from amp_graph.step_inputs import (
 from amp_graph.step_state import StepState
 from amp_graph.watch_optimizer import WatchedOptimizer
 
-# What graphs are made for. Options of the optimizer and the loss scale may change, and at_floor.
-FIXED = frozenset(("model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches", "loss_scale"))
+# What a step is made for; options of the optimizer and the loss scale may change.
+MADE_FOR = ("model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches", "loss_scale", "at_floor")
 
 
 class TrainStep:
@@ -120,7 +118,7 @@ class TrainStep:
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
-        self.at_floor, self._calls = at_floor, 0
+        self.at_floor = at_floor
         self._given = {
             "policy": self.policy,
             "clip_norm": clip_norm,
@@ -143,19 +141,18 @@ class TrainStep:
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
-        self.captured: list[CapturedStep] = []
         self._recaptures = Recaptures()
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
-        self._last = True
         self._watched = WatchedOptimizer(optimizer, self.forget)
-        self._builder = StepBuilder(model, optimizer, *how, self._state, self._watched)
+        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
         self._run = self._capturing()
 
     # -- the loop -------------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
+        refuse_surroundings()
         self._follow()
         self._state.read_rates(self.optimizer.param_groups)
         if self.micro_batches == 1:
@@ -170,8 +167,7 @@ class TrainStep:
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
 
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
-        self._last = last
-        refuse_surroundings()
+        self._steps.last = last
         try:
             found, known = self._find({"batch": tuple(batch), **self._free}), len(self.captured)
             result = (found or self._run)(*batch)
@@ -185,7 +181,7 @@ class TrainStep:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what the graphs were made for."""
-        if name in FIXED and name in self.__dict__:
+        if name in MADE_FOR and name in self.__dict__:
             raise CaptureError(
                 f"TrainStep: {name} is set to {value!r:.200}, and a step keeps what it was made with\n"
                 "  legal: new options of its optimizer, its loss scale and its model, as they are\n"
@@ -235,71 +231,11 @@ class TrainStep:
         self._free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
         return capture_with_dynamo(
             function,
-            weakly(self._backend),
+            weakly(self._steps.take),
             dynamic=False,
             fullgraph=True,
             heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
         )
-
-    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        captured = self._builder.take(gm)
-        self.captured.append(captured)
-        owner, own = weakref.ref(self), weakref.ref(captured)
-
-        def run(*args: Any) -> Any:
-            step, captured = owner(), own()
-            assert step is not None, "a step's graph is called by the step alone"
-            assert captured is not None, "a step has its graphs for as long as it lives"
-            return step._run_on(captured, args)
-
-        return run
-
-    def _run_on(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
-        """Run the step that was traced from ``captured`` for these parameters, or trace it."""
-        if captured.bind(args, self._watched.owned):
-            self._drop_unreachable(captured)
-        graph = captured.steps.get(captured.bound.kind(self._last, self._state.pending)) or self._trace(captured, args)
-        self._state.refresh(graph.copies)
-        found = graph(*args)
-        if self._last:
-            self._was_updated(graph, args)
-        else:
-            self._state.were_added_up(graph.parameters(args))
-        return found
-
-    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
-        made = self._builder.build(captured, args, self._last)
-        for bound in (bound for other in self.captured for bound in other.bounds):
-            # For parameters in another layout, maybe, as which states were laid out now.
-            bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
-        captured.steps[captured.bound.kind(self._last, self._state.pending)] = made
-        self._watched.was_read_by(made.updates)
-        return made
-
-    def _drop_unreachable(self, captured: CapturedStep) -> None:
-        """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
-        alive = self._watched.owned() | {id(p) for p in self.model.parameters()}
-        for other in self.captured:
-            other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
-        self._state.keep({id(p) for other in self.captured for b in other.bounds for p in b.parameters})
-
-    def _was_updated(self, step: StepGraph, args: Sequence[Any]) -> None:
-        """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
-        self._state.pending.clear()
-        if step.after is None:
-            weights_were_written()  # by fused operators, which leave version counters alone
-            beside = {id(p) for p in step.absent.values()}
-            self._state.was_updated([c for c in step.copies if id(c.parameter) not in beside])
-        self._look_at_floor(step, args)
-
-    def _look_at_floor(self, step: StepGraph, args: Sequence[Any]) -> None:
-        """Say where gradients stay infinite at the smallest scale; not on devices, from which nothing is copied."""
-        self._calls += 1
-        if self.loss_scale is None or self._calls % STUCK:
-            return
-        stuck = self.loss_scale.state[4]
-        if stuck.device.type == "cpu" and stuck.item() >= STUCK:
-            complain_of_floor("TrainStep", int(stuck), self.loss_scale.floor, step.first_bad(args), self.at_floor)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -322,8 +258,7 @@ class TrainStep:
         """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""
         self._watched.forget_state()
         self._state.forget_rates()
-        for bound in (bound for captured in self.captured for bound in captured.bounds):
-            bound.steps.clear()
+        self._steps.forget()
 
     def refresh(self) -> None:
         """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
@@ -332,6 +267,11 @@ class TrainStep:
     def weight_copies(self) -> list[Tensor]:
         """Return the low-precision copies of weights that forward reads."""
         return [copy.low for copy in self._state.copies.values()]
+
+    @property
+    def captured(self) -> list[CapturedStep]:
+        """What was captured so far, each with the steps that were traced from it."""
+        return self._steps.captured
 
     @property
     def skipped_steps(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.train_step import MADE_FOR
 
 from .test_train_step import parameters, same
 
@@ -525,7 +526,7 @@ def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
     assert seen[10][0] < seen[9][0]  # the second bad one
 
 
-@pytest.mark.parametrize("name", ["model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches"])
+@pytest.mark.parametrize("name", MADE_FOR)
 def test_what_graphs_are_made_for_is_not_set_later(name):
     model = mlp()
     step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")

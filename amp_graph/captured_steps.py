@@ -1,0 +1,98 @@
+"""The captures of one ``TrainStep``: which traced step runs, for which parameters, and what is known once it ran.
+
+Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After: that of
+the whole step, traced for these parameters, is run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from amp_graph.backend import Runner
+from amp_graph.build_step import StepBuilder
+from amp_graph.captured_step import CapturedStep
+from amp_graph.loss_scale import STUCK, complain_of_floor
+from amp_graph.passes.weight_updates import weights_were_written
+from amp_graph.step_graph import StepGraph
+
+
+class CapturedSteps:
+    """What was captured and traced so far; ``last`` says whether the next call is the last micro-batch of a step."""
+
+    def __init__(self, builder: StepBuilder, at_floor: str) -> None:
+        """Begin without any; at_floor: "warn" or "error"."""
+        self.captured: list[CapturedStep] = []
+        self.last = True
+        self._builder, self._state, self._watched = builder, builder.state, builder.watched
+        self._at_floor, self._calls = at_floor, 0
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
+        captured = self._builder.take(gm)
+        self.captured.append(captured)
+        owner, own = weakref.ref(self), weakref.ref(captured)
+
+        def run(*args: Any) -> Any:
+            steps, captured = owner(), own()
+            assert steps is not None, "a step's graph is called by the step alone"
+            assert captured is not None, "a step has its graphs for as long as it lives"
+            return steps._run(captured, args)
+
+        return run
+
+    def forget(self) -> None:
+        """Trace anew at the next call."""
+        for bound in (bound for captured in self.captured for bound in captured.bounds):
+            bound.steps.clear()
+
+    def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
+        """Run the step that was traced from ``captured`` for these parameters, or trace it."""
+        if captured.bind(args, self._watched.owned):
+            self._drop_unreachable(captured)
+        graph = captured.steps.get(captured.bound.kind(self.last, self._state.pending)) or self._trace(captured, args)
+        self._state.refresh(graph.copies)
+        found = graph(*args)
+        if self.last:
+            self._was_updated(graph)
+            self._look_at_floor(graph, args)
+        else:
+            self._state.were_added_up(graph.parameters(args))
+        return found
+
+    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+        made = self._builder.build(captured, args, self.last)
+        for bound in (bound for other in self.captured for bound in other.bounds):
+            # For parameters in another layout, maybe, as which states were laid out now.
+            bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
+        captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
+        self._watched.was_read_by(made.updates)
+        return made
+
+    def _drop_unreachable(self, captured: CapturedStep) -> None:
+        """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
+        alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
+        for other in self.captured:
+            other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
+        self._state.keep({id(p) for other in self.captured for b in other.bounds for p in b.parameters})
+
+    def _was_updated(self, graph: StepGraph) -> None:
+        """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
+        self._state.pending.clear()
+        if graph.after is None:
+            weights_were_written()  # by fused operators, which leave version counters alone
+            beside = {id(p) for p in graph.absent.values()}
+            self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
+
+    def _look_at_floor(self, graph: StepGraph, args: Sequence[Any]) -> None:
+        """Say where gradients stay infinite at the smallest scale; not on devices, from which nothing is copied."""
+        self._calls += 1
+        scale = self._builder.loss_scale
+        if scale is None or self._calls % STUCK:
+            return
+        stuck = scale.state[4]
+        if stuck.device.type == "cpu" and stuck.item() >= STUCK:
+            complain_of_floor("TrainStep", int(stuck), scale.floor, graph.first_bad(args), self._at_floor)

@@ -48,7 +48,7 @@ class CapturedStep:
     rewritten: Rewritten
     loss: int  # which of the graph's outputs it is
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
-    numbers: tuple[int, ...] = ()  # which of the graph's inputs are parameters; this and the above by the first call
+    numbers: tuple[int, ...] | None = None  # which of the graph's inputs are parameters; known with the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs to which the loss sends no gradient
 
@@ -68,19 +68,19 @@ class CapturedStep:
         A module or a parameter may have been put in the place of another, which no guard of a capture looks at.
         owned: returns the tensors that the optimizer has, by id.
         """
+        numbers = self._take_weights(args, owned()) if self.numbers is None else self.numbers
         for n, bound in enumerate(self.bounds):
-            if all(map(is_, map(args.__getitem__, self.numbers), bound.parameters)):
+            if all(map(is_, map(args.__getitem__, numbers), bound.parameters)):
                 if n:
                     self.bounds.insert(0, self.bounds.pop(n))
                 return False
-        if not self.bounds:
-            self._take_weights(args, owned())
-        self.bounds.insert(0, Bound(tuple(args[i] for i in self.numbers)))
+        self.bounds.insert(0, Bound(tuple(args[i] for i in numbers)))
         return len(self.bounds) > 1
 
-    def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> None:
-        """Make inputs of the casts of weights, which the first call tells apart."""
+    def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
+        """Make inputs of the casts of weights, which the first call tells apart; return which inputs weights are."""
         gm = self.rewritten.gm
         self.numbers = tuple(i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter) or id(a) in owned)
         self.hoisted = hoist_weight_casts(gm, [i for i in self.numbers if isinstance(args[i], torch.nn.Parameter)])
         outline_checkpoints(gm, traced=True)
+        return self.numbers

@@ -203,14 +203,8 @@ class TrainStep:
     def _follow_conversion(self) -> None:
         """Capture anew where the model was converted, or reverted, after this step was made."""
         policy_of(self.model, self.policy)  # which is to be the same
-        conversion = conversion_of(self.model)
-        if conversion is None and self.policy.level in HELD_LOW:
-            raise CaptureError(
-                f"TrainStep: the model was reverted, and '{self.policy}' holds its parameters in low precision\n"
-                "  fix:   a new TrainStep, which converts it again"
-            )
         self._run = self._capturing()
-        self._conversion = conversion
+        self._conversion = conversion_of(self.model)
         self.captured.clear()
         self._state.keep(())
         self.forget()

@@ -108,14 +108,14 @@ class WatchedOptimizer:
     # -- options --------------------------------------------------------------------------------------
 
     def _read_options(self) -> list[Any]:
-        """Return what of the optimizer is part of graphs: all options but learning rates, and who is updated.
+        """Return what of the optimizer is part of graphs: options, who is updated, and the groups that both are from.
 
-        Of one that is called behind the graph, who is updated.
+        All options but learning rates, which are read from those groups; none of one that is called behind the graph.
         """
         found: list[Any] = [steps_otherwise(self.optimizer)]
         for group in self.optimizer.param_groups:
             inside = {} if self.why_outside else {k: _mark(v) for k, v in group.items() if k not in NOT_IN_GRAPHS}
-            found.append((inside, [*map(id, group["params"])]))
+            found.append((inside, [*map(id, group["params"])], id(group)))
         return found
 
 

@@ -35,7 +35,7 @@ from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.rewrite import rewrite_in_place
 from amp_graph.step_graph import NoGradient, StepGraph, StepParts, take_loss_mark, trace_step
-from amp_graph.step_inputs import refuse_several_devices
+from amp_graph.step_inputs import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step_state import Copy, StepState
 from amp_graph.step_update import StepOptions, lows_of
 from amp_graph.update_masters import step_with_gradients
@@ -108,6 +108,7 @@ class StepBuilder:
 
         The latter are those of the ``pending`` parameters that are no trained inputs, by numbers of their own.
         """
+        refuse_gradients_beyond(args)
         place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]

@@ -193,7 +193,8 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         names = _state_names(kind, group)
         for p in params:
             master = updated_master(p)
-            _make_state(optimizer.state[p], p if master is None else master, names)
+            if names:  # else a look at it would make an empty one
+                _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
         found.append(GroupUpdate(group, kind, params, states))
     return found

@@ -55,6 +55,7 @@ class LossScale:
             setattr(self, name, int(getattr(self, name)))
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
+        self._known = self._options_known()  # for which the counts are
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -94,18 +95,30 @@ class LossScale:
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
 
-    def keep_within_options(self) -> None:
-        """Have good steps that are already more than a shorter growth interval count as one less than it.
+    def _options_known(self) -> tuple[tuple[float, float, int, int, float, float], int]:
+        return self.options(), self.hysteresis  # which a static scale has, too, for when it is dynamic again
 
-        The kernel grows at equality: what is past it would never grow again.
+    def take_up_options(self) -> bool:
+        """Say whether options are others than at the last call, and make the counts fit them.
+
+        Good steps that are already more than a shorter growth interval count as one less than it: the kernel grows at
+        equality, and what is past it would never grow again. Bad steps that were seen count with another hysteresis.
         """
-        value, good, left, skipped, stuck = self._start
-        self._start = (value, min(good, self.growth_interval - 1), left, skipped, stuck)
+        before, now = self._known, self._options_known()
+        if now == before:
+            return False
+        self._known = now
+        scale, good, left, skipped, stuck = self._start
+        interval, more = now[0][2], now[1] - before[1]
+        self._start = (scale, min(good, interval - 1), max(left + more, 0), skipped, stuck)
         if self._state is not None:
-            self._state[1].clamp_(max=self.growth_interval - 1)
+            self._state[1].clamp_(max=interval - 1)
+            self._state[2].add_(more).clamp_(min=0)
+        return True
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
+        self.take_up_options()
         scale, *counts = self.state
         OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
 
@@ -163,15 +176,21 @@ class LossScale:
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
         for name, value in given.items():
             setattr(self, name, value)
-        self._start = start
+        self._start, self._known = start, self._options_known()
         for tensor, value in zip(self._state or (), start, strict=False):
             tensor.fill_(value)
 
     def change(self, name: str, value: Any) -> None:
         """Set an option by hand."""
-        _refuse({name: value, "floor": self.floor}, "", "a value that is legal")
+        if name not in RULES or name == "init_scale":
+            legal = ", ".join(rule for rule in RULES if rule != "init_scale")
+            raise ScaleError(
+                f"loss scale: {name!r} is no option that may change\n  legal: {legal}\n"
+                "  fix:   loss_scale.set(value) for the scale itself"
+            )
+        _refuse({"floor": self.floor, "ceiling": self.ceiling, name: value}, "", "a value that is legal")
         setattr(self, name, int(value) if name in WHOLE else value)
-        self.keep_within_options()
+        self.take_up_options()
 
     def set(self, value: float | torch.Tensor) -> None:
         """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
@@ -231,6 +250,7 @@ RULES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     "growth_interval": (lambda v, _: _is_count(v, 1), "a whole number, from 1 to 2**31 - 1"),
     "hysteresis": (lambda v, _: _is_count(v, 1), "a whole number, from 1 to 2**31 - 1"),
     "floor": (lambda v, _: _is_number(v) and v > 0, "above 0, and finite in fp32"),
+    "dynamic": (lambda v, _: isinstance(v, bool), "True, False"),
     "ceiling": (lambda v, given: _is_number(v) and v >= given["floor"], "finite in fp32, not below floor"),
 }
 COUNTS = ("_growth_tracker", "_hysteresis_left", "_skipped", "_stuck")

@@ -7,6 +7,7 @@ Source of the method: Micikevicius et al., Mixed Precision Training, 2018, secti
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -106,10 +107,14 @@ def _hold(parameter: Parameter, data: Tensor) -> None:
 
 
 def copy_masters(model: Module, memo: dict[int, Any]) -> None:
-    """Give the copies of ``model``'s parameters in ``memo`` (of ``deepcopy``) masters of their own."""
+    """Give the copies of ``model``'s parameters in ``memo`` (of ``deepcopy``) masters of their own.
+
+    Copies are made here where there are none yet: in a copy, the conversion stands before the parameters.
+    """
     for parameter in model.parameters():
-        master, copied = getattr(parameter, MASTER, None), memo.get(id(parameter))
-        if master is not None and copied is not None:
+        master = getattr(parameter, MASTER, None)
+        if master is not None:
+            copied = copy.deepcopy(parameter, memo)
             full = None if master.full is None else full_value(parameter).clone()
             if full is not None:  # an optimizer that is copied too may hold it, and may have been copied before
                 full = memo.setdefault(id(master.full), full)

@@ -70,8 +70,31 @@ def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
                 f"TrainStep: a batch tensor of shape {tuple(tensor.shape)} is not {count} equal micro-batches\n"
                 f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
             )
-    columns = [t.chunk(count) if isinstance(t, Tensor) else [t] * count for t in flat]
+    columns = [_chunks(t, count) if isinstance(t, Tensor) else [t] * count for t in flat]
     return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
+
+
+def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return equal parts of ``tensor``, leaves where it is one; CaptureError for what gradients would go through to."""
+    refuse_gradients_beyond([tensor])
+    if isinstance(tensor, torch.nn.Parameter):
+        raise CaptureError(
+            f"TrainStep: a Parameter of shape {tuple(tensor.shape)} in the batch, which is split into {count} parts\n"
+            "  legal: parameters in the batch with micro_batches=1\n  fix:   keep it in the model, and index it there"
+        )
+    return [part.requires_grad_(tensor.requires_grad) for part in tensor.detach().chunk(count)]
+
+
+def refuse_gradients_beyond(given: Sequence[Any]) -> None:
+    """Raise CaptureError where a gradient would go on behind what a step is given, to where its graph ends."""
+    for tensor in given:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            raise CaptureError(
+                f"TrainStep: a tensor of shape {tuple(tensor.shape)} was computed before the step, from what has a "
+                "gradient, which would end here\n"
+                "  legal: a batch, and attributes of the model, that are data or parameters\n"
+                "  fix:   compute it in the model or in loss_fn; tensor.detach() where it is not to be trained"
+            )
 
 
 def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:

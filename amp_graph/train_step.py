@@ -54,7 +54,10 @@ from amp_graph.step_state import StepState
 from amp_graph.watch_optimizer import WatchedOptimizer
 
 # What a step is made for; options of the optimizer and the loss scale may change.
-MADE_FOR = ("model", "loss_fn", "optimizer", "policy", "compile", "outputs", "micro_batches", "loss_scale", "at_floor")
+MADE_FOR = (
+    *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
+    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update"),
+)
 
 
 class TrainStep:
@@ -106,6 +109,7 @@ class TrainStep:
         update: str = "auto",
     ) -> None:
         """Prepare the step; it is captured at its first call."""
+        others = {*self.__dict__}
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             process_group = model.process_group if process_group is None else process_group
             model = model.module
@@ -118,19 +122,9 @@ class TrainStep:
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
-        self.at_floor = at_floor
-        self._given = {
-            "policy": self.policy,
-            "clip_norm": clip_norm,
-            "clip_value": clip_value,
-            "micro_batches": micro_batches,
-            "outputs": outputs,
-            "compile": compile,
-            "process_group": process_group,
-            "reduce_dtype": reduce_dtype,
-            "cuda_graph": cuda_graph,
-            "update": update,
-        }
+        self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
+        self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
+        self.process_group, self.reduce_dtype = process_group, reduce_dtype
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
@@ -140,13 +134,13 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
-        self.compile, self.outputs, self.micro_batches = compile, outputs, micro_batches
         self._recaptures = Recaptures()
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
         self._run = self._capturing()
+        self._own = {*self.__dict__} - others
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -197,7 +191,7 @@ class TrainStep:
         if self._watched.has_changed() or options != self._scale_options:
             self.forget()
         if options != self._scale_options and self.loss_scale is not None:
-            self.loss_scale.keep_within_options()
+            self.loss_scale.take_up_options()
         self._scale_options = options
 
     def _follow_conversion(self) -> None:
@@ -235,18 +229,18 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle as what it was made from: the copy trains copies of model and optimizer, captured anew."""
-        if self._given["process_group"] not in (None, False, default_group()):
+        if self.process_group not in (None, False, default_group()):
             raise CaptureError(
                 "TrainStep: a step over a process group of its own is copied, which is a connection, no value\n"
                 "  legal: process_group=None or False\n  fix:   a new TrainStep over the copied model and optimizer"
             )
-        group = None if self._given["process_group"] is not False else False
-        own = {"loss_fn": self.loss_fn, "loss_scale": self.loss_scale, "at_floor": self.at_floor}
-        return {"model": self.model, "optimizer": self.optimizer, **self._given, **own, "process_group": group}
+        kept = {name: value for name, value in self.__dict__.items() if name in MADE_FOR or name not in self._own}
+        return {**kept, "process_group": False if self.process_group is False else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the copy."""
-        self.__init__(**state)  # type: ignore[misc]
+        """Make the copy, with what others have put beside."""
+        TrainStep.__init__(self, **{name: state[name] for name in MADE_FOR})
+        self.__dict__.update({name: value for name, value in state.items() if name not in MADE_FOR})
 
     def forget(self) -> None:
         """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""

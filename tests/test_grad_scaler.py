@@ -484,6 +484,42 @@ def test_what_others_read_of_an_optimizers_state(kind):
         assert id(optimizer) not in scaler._per_optimizer_states
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("floor", value) for value in (-1.0, float("nan"), 2.0**40)],
+        *[("ceiling", value) for value in (0.0, 2.0**-20)],
+        *[("dynamic", value) for value in ("no", 1, None)],
+        *[(name, 8.0) for name in ("nonsense", "init_scale")],
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(name, value):
+    scale = amp_graph.LossScale(16.0)
+    before = dict(vars(scale))
+    with pytest.raises(ScaleError, match=r"loss scale: (.|\n)*legal:(.|\n)*fix:"):
+        scale.change(name, value)
+    assert vars(scale) == before
+
+
+def test_another_hysteresis_counts_the_bad_steps_so_far():
+    scale = amp_graph.LossScale(16.0).to(torch.device("cpu"))
+    seen, bad = [], torch.ones(())
+    for hysteresis in (3, 3, 3, 4, 4, 2):
+        scale.change("hysteresis", hysteresis)
+        scale.update(bad)
+        seen.append(scale.values()[0])
+    assert seen == [16.0, 16.0, 8.0, 8.0 / 2, 8.0 / 4, 8.0 / 8]
+    scale = amp_graph.LossScale(16.0, hysteresis=3).to(torch.device("cpu"))
+    scale.update(bad)
+    scale.dynamic = False
+    scale.update(bad)
+    scale.dynamic = True
+    scale.update(bad)
+    assert scale.values()[0] == 16.0
+    scale.update(bad)
+    assert scale.values()[0] == 8.0
+
+
 def test_looking_at_the_state_of_an_optimizer_is_no_verdict():
     _, optimizer = make(torch.optim.SGD)
     scaler = amp_graph.GradScaler("cpu")

@@ -276,6 +276,19 @@ def test_what_is_written_into_weights_counts(late, write, policy):
     assert torch.equal(full.detach().to(model.first.weight.dtype), model.first.weight.detach())
 
 
+@pytest.mark.parametrize("was", [{"growth_interval": 9}, {"growth_interval": 2, "dynamic": False}])
+def test_options_of_a_loss_scale_that_change_later(was):
+    """A shorter interval than the good steps so far, and a static scale that becomes dynamic: it grows at once."""
+    scale = amp_graph.LossScale(16.0, **was)
+    model, inside = build(optimizer=torch.optim.SGD)
+    optimizer = amp_graph.MixedPrecisionOptimizer(inside, loss_scale=scale)
+    run(model, optimizer, batches(5))
+    assert optimizer.loss_scale == 16.0
+    scale.growth_interval, scale.dynamic = 2, True
+    run(model, optimizer, batches(3))
+    assert optimizer.loss_scale == 64.0
+
+
 def test_dynamic_loss_args_are_those_of_apex():
     given = {"init_scale": 2.0**8, "scale_factor": 4.0, "scale_window": 100}
     optimizer = amp_graph.MixedPrecisionOptimizer(build()[1], dynamic_loss_scale=True, dynamic_loss_args=given)

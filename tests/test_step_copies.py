@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 import amp_graph
 from amp_graph.errors import CaptureError
 
-from .test_train_step import batches, build, parameters, same
+from .test_train_step import Net, batches, build, parameters, same
 
 
 def saved(step):
@@ -49,6 +49,40 @@ def test_a_copy_trains_a_model_of_its_own(copied, policy):
     assert step.state_dict() == twin.state_dict()
 
 
+@pytest.mark.parametrize("policy", ["fp16-O2", "bf16-O2"])
+@pytest.mark.parametrize("first", [copy.deepcopy, saved])
+@pytest.mark.parametrize("what", ["step", "model"])
+def test_a_copy_of_a_copy_has_all_bits_of_its_masters(what, first, policy):
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    for one in batches(3):
+        step(*one)
+    twin = copy.deepcopy(first(step)) if what == "step" else copy.deepcopy(first(model))
+    theirs = twin.model if what == "step" else twin
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), theirs.state_dict().values(), strict=True)
+    )
+    assert any(hasattr(p, "_amp_graph_master") for p in theirs.parameters())
+
+
+class Named(amp_graph.TrainStep):
+    """With arguments of its own, and what it counts."""
+
+    def __init__(self, name):
+        self.name, self.count = name, 0
+        super().__init__(*build(Net)[:1], F.cross_entropy, SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), "bf16")
+
+
+def test_a_subclass_is_copied_with_what_it_has():
+    step = Named("one")
+    step.count, step.note = 3, ["later"]
+    twin = copy.deepcopy(step)
+    assert type(twin) is Named
+    assert (twin.name, twin.count, twin.note) == ("one", 3, ["later"])
+    assert twin.note is not step.note
+    assert twin.model is not step.model
+
+
 def test_what_is_copied_along_stays_one_object():
     model, optimizer = build()
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
@@ -79,7 +113,7 @@ def test_a_step_over_a_process_group_of_its_own_is_not_copied(tmp_path):
         model, optimizer = build()
         for group in (None, torch.distributed.group.WORLD):
             step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", process_group=group)
-            assert copy.deepcopy(step)._given["process_group"] is None
+            assert copy.deepcopy(step).process_group is None
         group = torch.distributed.new_group([0])
         step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", process_group=group)
         with pytest.raises(CaptureError, match=r"process group of its own(.|\n)*fix:"):

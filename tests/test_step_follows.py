@@ -622,3 +622,45 @@ def test_a_model_that_was_converted_otherwise_is_refused():
         step(*batch())
     amp_graph.revert(model)
     step(*batch())
+
+
+def test_gradients_that_would_go_on_behind_the_batch_are_refused():
+    """What the batch, or an attribute of the model, was computed from would silently not be trained."""
+    model, encoder = mlp(), nn.Linear(8, 8)
+    params = [*model.parameters(), *encoder.parameters()]
+    x, y = batch()
+    for parts in (1, 2):
+        step = amp_graph.TrainStep(model, F.cross_entropy, SGD(params, lr=0.1), "bf16", micro_batches=parts)
+        with pytest.raises(CaptureError, match=r"computed before the step(.|\n)*legal:(.|\n)*fix:"):
+            step(encoder(x), y)
+        step(encoder(x).detach(), y)
+
+    class Generated(nn.Module):
+        def forward(self, x):
+            return x @ self.weight
+
+    model, maker = Generated(), nn.Linear(3, 32)
+    model.weight = maker(torch.ones(3)).view(8, 4)
+    step = amp_graph.TrainStep(model, F.cross_entropy, SGD(maker.parameters(), lr=0.1), "bf16")
+    with pytest.raises(CaptureError, match="computed before the step"):
+        step(x, y)
+
+
+def test_a_parameter_in_the_batch():
+    """It is trained, and where it would be split, refused; other leaves are split as what they are."""
+    latent, y = nn.Parameter(batch()[0]), batch()[1]
+    model = mlp()
+    optimizer = SGD([*model.parameters(), latent], lr=0.1)
+    was = latent.detach().clone()
+    amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(latent, y)
+    assert not torch.equal(was, latent)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=2)
+    with pytest.raises(CaptureError, match=r"a Parameter of shape \(16, 8\) in the batch(.|\n)*fix:"):
+        step(latent, y)
+    step(latent.detach().requires_grad_(), y)
+
+
+def test_no_state_is_made_where_the_loop_makes_none():
+    model = mlp()
+    step, _ = stepped(model, SGD(model.parameters(), lr=0.1), 2, "bf16")
+    assert step.optimizer.state_dict()["state"] == {}

@@ -98,15 +98,15 @@ class LossScale:
     def _options_known(self) -> tuple[tuple[float, float, int, int, float, float], int]:
         return self.options(), self.hysteresis  # which a static scale has, too, for when it is dynamic again
 
-    def take_up_options(self) -> bool:
-        """Say whether options are others than at the last call, and make the counts fit them.
+    def take_up_options(self) -> None:
+        """Make the counts fit options that are others than at the last call.
 
         Good steps that are already more than a shorter growth interval count as one less than it: the kernel grows at
         equality, and what is past it would never grow again. Bad steps that were seen count with another hysteresis.
         """
         before, now = self._known, self._options_known()
         if now == before:
-            return False
+            return
         self._known = now
         scale, good, left, skipped, stuck = self._start
         interval, more = now[0][2], now[1] - before[1]
@@ -114,7 +114,6 @@ class LossScale:
         if self._state is not None:
             self._state[1].clamp_(max=interval - 1)
             self._state[2].add_(more).clamp_(min=0)
-        return True
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""

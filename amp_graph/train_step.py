@@ -146,6 +146,12 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # the plan decides precision
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._step(batch)
+        return self._step(batch)
+
+    def _step(self, batch: Sequence[Any]) -> Any:
         refuse_surroundings()
         self._follow()
         self._state.read_rates(self.optimizer.param_groups)

@@ -72,7 +72,7 @@ class WatchedOptimizer:
             "  fix:   nothing, or leave them as they are: cycle_momentum=False for OneCycleLR and CyclicLR. Learning "
             "rates may change at any step",
             AmpGraphWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
 
     def owned(self) -> set[int]:

@@ -664,3 +664,19 @@ def test_no_state_is_made_where_the_loop_makes_none():
     model = mlp()
     step, _ = stepped(model, SGD(model.parameters(), lr=0.1), 2, "bf16")
     assert step.optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("policy", [*LEVELS, "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_autocast_around_it_is_switched_off(dtype, policy):
+    """As by `convert`: the plan decides precision, from the first call on or from a later one."""
+    results = []
+    for entered in (None, 0, 2):
+        model = mlp()
+        step = amp_graph.TrainStep(model, F.cross_entropy, sgd(model.parameters()), policy)
+        for i in range(4):
+            with torch.autocast("cpu", dtype, enabled=entered is not None and i >= entered):
+                step(*batch(i))
+        results.append(parameters(model))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])

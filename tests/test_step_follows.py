@@ -393,6 +393,22 @@ def test_groups_that_differ_in_nothing_but_the_learning_rate(make, replace):
     compare(mlp, make, "bf16", before)
 
 
+def test_steps_between_which_nothing_changes_compare_objects_alone(monkeypatch):
+    """And not where an option may change in place; a change after any number of them is seen."""
+    model, other = mlp(), mlp()
+    step, _ = stepped(model, decayed(model.parameters()), 3, "bf16")
+    with monkeypatch.context() as patch:
+        patch.setattr(step._watched, "_read_options", lambda: pytest.fail("read"))
+        step(*batch())
+    step.optimizer.state[model[0].weight]["exp_avg"] = torch.ones(16, 8)
+    assert step._watched.has_changed()
+    betas = Adam(
+        other.parameters(), betas=(torch.tensor(0.9), torch.tensor(0.99)), lr=torch.tensor(0.1), capturable=False
+    )
+    step, _ = stepped(other, betas, 3, "bf16")
+    assert step._watched._objects is None
+
+
 def test_betas_that_are_tensors_may_be_filled():
     one, two = mlp(), mlp()
     loop(one, o := with_tensor_betas(one.parameters()), 2, "bf16")

@@ -72,9 +72,10 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
             f"TrainStep: process_group={process_group!r}\n  legal: a torch.distributed.ProcessGroup; None for all "
             "ranks; False for none\n  fix:   process_group=None"
         )
-    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+    every = default_group()
+    if process_group is False or every is None:
         return None
-    group: Any = process_group or dist.group.WORLD
+    group: Any = process_group or every
     size = dist.get_world_size(group)
     if size == 1:
         return None
@@ -94,7 +95,7 @@ def default_group() -> Any:
 
 def make_equal(model: torch.nn.Module, process_group: Any) -> None:
     """Give all ranks the parameters and buffers of the group's first, as DDP does."""
-    group: Any = process_group or dist.group.WORLD
+    group: Any = process_group or default_group()
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -140,7 +140,7 @@ class TrainStep:
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
         self._run = self._capturing()
-        self._own = {*self.__dict__} - others
+        self._own = {*self.__dict__, "_own"} - others
 
     # -- the loop -------------------------------------------------------------------------------------
 

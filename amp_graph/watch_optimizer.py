@@ -22,7 +22,8 @@ from amp_graph.errors import AmpGraphWarning
 from amp_graph.fused_update import GroupUpdate, why_not_fused
 from amp_graph.passes.torch_private import steps_otherwise
 
-NOT_IN_GRAPHS = frozenset(("lr", "params", "initial_lr"))
+RATES = frozenset(("lr", "initial_lr"))  # which schedules set anew before each step, and graphs read as tensors
+NOT_IN_GRAPHS = RATES | {"params"}
 RESTLESS = 4  # steps in a row that begin with other options than the one before: a schedule, not a decision
 
 State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # of a parameter: what graphs read, by name
@@ -37,7 +38,7 @@ class Objects:
         self.otherwise, self.groups, self.stateful = steps_otherwise(optimizer), groups, stateful
         self.states = [optimizer.state[p] for p in stateful]
         self.lists = [(held, [*held]) for held in (groups, *(group["params"] for group in groups))]
-        self.dicts = [(held, [*held.values()]) for held in (*groups, *self.states)]
+        self.dicts = [(held, len(held), _without_rates(held)) for held in (*groups, *self.states)]
 
     @classmethod
     def of(cls, optimizer: Optimizer, stateful: Sequence[Tensor]) -> Objects | None:
@@ -47,14 +48,14 @@ class Objects:
         return cls(optimizer, stateful) if fixed and all(p in optimizer.state for p in stateful) else None
 
     def are_those_of(self, optimizer: Optimizer) -> bool:
-        """Say whether ``optimizer`` has these objects still, learning rates among them."""
+        """Say whether ``optimizer`` has these objects still, whatever its learning rates are."""
         if optimizer.param_groups is not self.groups or steps_otherwise(optimizer) != self.otherwise:
             return False
-        for items, seen in self.lists:
-            if len(items) != len(seen) or not all(map(is_, items, seen)):
+        for objects, known in self.lists:
+            if len(objects) != len(known) or not all(map(is_, objects, known)):
                 return False
-        for held, seen in self.dicts:
-            if len(held) != len(seen) or not all(map(is_, held.values(), seen)):
+        for items, size, seen in self.dicts:
+            if len(items) != size or not all(map(is_, map(items.get, seen), seen.values())):
                 return False
         return all(map(is_, map(optimizer.state.get, self.stateful), self.states))
 
@@ -90,7 +91,7 @@ class WatchedOptimizer:
         else:
             self._changed(before)
         same = same and self._has_all_that_was_read()
-        self._objects = Objects.of(self.optimizer, [p for p, _ in self._read.values()]) if same else None
+        self._objects = Objects.of(self.optimizer, [p for p, values in self._read.values() if values]) if same else None
         return not same
 
     def _changed(self, before: list[Any]) -> None:
@@ -162,6 +163,10 @@ class WatchedOptimizer:
 
 
 SCHEDULED = "options that change from step to step: "
+
+
+def _without_rates(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in RATES}
 
 
 def _is_fixed(option: Any) -> bool:

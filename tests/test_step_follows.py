@@ -393,13 +393,24 @@ def test_groups_that_differ_in_nothing_but_the_learning_rate(make, replace):
     compare(mlp, make, "bf16", before)
 
 
-def test_steps_between_which_nothing_changes_compare_objects_alone(monkeypatch):
-    """And not where an option may change in place; a change after any number of them is seen."""
+@pytest.mark.parametrize("make", [decayed, sgd])
+def test_steps_between_which_nothing_changes_compare_objects_alone(make, monkeypatch):
+    """With or without state, under a schedule of learning rates, too."""
+    model = mlp()
+    step, _ = stepped(model, make(model.parameters()), 1, "bf16")
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda i: 1 / (i + 1))
+    step(*batch())
+    schedule.step()
+    monkeypatch.setattr(step._watched, "_read_options", lambda: pytest.fail("read"))
+    for i in range(3):
+        step(*batch(i))
+        schedule.step()
+
+
+def test_where_options_may_change_in_place_values_are_compared():
+    """And a change is seen after any number of steps that compared objects."""
     model, other = mlp(), mlp()
     step, _ = stepped(model, decayed(model.parameters()), 3, "bf16")
-    with monkeypatch.context() as patch:
-        patch.setattr(step._watched, "_read_options", lambda: pytest.fail("read"))
-        step(*batch())
     step.optimizer.state[model[0].weight]["exp_avg"] = torch.ones(16, 8)
     assert step._watched.has_changed()
     betas = Adam(

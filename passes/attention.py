@@ -1,4 +1,4 @@
-"""Give attention that trains a backward made of matrix products, where the kernel's own is slower.
+"""Compute attention by code of ours; or, where only that pays, differentiate it by matrix products.
 
 Before: ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in bf16 on CPU. After: ``attention_low(q, k, v,
 is_causal=True)``.
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes import facts
 from amp_graph.passes.attention_backward import attention_low
@@ -20,7 +21,7 @@ from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.passes.what_pays import explicit_backward_pays
+from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -28,11 +29,11 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 @dataclass(frozen=True)
 class Attention(Pass):
-    """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when it trains and ``what_pays`` says so.
+    """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
 
-    Law: without dropout, and with a mask that has no gradient; inference and long sequences keep the kernel, which
-    wins there. Exactness: forward bit-exact; gradients rounding-equal, with the kernel's fp32 scores and
-    probabilities, summed in another order.
+    Law: without dropout, and with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores
+    and probabilities, summed in another order. Where the CPU has matrix units only gradients are computed otherwise
+    than by torch's kernel, and forward is bit-exact; inference and long sequences keep it.
     """
 
     name: ClassVar[str] = "attention"
@@ -45,35 +46,42 @@ class Attention(Pass):
                 expand(gm, node, frozenset(), mode)
         changes, skips = [], []
         for node in gm.graph.nodes:
-            if not _trains(node):
+            if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
                 continue
             given = facts.schema_arguments(SDPA, node.args, dict(node.kwargs))
-            reason = _why_not(given)
+            reason = _why_not(given, node)
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
+            action = "own kernel" if _by_ours(node) else "explicit backward"
             node.op, node.target = "call_function", attention_low
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), _others(given)
-            changes.append(Change(self.name, "explicit backward", node.name, "the CPU kernel's is slower in bf16"))
+            changes.append(Change(self.name, action, node.name, "the CPU kernel's is slower in bf16"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _hides_attention(node: Node) -> bool:
-    """Say whether ``node`` is attention with its projections in one call, and trains without dropout."""
+    """Say whether ``node`` is attention with its projections in one call, without dropout."""
     identity = node.meta.get(OPS)
     if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]
-    return bool(inside) and all(o.arguments["dropout_p"] == 0 for o in inside) and is_trained(node)
+    without_dropout = bool(inside) and all(o.arguments["dropout_p"] == 0 for o in inside)
+    return without_dropout and (is_trained(node) or _by_ours(node))
 
 
-def _trains(node: Node) -> bool:
+def _is_attention(node: Node) -> bool:
     if node.op != "call_function" or node.target is attention_low or REGION in node.meta:
         return False
-    return names_of(node) == ("aten.scaled_dot_product_attention",) and is_trained(node)
+    return names_of(node) == ("aten.scaled_dot_product_attention",)
 
 
-def _why_not(given: dict[str, Any]) -> str:
+def _by_ours(node: Node) -> bool:
+    made = next((t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)), None)
+    return made is not None and attention_kernel_pays(made.device.type, made.dtype)
+
+
+def _why_not(given: dict[str, Any], node: Node) -> str:
     """Return why a call stays as it is, "" where it does not."""
     if given["dropout_p"] != 0:
         return "its dropout draws random numbers inside of the kernel"
@@ -81,6 +89,8 @@ def _why_not(given: dict[str, Any]) -> str:
     if isinstance(mask, Node) and is_trained(mask):
         return "its mask is trained"
     q, k = value(query), value(key)
+    if q.dim() == 4 and _by_ours(node):
+        return ""
     sizes = concrete_size(q.shape[-2]), concrete_size(k.shape[-2])
     if q.dim() != 4 or not explicit_backward_pays(q.device.type, q.dtype, *sizes):
         return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"

@@ -1,7 +1,7 @@
-"""What converted graphs call for attention that trains: torch's forward, and a backward of matrix products.
+"""What converted graphs call for attention: compiled C; or torch's forward, and a backward of matrix products.
 
 Before: ``scaled_dot_product_attention(q, k, v)``, whose CPU kernel takes several times longer to differentiate in
-bf16 than to run. After: ``attention_low(q, k, v)``: the same forward kernel; backward makes the probabilities again.
+bf16 than to run. After: ``attention_low(q, k, v)``, whose backward makes the probabilities again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import flash_attention_cpu, in_forward_mode, is_batched, softmax_backward
+from amp_graph.passes.what_pays import attention_kernel_pays
 
 # Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
 CHUNK = 1 << 18
@@ -31,30 +33,40 @@ def attention_low(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of low-precision CPU tensors without dropout, with a faster backward.
+    """``F.scaled_dot_product_attention`` of low-precision CPU tensors without dropout, faster.
 
     query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool
-    or float, of 2 or 4 dimensions, without gradient. What the kernel does not take goes to torch's own function.
-    Forward is bit-equal to it. Backward's scores, probabilities and their gradients are fp32, as inside of the kernel.
+    or float, of 2 or 4 dimensions, without gradient. What the kernels do not take goes to torch's own function.
+    Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
+    result is bit-equal.
     """
     inputs = (query, key, value)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs) or not _kernel_takes(inputs, attn_mask):
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs)):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if not trains:
+        return OPS.attention_forward(query, key, value, attn_mask, is_causal, scale)
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
 
 
-def _kernel_takes(inputs: tuple[Tensor, ...], mask: Tensor | None) -> bool:
+def _by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return attention_kernel_pays(query.device.type, query.dtype) and kernel.takes(query, key, value)
+
+
+def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:
     """Say whether ``F.scaled_dot_product_attention`` runs its flash kernel for CPU on these tensors."""
     if in_forward_mode() or any(is_batched(t) for t in inputs) or not torch.backends.cuda.flash_sdp_enabled():
         return False
     if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
         return False
-    query = inputs[0]
+    query, key, value = inputs
+    if query.dim() != 4 or key.shape != value.shape or not (grouped or query.shape[:2] == key.shape[:2]):
+        return False
     return all(t.dim() == 4 and t.shape[-1] == query.shape[-1] and t.stride(-1) == 1 and t.numel() > 0 for t in inputs)
 
 
@@ -65,6 +77,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.causal, ctx.scale = causal, scale
+        if _by_ours(query, key, value):
+            return OPS.attention_forward(query, key, value, mask, causal, scale)
         return flash_attention_cpu(query, key, value, mask, causal, scale)
 
     @staticmethod
@@ -100,10 +114,25 @@ def _causal_bias(length: int, key: Tensor) -> Tensor:
     return torch.full((length, key.shape[2]), -math.inf, dtype=torch.float32, device=key.device).triu_(1)
 
 
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Return attention by compiled C, which gradients do not go through."""
+    return kernel.forward(query, key, value, mask, causal, scale)
+
+
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, of their dtypes and shapes, for the output's gradient ``grad``.
+    """Return the gradients of query, key and value, of their dtypes and shapes, for the output's gradient ``grad``."""
+    run = kernel.backward if _by_ours(query, key, value) else _backward_by_products
+    return run(grad, query, key, value, mask, causal, scale)
+
+
+def _backward_by_products(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same by torch's products.
 
     Heads are taken a few at a time, so that no more than ``CHUNK`` probabilities exist at once. The queries of heads
     that share a key are one longer head, so that its gradient is summed inside of the products.
@@ -152,10 +181,6 @@ def _block(
     return torch.bmm(dscores, key).mul_(scale), torch.bmm(dscores.mT, query).mul_(scale), dvalue
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    alike = query.shape[1] == key.shape[1]  # else the queries were grouped, and their copy is contiguous
-    return torch.empty_like(query if alike else query.contiguous()), torch.empty_like(key), torch.empty_like(value)
-
-
-# One operator, so that a graph in which it is traced (TrainStep's, a compiler's) has one node and not the loop.
-define_as_typed(attention_backward, _fake)
+# One operator each, so that a graph in which they are traced (TrainStep's, a compiler's) has one node and not the loop.
+define_as_typed(attention_forward, kernel.result_like)
+define_as_typed(attention_backward, kernel.gradients_like)

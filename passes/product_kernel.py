@@ -18,7 +18,8 @@ from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is d
 from amp_graph.passes.operators import define_operator
 
 SOURCE = Path(__file__).with_name("small_product.c")
-FILES = (__file__, str(SOURCE), str(HEADER))  # what the kernel is made of
+HEADERS = (HEADER, HEADER.with_name("tiles.h"))  # in the order in which they are included
+FILES = (__file__, str(SOURCE), *map(str, HEADERS))  # what the kernel is made of
 POINTERS = ("const at::BFloat16*",) * 3 + ("at::BFloat16*",)
 NUMBERS = ("const int64_t",) * 12
 ENTRY = """
@@ -94,7 +95,9 @@ def _node_type() -> Any:
 
 def source_of(name: str) -> str:
     """Return C++ that defines the kernel under ``name``: pointers and numbers as in ``POINTERS`` and ``NUMBERS``."""
-    code = SOURCE.read_text().replace(f'#include "{HEADER.name}"', HEADER.read_text())
+    code = SOURCE.read_text()
+    for header in HEADERS:
+        code = code.replace(f'#include "{header.name}"', header.read_text())
     return f"#include <torch/csrc/inductor/cpp_prefix.h>\n{code}{ENTRY.replace('NAME', name)}{BODY}"
 
 

@@ -64,6 +64,34 @@ INLINE Vector fused(Vector a, Vector b, Vector c) {
 #endif
 }
 
+typedef int32_t Whole __attribute__((vector_size(4 * WIDE)));
+
+/* e to the power of numbers that are zero or less, by Cody and Waite's reduction and a polynomial of degree six, to within
+   two units in the last place. A NaN stays one. */
+INLINE Vector exponential(Vector x) {
+  const Vector shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+  const Vector r = fused(n, (Vector){0} - 1.42860677e-6f, fused(n, (Vector){0} - 0.693145752f, x));
+  Vector p = (Vector){0} + 1.3888889e-3f;
+  p = fused(p, r, (Vector){0} + 8.3333333e-3f);
+  p = fused(p, r, (Vector){0} + 4.1666667e-2f);
+  p = fused(p, r, (Vector){0} + 1.6666667e-1f);
+  p = fused(p, r, (Vector){0} + 0.5f);
+  p = fused(p, r, (Vector){0} + 1.0f);
+  p = fused(p, r, (Vector){0} + 1.0f);
+  const Vector scale = (Vector)(((Whole)shifted - 0x4b400000 + 127) << 23);
+  return (Vector)((Bits)(p * scale) & ~(Bits)(x < -87.0f));
+}
+
+/* The larger of each two; of a NaN and a number the number. */
+INLINE Vector larger(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  const Bits above = (Bits)(a > b);
+  return (Vector)(((Bits)a & above) | ((Bits)b & ~above));
+#endif
+}
+
 /* Goes through a row, vector by vector: `i` is where, and `n` how many numbers. */
 #define EACH(begin, end, ...)                                               \
   do {                                                                      \

@@ -1,0 +1,101 @@
+"""Attention of bf16 on the CPU, and its gradients, by compiled C.
+
+Before: torch's flash kernel. After: ``forward(q, k, v, mask, causal, scale)``, ``attention_kernel.c`` on the tensors as
+they lie; ``None`` where there is no compiler, or the CPU or the tensors are others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.native_code import CompilerError, load, threads_for
+from amp_graph.passes.torch_private import cpu_has_bf16
+
+SOURCE = Path(__file__).with_name("attention_kernel.c")
+FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
+    if not cpu_has_bf16():
+        return None
+    try:
+        found = load(SOURCE, ("-mavx512bf16",))
+    except CompilerError:
+        return None
+    found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    return found
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether the kernel takes these operands, of four dimensions, whose last stride is 1."""
+    alike = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
+    fits = key.shape == value.shape and query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
+    return alike and fits and query.shape[3] == key.shape[3] and query.shape[3] % 2 == 0 and library() is not None
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Return attention, [batch, heads, queries, width].
+
+    query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 that
+    ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast. Raises MemoryError.
+    """
+    made = result_like(query)
+    _run("forward", (query, key, value, made, None, None, None, None), mask, causal, scale)
+    return made
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value for that of the result, ``grad``. Raises MemoryError."""
+    made = gradients_like(query, key, value)
+    _run("backward", (query, key, value, None, rows(grad), *made), mask, causal, scale)
+    return made
+
+
+def result_like(query: Tensor) -> Tensor:
+    """Return memory for a result, laid out as that of torch's kernel is: as the queries, without gaps."""
+    return torch.empty_like(query)
+
+
+def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the gradients: laid out as what they are of, or in rows where heads share a key."""
+    shares = query.shape[1] != key.shape[1]
+    return torch.empty_like(query.contiguous() if shares else query), torch.empty_like(key), torch.empty_like(value)
+
+
+def rows(t: Tensor) -> Tensor:
+    """Return ``t`` with the elements of a row side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _run(name: str, tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, scale: float) -> None:
+    query, key = tensors[:2]
+    assert query is not None
+    assert key is not None
+    (batch, heads, length, width), keys = query.shape, key.shape[2]
+    numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal]
+    mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
+    for t in (*tensors, mask):
+        numbers += (0, 0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:3])
+    kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
+    numbers += (kind, 0 if mask is None else mask.stride(3))
+    table = array("q", numbers).tobytes() + struct.pack("d", scale)
+    if getattr(library(), name)(table, threads_for(batch * heads * length * keys)):
+        raise MemoryError(f"attention of {batch} x {heads} x {length} x {keys}: no memory for its rows")
+
+
+def _mask_of(mask: Tensor) -> Tensor:
+    """Return ``mask`` in a precision that C reads, with keys side by side."""
+    if mask.dtype not in (torch.float32, torch.bfloat16):
+        mask = mask.float()
+    return mask if mask.shape[-1] == 1 or mask.stride(-1) in (0, 1) else mask.contiguous()

@@ -1,0 +1,92 @@
+/* Matrices of bf16 multiplied tile by tile: pairs of elements side by side, and a tile of sums in registers.
+
+   Before: an operand as it lies. After: `pair_rows(...)` or `pair_columns(...)`, panels that `tile` reads in order.
+   Only where the CPU has AVX512_BF16. Sums are fp32; subnormal elements count as zero. Whoever includes this says how many
+   rows a tile has: TALL, of which what is left of a matrix wastes some. 6 of them, and BROAD vectors, fill the registers. */
+
+#include <immintrin.h>
+
+#define BROAD 4  /* vectors of 16 columns in a tile */
+#define PANEL 64 /* columns */
+
+static inline __mmask32 first(int64_t count) {
+  return count >= 32 ? ~(__mmask32)0 : (__mmask32)((1u << (count > 0 ? count : 0)) - 1);
+}
+
+/* Pairs of elements that are multiplied together, side by side: to[pair][column][2], of a matrix whose columns are
+   neighbours in memory. `width`, in whole vectors of 16; zeros stand behind the last column and the last of an odd
+   depth. */
+static void pair_rows(const Low *from, int64_t row, int64_t depth, int64_t columns, int64_t width, Low *to) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t k = 0; k < depth; k += 2)
+    for (int64_t n = 0; n < width; n += 32) {
+      const __mmask32 there = first(columns - n), other = k + 1 < depth ? there : 0;
+      const __m512i one = _mm512_maskz_loadu_epi16(there, from + k * row + n);
+      const __m512i two = _mm512_maskz_loadu_epi16(other, from + (k + 1) * row + n);
+      _mm512_storeu_si512(to + k * width + 2 * n, _mm512_permutex2var_epi16(one, low, two));
+      if (n + 16 < width) _mm512_storeu_si512(to + k * width + 2 * n + 32, _mm512_permutex2var_epi16(one, high, two));
+    }
+}
+
+/* Turn 16 vectors of 16 pairs: what was number j of vector i becomes number i of vector j. */
+static inline void turn(__m512i *r) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+/* The same of a matrix whose rows are neighbours: a weight [columns, depth], turned as it is read. */
+static void pair_columns(const Low *from, int64_t column, int64_t depth, int64_t columns, int64_t width, Low *to) {
+  const int64_t pairs = (depth + 1) / 2;
+  for (int64_t n = 0; n < width; n += 16)
+    for (int64_t k = 0; k < pairs; k += 16) {
+      __m512i r[16];
+      for (int i = 0; i < 16; i++)
+        r[i] = n + i < columns ? _mm512_maskz_loadu_epi16(first(depth - 2 * k), from + (n + i) * column + 2 * k)
+                               : _mm512_setzero_si512();
+      turn(r);
+      for (int i = 0; i < 16 && k + i < pairs; i++)
+        _mm512_storeu_si512(to + 2 * ((k + i) * width + n), r[i]);
+    }
+}
+
+/* Adds to `sums` the product of `rows` rows of a, whose pairs lie `a_pair` elements apart, and a panel of `broad`
+   vectors. Sums of rows beyond are of no use. With `broad` known to the compiler all of them stay in registers. */
+INLINE void tile(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
+                 int64_t rows, int broad) {
+  const Low *at[TALL];
+  for (int i = 0; i < TALL; i++) at[i] = a + (i < rows ? i : 0) * a_row;
+  for (int64_t k = 0; k < pairs; k++) {
+    __m512i right[BROAD];
+#pragma GCC unroll 4
+    for (int j = 0; j < broad; j++) right[j] = _mm512_loadu_si512(b + 2 * 16 * (k * broad + j));
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++) {
+      int32_t pair;
+      memcpy(&pair, at[i] + k * a_pair, sizeof pair);
+      const __m512i left = _mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int j = 0; j < broad; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)left, (__m512bh)right[j]);
+    }
+  }
+}

@@ -18,6 +18,7 @@ from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.fold_norms import FoldNorms
+from amp_graph.passes.fuse_attention import FuseAttention
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
@@ -52,6 +53,8 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
+    if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
+        fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")

@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of
-from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, run_node, value
+from amp_graph.passes.formulas import describe
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.node_value import captured, fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
 
@@ -45,13 +46,7 @@ class ContiguousLinear(Pass):
             if source not in copies:
                 with gm.graph.inserting_before(node):
                     copies[source] = copy = gm.graph.call_method("contiguous", (source,))
-                copy.meta = {k: v for k, v in node.meta.items() if k not in (OPS, "amp", "val", "example_value")}
-                copy.meta["val"] = copy.meta[CAPTURED] = run_node(copy, mode)
-                if "example_value" in source.meta:
-                    copy.meta["example_value"] = copy.meta["val"]
-                found = identify(copy, mode)
-                if isinstance(found, Identity):
-                    copy.meta[OPS] = found
+                describe(copy, node, mode)
             node.replace_input_with(source, copies[source])
             changes.append(Change(self.name, "flattened", node.name, f"{source.name} does not lie in rows"))
         return PassResult(gm, tuple(changes))

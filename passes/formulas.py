@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import is_mutable
 from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of, tensor_inputs
-from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.node_value import CAPTURED, captured, run_node, value
 from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, storage_key
 
@@ -85,12 +85,12 @@ def is_closed(found: Formula) -> bool:
         (node is found.last or set(node.users) <= found.inside) and captured(node).dtype == like.dtype
         for node in found.inside
     )
-    return closed and not _is_written_meanwhile(found)
+    return closed and not is_written_meanwhile(found, found.x)
 
 
-def _is_written_meanwhile(found: Formula) -> bool:
-    """Say whether something between the first and the last node of ``found`` writes to the storage of ``x``."""
-    node, key = min(found.inside), storage_key(captured(found.x))
+def is_written_meanwhile(found: Formula, operand: Node) -> bool:
+    """Say whether something between the first and the last node of ``found`` writes to the storage of ``operand``."""
+    node, key = min(found.inside), storage_key(captured(operand))
     while node is not found.last:
         identity = node.meta.get(OPS)
         writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
@@ -121,3 +121,15 @@ def put_call(
     if isinstance(identity, Identity):
         fused.meta[OPS] = identity
     return fused
+
+
+def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
+    """Give ``made``, which a pass put in, what captured nodes have: value, identity, and the place of ``like``."""
+    made.meta = {k: v for k, v in like.meta.items() if k not in (OPS, "amp", "val", "example_value")}
+    made.meta["val"] = made.meta[CAPTURED] = run_node(made, mode)
+    if "example_value" in like.meta:
+        made.meta["example_value"] = made.meta["val"]
+    identity = identify(made, mode)
+    if isinstance(identity, Identity):
+        made.meta[OPS] = identity
+    return made

@@ -1,0 +1,208 @@
+"""Attention written out in Python becomes the one call, and is nearer to fp64; what only looks like it stays."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes import attention_kernel, what_pays
+from amp_graph.passes.attention_backward import attention_low
+from tests.corpus import make
+
+pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+LENGTH, WIDTH, HEADS = 12, 32, 4
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+
+
+SEEN = torch.ones(LENGTH, LENGTH).tril().bool()
+MASK = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(~SEEN, torch.finfo(torch.float32).min)
+
+
+def plain(s, q, k, v):
+    return (q @ k.mT * 0.4).softmax(-1) @ v
+
+
+def bert(s, q, k, v):
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.4 + MASK
+    chances = F.dropout(F.softmax(scores, dim=-1), p=0.1, training=False)
+    return torch.matmul(chances, v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def llama(s, q, k, v):
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + MASK[0, 0]
+    return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def nanogpt(s, q, k, v):
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+    scores = scores.masked_fill(SEEN == 0, float("-inf"))
+    return F.dropout(F.softmax(scores, dim=-1), 0.0) @ v
+
+
+def turned_before(s, q, k, v):
+    return F.softmax(0.4 * (q / 1.5 @ k.permute(0, 1, 3, 2).clone()), -1) @ v
+
+
+def mask_first(s, q, k, v):
+    return (MASK + q @ k.mT).softmax(3) @ v
+
+
+FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first)}
+
+
+def with_chances(s, q, k, v):
+    chances = (q @ k.mT * 0.4).softmax(-1)
+    return chances @ v + chances.sum()
+
+
+def written(s, q, k, v):
+    v = v * 1
+    chances = (q @ k.mT).softmax(-1)
+    v += 1
+    return chances @ v
+
+
+def held_by_the_user(s, q, k, v):
+    with torch.autocast("cpu", enabled=False):
+        scores = q.float() @ k.float().mT
+    return scores.softmax(-1) @ v
+
+
+OTHERS = {
+    "the probabilities are read": with_chances,
+    "dropout": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
+    "over the queries": lambda s, q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "scaled behind the mask": lambda s, q, k, v: ((q @ k.mT + MASK) * 0.4).softmax(-1) @ v,
+    "a mask that trains": lambda s, q, k, v: (q @ k.mT + s.bias).softmax(-1) @ v,
+    "two masks": lambda s, q, k, v: (q @ k.mT + MASK + MASK).softmax(-1) @ v,
+    "a finite number fills": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
+    "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
+    "on the left": lambda s, q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "no heads": lambda s, q, k, v: ((q[0] @ k[0].mT).softmax(-1) @ v[0])[None],
+    "one head of keys": lambda s, q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "written half-way": written,
+    "an fp32 region": held_by_the_user,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.function(self, q, k, v)
+
+
+def stepped(function, policy="bf16", wide=False):
+    """The result, the gradients, and the calls of attention of a converted model; or of eager fp64."""
+    torch.manual_seed(0)
+    model, x = Model(function), 3 * torch.randn(2, LENGTH, WIDTH)
+    model, x = (model.double(), x.double()) if wide else (amp_graph.convert(model, policy), x)
+    out = model(x)
+    (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
+    if wide:
+        return [out.detach(), model.qkv.weight.grad], 0
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    return [out.detach(), model.qkv.weight.grad], sum(n.target is attention_low for n in nodes)
+
+
+def errors(found, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_formulas_become_the_call_and_are_as_exact(name):
+    (fused, calls), (written_out, none) = stepped(FORMS[name]), stepped(FORMS[name], "bf16,skip=fuse_attention")
+    assert (calls, none) == (1, 0)
+    exact, _ = stepped(FORMS[name], wide=True)
+    for ours, theirs in zip(errors(fused, exact), errors(written_out, exact), strict=True):
+        assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_attention_stays(name):
+    torch.manual_seed(1)
+    ours, calls = stepped(OTHERS[name])
+    without, _ = stepped(OTHERS[name], "bf16,skip=fuse_attention")
+    assert calls == 0
+    if name != "dropout":
+        assert all(map(torch.equal, ours, without))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16,deny=aten.matmul", "bf16,deny=aten.scaled_dot_product_attention", "fp16", "bf16,lists=autocast_cpu"],
+)
+def test_who_asks_for_a_precision_gets_it(policy):
+    assert stepped(plain, policy)[1] == 0
+
+
+class Scoring(nn.Module):
+    def forward(self, q, k):
+        return q @ k.mT
+
+
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scoring = nn.Linear(WIDTH, 3 * WIDTH), Scoring()
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.scoring(q, k).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("policy", "count"), [("bf16", 1), ("bf16,keep_fp32=scoring", 0), ("bf16,keep_fp32=qkv", 1)])
+def test_a_module_of_the_formula_that_is_kept_in_fp32_is(policy, count):
+    model = amp_graph.convert(InParts(), policy)
+    model(torch.randn(2, LENGTH, WIDTH))
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    assert sum(n.target is attention_low for n in nodes) == count
+
+
+def test_without_the_kernel_the_formula_stays():
+    assert stepped(plain, "bf16,skip=attention")[1] == 0
+
+
+def test_lengths_that_change_are_captured_once_more_and_no_oftener():
+    torch.manual_seed(0)
+    model = amp_graph.convert(InParts())
+    for length in (12, 20, 28, 36, 40):
+        x = torch.randn(2, length, WIDTH)
+        wanted = InParts.forward(model, x)
+        assert (model(x) - wanted).norm() <= 0.02 * wanted.norm()
+    graphs = conversion_of(model).graphs
+    assert len(graphs) == 2, "of one length, and of any"
+    assert all(any(n.target is attention_low for n in g.rewritten.gm.graph.nodes) for g in graphs)
+
+
+def test_rows_that_see_nothing_are_zeros():
+    hidden = torch.zeros(LENGTH, LENGTH).bool()
+    hidden[3] = True
+    (out, grad), calls = stepped(lambda s, q, k, v: (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) @ v)
+    assert calls == 1
+    assert not out[:, :, 3].any()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("bert_eager", 2), ("mixtral_eager", 1)])
+def test_models_of_the_library(name, layers):
+    pytest.importorskip("transformers")
+    model, args, kwargs = make(name)
+    amp_graph.convert(model)(*args, **kwargs)
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    assert sum(n.target is attention_low for n in nodes) >= layers

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import flash_attention_cpu, in_forward_mode, is_batched, softmax_backward
+from amp_graph.passes.torch_private import (
+    flash_attention_cpu,
+    in_forward_mode,
+    in_transform,
+    is_batched,
+    is_wrapper,
+    softmax_backward,
+)
 from amp_graph.passes.what_pays import attention_kernel_pays
 
 # Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
@@ -60,7 +67,9 @@ def _by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:
     """Say whether ``F.scaled_dot_product_attention`` runs its flash kernel for CPU on these tensors."""
-    if in_forward_mode() or any(is_batched(t) for t in inputs) or not torch.backends.cuda.flash_sdp_enabled():
+    if in_forward_mode() or in_transform() or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    if any(is_batched(t) or is_wrapper(t) for t in inputs):
         return False
     if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
         return False

@@ -32,7 +32,14 @@ def is_random(op: OpOverload) -> bool:
 
 
 def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
-    """Say whether a call of ``op`` draws random numbers: attention without dropout does not, for all its tag."""
+    """Say whether a call of ``op`` draws random numbers.
+
+    Attention without dropout does not, for all its tag; nor does dropout in evaluation, or of probability 0. Numbers
+    are told where they are floats: calls that differ in their integers may share ``arguments``.
+    """
+    if op is torch.ops.aten.dropout.default:
+        p = arguments["p"]
+        return arguments["train"] is not False and not (isinstance(p, float) and p == 0)
     return is_random(op) and arguments.get("dropout_p") != 0
 
 

@@ -17,7 +17,8 @@ from tests.passes.graphs import body_text, capture, rewritten
 def graph_of(name, policy="bf16", multiplies_bf16=False):
     """The rewritten graph, on a machine with or without instructions for bf16: what pays is not the same."""
     build, inputs = CASES[name]
-    machine = mock.patch.object(what_pays, "multiplies_bf16", return_value=multiplies_bf16)
+    can = {"multiplies_bf16": multiplies_bf16, "cpu_has_bf16": multiplies_bf16, "cpu_has_amx": False}
+    machine = mock.patch.multiple(what_pays, **{name: mock.Mock(return_value=said) for name, said in can.items()})
     with torch._dynamo.config.patch(allow_rnn=True), machine:
         return rewritten(capture(build(), *inputs()), policy)
 

@@ -10,8 +10,8 @@ is faster [quartiles].
 import time
 
 import torch
-from interleaved import interleaved, parser_of, spread
-from variants import Setup, Variant, inference_call, training_step
+from interleaved import interleaved, spread
+from passes_in_models import compare
 
 from amp_graph.passes import attention_kernel
 from amp_graph.passes.attention_backward import _backward_by_products
@@ -63,25 +63,5 @@ def pieces(rounds: int) -> None:
         print(f"{sizes}: {'; '.join(told)}", flush=True)
 
 
-def main() -> None:
-    """Print the pieces, and a line for each model and way."""
-    parser = parser_of(__doc__, rounds=15)
-    parser.add_argument("--models", default="vit,gpt,bert_sdpa,bert_eager")
-    parser.add_argument("--scale", type=float, default=0.5)
-    parser.add_argument("--skip-pieces", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if not options.skip_pieces:
-        pieces(options.rounds)
-    for name in filter(None, options.models.split(",")):
-        for kind, make in (("convert", training_step), ("TrainStep", training_step), ("inference", inference_call)):
-            ways = {
-                way: make(name, options.scale, Variant(way, policy="bf16" + way, whole=kind == "TrainStep"), Setup())
-                for way in ("", WITHOUT)
-            }
-            seconds = interleaved({way: made.run for way, made in ways.items()}, options.rounds, time.process_time)
-            print(f"{name}, {kind}: {spread(seconds[''], seconds[WITHOUT])} of the time", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    compare(__doc__, 15, "vit,gpt,bert_sdpa,bert_eager", WITHOUT, pieces)

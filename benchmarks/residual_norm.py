@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from interleaved import interleaved, parser_of, spread
+from interleaved import interleaved, spread
+from passes_in_models import compare
 from torch import Tensor
-from variants import Setup, Variant, inference_call, training_step
 
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import shared_cast
@@ -64,25 +64,5 @@ def pieces(rounds: int) -> None:
         print(f"{rows} x {width} = {rows * width}: {'; '.join(told)}", flush=True)
 
 
-def main() -> None:
-    """Print the pieces, and a line for each model and way."""
-    parser = parser_of(__doc__, rounds=31)
-    parser.add_argument("--models", default="vit,gpt,bert_sdpa")
-    parser.add_argument("--scale", type=float, default=0.5)
-    parser.add_argument("--skip-pieces", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if not options.skip_pieces:
-        pieces(options.rounds)
-    for name in filter(None, options.models.split(",")):
-        for kind, make in (("convert", training_step), ("TrainStep", training_step), ("inference", inference_call)):
-            ways = {
-                way: make(name, options.scale, Variant(way, policy="bf16" + way, whole=kind == "TrainStep"), Setup())
-                for way in ("", WITHOUT)
-            }
-            seconds = interleaved({way: made.run for way, made in ways.items()}, options.rounds, time.process_time)
-            print(f"{name}, {kind}: {spread(seconds[''], seconds[WITHOUT])} of the time", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    compare(__doc__, 31, "vit,gpt,bert_sdpa", WITHOUT, pieces)

@@ -32,8 +32,8 @@ class Attention(Pass):
     """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
 
     Law: without dropout, and with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores
-    and probabilities, summed in another order. Where the CPU has matrix units only gradients are computed otherwise
-    than by torch's kernel, and forward is bit-exact; inference and long sequences keep it.
+    and probabilities, summed in another order. Where that kernel of ours does not run, only gradients are computed otherwise
+    than by torch's, and forward is bit-exact; inference and long sequences keep it.
     """
 
     name: ClassVar[str] = "attention"
@@ -78,7 +78,10 @@ def _is_attention(node: Node) -> bool:
 
 def _by_ours(node: Node) -> bool:
     made = next((t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)), None)
-    return made is not None and attention_kernel_pays(made.device.type, made.dtype)
+    if made is None:
+        return False
+    queries = 2 if is_trained(node) or not _is_attention(node) else concrete_size(made.shape[-2])
+    return attention_kernel_pays(made.device.type, made.dtype, queries)
 
 
 def _why_not(given: dict[str, Any], node: Node) -> str:

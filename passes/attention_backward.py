@@ -49,7 +49,7 @@ def attention_low(
     """
     inputs = (query, key, value)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs)):
+    if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs, queries=query.shape[-2])):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -61,8 +61,8 @@ def attention_low(
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
 
 
-def _by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return attention_kernel_pays(query.device.type, query.dtype) and kernel.takes(query, key, value)
+def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int = 2) -> bool:
+    return attention_kernel_pays(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
 
 
 def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:

@@ -1,4 +1,5 @@
-/* Attention of bf16 on CPUs with AVX512_BF16, and its gradients: six queries at a time against all keys of a head.
+/* Attention of bf16 on CPUs with AVX512_BF16, and its gradients: a few queries at a time against all keys of a head; with
+   MATRIX_UNITS on those of AMX, 32 queries at a time.
 
    Before: scores, probabilities and their gradients written to memory, or a kernel that multiplies in blocks of its own.
    After: a few rows of scores in the first caches. Scores, probabilities, and what is summed are fp32; probabilities and
@@ -6,8 +7,12 @@
 
 #include "rows.h"
 
+#ifdef MATRIX_UNITS
+#include "matrix_tiles.h"
+#else
 #define TALL 6 /* queries, or keys, at a time */
 #include "tiles.h"
+#endif
 
 typedef struct { /* [batch, heads, rows, width], elements of a row side by side */
   char *at;
@@ -15,7 +20,7 @@ typedef struct { /* [batch, heads, rows, width], elements of a row side by side 
 } Heads;
 
 typedef struct {
-  int64_t batches, heads, groups, queries, keys, width, causal;
+  int64_t batches, heads, groups, queries, keys, width, causal, gradients; /* gradients: whether these are what is asked for */
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
   Heads mask;
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
@@ -28,45 +33,55 @@ INLINE Low *head_of(const Heads *all, int64_t b, int64_t h) { return (Low *)all-
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
 
-/* Panels of 64 columns, pairs along the width: what is multiplied gives scores. */
+/* Zeros behind the pairs of a panel, up to what is multiplied in one go. Returns where the next one begins. */
+INLINE Low *filled(Low *panel, int64_t depth, int64_t columns) {
+  const int64_t whole = ROOMY(depth, DEEP) * columns, pairs = ROOMY(depth, 2) * columns;
+  memset(panel + pairs, 0, (whole - pairs) * sizeof(Low));
+  return panel + whole;
+}
+
+/* Panels of columns, pairs along the width: what is multiplied gives scores. */
 static void columns_of_keys(const Low *from, int64_t row, int64_t keys, int64_t width, Low *to) {
-  for (int64_t n = 0; n < keys; n += PANEL, to += ROOMY(width, 2) * PANEL)
+  for (int64_t n = 0; n < keys; n += PANEL) {
     pair_columns(from + n * row, row, width, keys - n, PANEL, to);
+    to = filled(to, width, PANEL);
+  }
 }
 
 INLINE int broad_at(int64_t column, int64_t width) {
   return width - column >= PANEL ? BROAD : (int)((width - column + 15) / 16);
 }
 
-/* Panels of up to 64 columns of the width, pairs along the rows. */
+/* Panels of columns of the width, pairs along the rows. */
 static void rows_of(const Low *from, int64_t row, int64_t rows, int64_t width, Low *to) {
   for (int64_t n = 0; n < width; n += PANEL) {
     const int64_t wide = 16 * broad_at(n, width);
     pair_rows(from + n, row, rows, width - n, wide, to);
-    to += ROOMY(rows, 2) * wide;
+    to = filled(to, rows, wide);
   }
+}
+
+/* Rows as they are multiplied: where they lie; or, where a tile would read beyond them, in `own`. */
+INLINE const Low *readable(const Low *from, int64_t *row, int64_t rows, int64_t width, Low *own) {
+  if (DEEP == 2 || (rows == TALL && width % DEEP == 0)) return from;
+  const int64_t deep = ROOMY(width, DEEP);
+  for (int64_t i = 0; i < rows; i++) {
+    memcpy(own + i * deep, from + i * *row, width * sizeof(Low));
+    memset(own + i * deep + width, 0, (deep - width) * sizeof(Low));
+  }
+  *row = deep;
+  return own;
 }
 
 /* -- tiles ------------------------------------------------------------------------------------------------------- */
 
-INLINE void clear(__m512 sums[TALL][BROAD]) {
-  for (int i = 0; i < TALL; i++)
-    for (int j = 0; j < BROAD; j++) sums[i][j] = _mm512_setzero_ps();
-}
-
 /* scores [TALL, room] of `rows` rows against the keys up to `limit`, in whole panels. */
 static void against_keys(const Low *a, int64_t a_row, const Low *panels, int64_t width, int64_t rows, int64_t limit,
-                         int64_t room, float *scores) {
-  const int64_t pairs = (width + 1) / 2;
-  for (int64_t n = 0; n < limit; n += PANEL, panels += 2 * pairs * PANEL) {
-    __m512 sums[TALL][BROAD];
-    clear(sums);
-    tile(sums, a, a_row, 2, panels, pairs, rows, BROAD);
-#pragma GCC unroll 6
-    for (int i = 0; i < TALL; i++)
-#pragma GCC unroll 4
-      for (int j = 0; j < BROAD; j++) _mm512_storeu_ps(scores + i * room + n + 16 * j, sums[i][j]);
-  }
+                         int64_t room, Low *own, float *scores) {
+  const int64_t deep = ROOMY(width, DEEP);
+  a = readable(a, &a_row, rows, width, own);
+  for (int64_t n = 0; n < limit; n += PANEL, panels += deep * PANEL)
+    tile_to(scores + n, room, a, a_row, DEEP, panels, deep / DEEP, rows);
 }
 
 /* Where a product goes: to bf16 behind a factor for each row; or to fp32 sums, of which it is the first or not. */
@@ -96,23 +111,28 @@ INLINE void store_tile(__m512 sums[TALL][BROAD], const Goal *goal, int64_t rows,
       }
 }
 
-#define ONE_PANEL(BROADTH)                                                        \
-  case BROADTH:                                                                   \
-    tile(sums, a, a_row, a_pair, panels, pairs, rows, BROADTH);                   \
-    store_tile(sums, goal, rows, n, width, BROADTH, factors);                     \
+#define ONE_PANEL(BROADTH)                                         \
+  case BROADTH:                                                    \
+    tile_of(sums, a, a_row, a_step, panels, steps, rows, BROADTH); \
+    store_tile(sums, goal, rows, n, width, BROADTH, factors);      \
     break;
+#if BROAD == 4
+#define PANELS ONE_PANEL(1) ONE_PANEL(2) ONE_PANEL(3) ONE_PANEL(4)
+#else
+#define PANELS ONE_PANEL(1) ONE_PANEL(2)
+#endif
 
-/* The product of `rows` rows of a and panels of `width` columns; `depth` is that of the panels, of which pairs are read. */
-static void against_rows(const Low *a, int64_t a_row, int64_t a_pair, const Low *panels, int64_t depth, int64_t from,
-                         int64_t pairs, int64_t rows, int64_t width, const Goal *goal, const float *factors) {
+/* The product of `rows` rows of a and panels of `width` columns. `depth` is that of the panels, of which `steps` of DEEP
+   are read; those of a are `a_step` apart. */
+static void against_rows(const Low *a, int64_t a_row, int64_t a_step, const Low *panels, int64_t depth, int64_t from,
+                         int64_t steps, int64_t rows, int64_t width, const Goal *goal, const float *factors) {
   for (int64_t n = 0; n < width; n += PANEL) {
     const int broad = broad_at(n, width);
     __m512 sums[TALL][BROAD];
-    clear(sums);
     const Low *base = panels;
-    panels += from * 32 * broad;
-    switch (broad) { ONE_PANEL(1) ONE_PANEL(2) ONE_PANEL(3) ONE_PANEL(4) }
-    panels = base + ROOMY(depth, 2) * 16 * broad;
+    panels += from * DEEP * 16 * broad;
+    switch (broad) { PANELS }
+    panels = base + ROOMY(depth, DEEP) * 16 * broad;
   }
 }
 
@@ -179,79 +199,71 @@ INLINE void to_low(const float *from, int64_t count, Low *to) { /* count: a mult
                         (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i)));
 }
 
-/* -- forward ------------------------------------------------------------------------------------------------------ */
+/* -- memory of a thread ------------------------------------------------------------------------------------------- */
 
-static void *forward_share(void *given) {
-  const Share *mine = given;
-  const Attention *a = mine->given;
-  const int64_t room = ROOMY(a->keys, PANEL), deep = ROOMY(a->width, 2), broad = ROOMY(a->width, 16);
-  Low *columns = (Low *)mine->room, *rows_panel = columns + room * deep, *low = rows_panel + room * broad;
-  float *scores = (float *)(low + TALL * room);
-  for (int64_t unit = mine->from; unit < mine->to; unit++) {
-    const int64_t shared = a->heads / a->groups, b = unit / shared, kv = unit % shared;
-    columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, columns);
-    rows_of(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, rows_panel);
-    for (int64_t h = kv * a->groups; h < (kv + 1) * a->groups; h++)
-      for (int64_t q = 0; q < a->queries; q += TALL) {
-        const int64_t rows = a->queries - q < TALL ? a->queries - q : TALL;
-        const int64_t limit = a->causal && q + rows < a->keys ? q + rows : a->keys, whole = ROOMY(limit, PANEL);
-        against_keys(head_of(&a->query, b, h) + q * a->query.row, a->query.row, columns, a->width, rows, limit, room,
-                     scores);
-        float factors[TALL];
-        for (int64_t i = 0; i < rows; i++) {
-          const Row row = row_at(a, b, h, q + i);
-          const float sum = exponentials(scores + i * room, &row, (float)a->scale, whole);
-          factors[i] = sum == 0 ? 0 : 1 / sum;
-          to_low(scores + i * room, whole, low + i * room);
-        }
-        const Goal goal = {head_of(&a->out, b, h) + q * a->out.row, a->out.row, 0, 0, 1};
-        against_rows(low, room, 2, rows_panel, a->keys, 0, (limit + 1) / 2, rows, a->width, &goal, factors);
-      }
-  }
-  return 0;
-}
+#define CHUNK 288 /* queries whose probabilities are kept at a time; a multiple of TALL and DEEP */
 
-/* -- backward ----------------------------------------------------------------------------------------------------- */
-
-#define CHUNK 264 /* queries whose probabilities are kept at a time; a multiple of 2 TALL */
-
-/* Two rows of numbers as pairs, one above the other: to[column][2]. */
-INLINE void pair_up(const float *one, const float *other, int64_t count, Low *to) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(other + i), _mm512_loadu_ps(one + i));
-    _mm512_storeu_si512(to + 2 * i, _mm512_permutexvar_epi16(order, both));
-  }
-}
-
-typedef struct { /* one thread's memory */
-  Low *keys_columns, *values_columns, *keys_rows, *queries_rows, *grads_rows, *chances, *dscores, *low;
+typedef struct {
+  Low *keys_columns, *values_columns, *keys_rows, *values_rows, *queries_rows, *grads_rows, *chances, *dscores, *low, *own;
   float *scores, *dchances, *key_sums, *value_sums;
   int64_t bytes;
 } Room;
 
-static Room room_at(const Attention *a, char *at) {
-  const int64_t room = ROOMY(a->keys, PANEL), deep = ROOMY(a->width, 2), broad = ROOMY(a->width, 16);
-  const int64_t chunk = a->queries < CHUNK ? ROOMY(a->queries, 2 * TALL) : CHUNK;
+static Room room_at(const Attention *a, char *at, int gradients) {
+  const int64_t room = ROOMY(a->keys, PANEL), deep = ROOMY(a->width, DEEP), broad = ROOMY(a->width, 16);
+  const int64_t tall = ROOMY(a->queries, ROOMY(TALL, DEEP)), chunk = tall < CHUNK ? tall : CHUNK;
   Room r;
   char *start = at;
 #define TAKE(name, type, count) r.name = (type *)at, at += ROOMY((count) * (int64_t)sizeof(type), 64)
   TAKE(keys_columns, Low, room * deep);
-  TAKE(values_columns, Low, room * deep);
-  TAKE(keys_rows, Low, room * broad);
-  TAKE(queries_rows, Low, chunk * broad);
-  TAKE(grads_rows, Low, chunk * broad);
-  TAKE(chances, Low, chunk * room);
-  TAKE(dscores, Low, chunk * room);
   TAKE(low, Low, TALL * room);
+  TAKE(own, Low, TALL * deep);
   TAKE(scores, float, TALL * room);
-  TAKE(dchances, float, TALL * room);
-  TAKE(key_sums, float, room * broad);
-  TAKE(value_sums, float, room * broad);
+  TAKE(values_rows, Low, gradients ? 0 : room * broad);
+  TAKE(values_columns, Low, gradients * room * deep);
+  TAKE(keys_rows, Low, gradients * room * broad);
+  TAKE(queries_rows, Low, gradients * chunk * broad);
+  TAKE(grads_rows, Low, gradients * chunk * broad);
+  TAKE(chances, Low, gradients * chunk * room);
+  TAKE(dscores, Low, gradients * chunk * room);
+  TAKE(dchances, float, gradients * TALL * room);
+  TAKE(key_sums, float, gradients * room * broad);
+  TAKE(value_sums, float, gradients * room * broad);
   r.bytes = at - start;
   return r;
 }
+
+/* -- forward ------------------------------------------------------------------------------------------------------ */
+
+static void forward_share(const Share *mine) {
+  const Attention *a = mine->given;
+  const Room r = room_at(a, (char *)mine->room, 0);
+  const int64_t room = ROOMY(a->keys, PANEL);
+  for (int64_t unit = mine->from; unit < mine->to; unit++) {
+    const int64_t shared = a->heads / a->groups, b = unit / shared, kv = unit % shared;
+    columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r.keys_columns);
+    rows_of(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, r.values_rows);
+    for (int64_t h = kv * a->groups; h < (kv + 1) * a->groups; h++)
+      for (int64_t q = 0; q < a->queries; q += TALL) {
+        const int64_t rows = a->queries - q < TALL ? a->queries - q : TALL;
+        const int64_t limit = a->causal && q + rows < a->keys ? q + rows : a->keys, whole = ROOMY(limit, PANEL);
+        against_keys(head_of(&a->query, b, h) + q * a->query.row, a->query.row, r.keys_columns, a->width, rows, limit,
+                     room, r.own, r.scores);
+        float factors[TALL];
+        for (int64_t i = 0; i < rows; i++) {
+          const Row row = row_at(a, b, h, q + i);
+          const float sum = exponentials(r.scores + i * room, &row, (float)a->scale, whole);
+          factors[i] = sum == 0 ? 0 : 1 / sum;
+          to_low(r.scores + i * room, whole, r.low + i * room);
+        }
+        const Goal goal = {head_of(&a->out, b, h) + q * a->out.row, a->out.row, 0, 0, 1};
+        against_rows(r.low, room, DEEP, r.values_rows, a->keys, 0, ROOMY(limit, DEEP) / DEEP, rows, a->width, &goal,
+                     factors);
+      }
+  }
+}
+
+/* -- backward ----------------------------------------------------------------------------------------------------- */
 
 /* Of `rows` queries from `q` on: probabilities and the gradients of scores, in pairs; and the gradient of the queries. */
 static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t h, int64_t q, int64_t in_chunk,
@@ -260,9 +272,9 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
   /* Whole tiles: those of keys read what these rows leave, up to their last. */
   const int64_t limit = a->causal && q + TALL < a->keys ? q + TALL : a->keys, whole = ROOMY(limit, PANEL);
   against_keys(head_of(&a->query, b, h) + q * a->query.row, a->query.row, r->keys_columns, a->width, rows, limit, room,
-               r->scores);
+               r->own, r->scores);
   against_keys(head_of(&a->grad, b, h) + q * a->grad.row, a->grad.row, r->values_columns, a->width, rows, limit, room,
-               r->dchances);
+               r->own, r->dchances);
   float factors[TALL];
   for (int64_t i = 0; i < TALL; i++) {
     float *chances = r->scores + i * room, *dchances = r->dchances + i * room;
@@ -286,13 +298,13 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
     }
     to_low(dchances, whole, r->low + i * room);
   }
-  for (int64_t i = 0; i < TALL; i += 2) {
+  for (int64_t i = 0; i < TALL; i += DEEP) {
     const int64_t at = (in_chunk + i) * room;
-    pair_up(r->scores + i * room, r->scores + (i + 1) * room, whole, r->chances + at);
-    pair_up(r->dchances + i * room, r->dchances + (i + 1) * room, whole, r->dscores + at);
+    weave(r->scores + i * room, room, whole, r->chances + at);
+    weave(r->dchances + i * room, room, whole, r->dscores + at);
   }
   const Goal goal = {head_of(&a->grad_query, b, h) + q * a->grad_query.row, a->grad_query.row, 0, 0, 1};
-  against_rows(r->low, room, 2, r->keys_rows, a->keys, 0, (limit + 1) / 2, rows, a->width, &goal, factors);
+  against_rows(r->low, room, DEEP, r->keys_rows, a->keys, 0, ROOMY(limit, DEEP) / DEEP, rows, a->width, &goal, factors);
 }
 
 /* The part of the gradients of keys and values that `count` queries from `q` on have. */
@@ -303,24 +315,23 @@ static void backward_columns(const Attention *a, const Room *r, int64_t b, int64
   for (int i = 0; i < TALL; i++) ones[i] = 1, scales[i] = (float)a->scale;
   for (int64_t k = 0; k < a->keys; k += TALL) {
     const int64_t rows = a->keys - k < TALL ? a->keys - k : TALL;
-    int64_t from = a->causal && k > q ? (k - q) / 2 : 0;
-    const int64_t pairs = (count + 1) / 2;
-    if (from > pairs) from = pairs;
+    int64_t from = a->causal && k > q ? (k - q) / DEEP : 0;
+    const int64_t steps = ROOMY(count, DEEP) / DEEP;
+    if (from > steps) from = steps;
     const Goal value = {head_of(&a->grad_value, b, kv) + k * a->grad_value.row, a->grad_value.row,
                         r->value_sums + k * broad, adds, ends};
     const Goal key = {head_of(&a->grad_key, b, kv) + k * a->grad_key.row, a->grad_key.row, r->key_sums + k * broad,
                       adds, ends};
-    against_rows(r->chances + 2 * from * room + 2 * k, 2, 2 * room, r->grads_rows, count, from, pairs - from, rows,
+    against_rows(r->chances + DEEP * (from * room + k), DEEP, DEEP * room, r->grads_rows, count, from, steps - from, rows,
                  a->width, &value, ones);
-    against_rows(r->dscores + 2 * from * room + 2 * k, 2, 2 * room, r->queries_rows, count, from, pairs - from, rows,
+    against_rows(r->dscores + DEEP * (from * room + k), DEEP, DEEP * room, r->queries_rows, count, from, steps - from, rows,
                  a->width, &key, scales);
   }
 }
 
-static void *backward_share(void *given) {
-  const Share *mine = given;
+static void backward_share(const Share *mine) {
   const Attention *a = mine->given;
-  const Room r = room_at(a, (char *)mine->room);
+  const Room r = room_at(a, (char *)mine->room, 1);
   for (int64_t unit = mine->from; unit < mine->to; unit++) {
     const int64_t shared = a->heads / a->groups, b = unit / shared, kv = unit % shared;
     columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r.keys_columns);
@@ -336,30 +347,36 @@ static void *backward_share(void *given) {
         backward_columns(a, &r, b, kv, q, count, g || q, g + 1 == a->groups && q + count == a->queries);
       }
   }
+}
+
+/* -- what Python calls: returns 0, or 1 where there is no memory ----------------------------------------------- */
+
+#ifndef MATRIX_UNITS
+typedef int Tiles;
+int has_tiles(void) { return 1; }
+INLINE Tiles borrow_tiles(void) { return 0; }
+INLINE void return_tiles(const Tiles *before) { (void)before; }
+#endif
+
+static void *one_share(void *given) {
+  const Share *mine = given;
+  const Attention *a = mine->given;
+  const Tiles before = borrow_tiles();
+  (a->gradients ? backward_share : forward_share)(mine);
+  return_tiles(&before);
   return 0;
 }
 
-/* -- what Python calls: they return 0, or 1 where there is no memory ----------------------------------------------- */
-
-static int shared_out(const Attention *a, int64_t bytes, int64_t threads, void *(*work)(void *)) {
+int attention(const Attention *a, int64_t threads) {
   Share shares[MOST_THREADS];
-  const int64_t units = a->batches * a->heads / a->groups, each = ROOMY(bytes, 64);
+  const int64_t units = a->batches * a->heads / a->groups, each = room_at(a, 0, (int)a->gradients).bytes;
   threads = threads_of(threads < units ? threads : units);
   char *room = aligned_alloc(64, threads * each);
   if (!room) return 1;
   for (int64_t t = 0; t < threads; ++t)
     shares[t] = (Share){.given = a, .room = (double *)(room + t * each), .from = units * t / threads,
                         .to = units * (t + 1) / threads};
-  do_shares(shares, sizeof *shares, threads, work);
+  do_shares(shares, sizeof *shares, threads, one_share);
   free(room);
   return 0;
-}
-
-int forward(const Attention *a, int64_t threads) {
-  const int64_t room = ROOMY(a->keys, PANEL), wide = ROOMY(a->width, 16) + ROOMY(a->width, 2);
-  return shared_out(a, room * (wide * 2 + TALL * 6), threads, forward_share);
-}
-
-int backward(const Attention *a, int64_t threads) {
-  return shared_out(a, room_at(a, 0).bytes, threads, backward_share);
 }

@@ -16,23 +16,29 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native_code import CompilerError, load, threads_for
-from amp_graph.passes.torch_private import cpu_has_bf16
+from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
+MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
 FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
 
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
-    if not cpu_has_bf16():
+    return built(*MATRIX_UNITS) or built()
+
+
+def built(*flags: str) -> ctypes.CDLL | None:
+    """Return the kernel as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
+    if not cpu_has_bf16() or (flags and not cpu_has_amx()):
         return None
     try:
-        found = load(SOURCE, ("-mavx512bf16",))
+        found = load(SOURCE, ("-mavx512bf16", *flags))
     except CompilerError:
         return None
-    found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    return found
+    found.attention.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    return found if found.has_tiles() else None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -49,7 +55,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, caus
     ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast. Raises MemoryError.
     """
     made = result_like(query)
-    _run("forward", (query, key, value, made, None, None, None, None), mask, causal, scale)
+    _run((query, key, value, made, None, None, None, None), mask, causal, scale)
     return made
 
 
@@ -58,7 +64,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value for that of the result, ``grad``. Raises MemoryError."""
     made = gradients_like(query, key, value)
-    _run("backward", (query, key, value, None, rows(grad), *made), mask, causal, scale)
+    _run((query, key, value, None, rows(grad), *made), mask, causal, scale)
     return made
 
 
@@ -78,19 +84,21 @@ def rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _run(name: str, tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, scale: float) -> None:
-    query, key = tensors[:2]
+def _run(tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, scale: float) -> None:
+    query, key, _, made = tensors[:4]
+    compiled = library()
     assert query is not None
     assert key is not None
+    assert compiled is not None
     (batch, heads, length, width), keys = query.shape, key.shape[2]
-    numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal]
+    numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal, made is None]
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
     for t in (*tensors, mask):
         numbers += (0, 0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:3])
     kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
     numbers += (kind, 0 if mask is None else mask.stride(3))
     table = array("q", numbers).tobytes() + struct.pack("d", scale)
-    if getattr(library(), name)(table, threads_for(batch * heads * length * keys)):
+    if compiled.attention(table, threads_for(batch * heads * length * keys)):
         raise MemoryError(f"attention of {batch} x {heads} x {length} x {keys}: no memory for its rows")
 
 

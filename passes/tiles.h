@@ -6,8 +6,10 @@
 
 #include <immintrin.h>
 
-#define BROAD 4  /* vectors of 16 columns in a tile */
-#define PANEL 64 /* columns */
+#ifndef BROAD
+#define BROAD 4 /* vectors of 16 columns in a tile */
+#endif
+#define PANEL (16 * BROAD) /* columns */
 
 static inline __mmask32 first(int64_t count) {
   return count >= 32 ? ~(__mmask32)0 : (__mmask32)((1u << (count > 0 ? count : 0)) - 1);
@@ -70,6 +72,17 @@ static void pair_columns(const Low *from, int64_t column, int64_t depth, int64_t
     }
 }
 
+/* Two vectors of numbers, rounded, as pairs: one above the other. */
+static inline __m512i paired(const float *one, const float *other) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(other), _mm512_loadu_ps(one));
+  return _mm512_permutexvar_epi16(order, both);
+}
+
+#ifndef DEEP /* of the depth at a time: whoever brings another has another tile */
+#define DEEP 2
+
 /* Adds to `sums` the product of `rows` rows of a, whose pairs lie `a_pair` elements apart, and a panel of `broad`
    vectors. Sums of rows beyond are of no use. With `broad` known to the compiler all of them stay in registers. */
 INLINE void tile(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
@@ -90,3 +103,28 @@ INLINE void tile(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t 
     }
   }
 }
+
+/* The product alone: in registers; or stored, rows `row` apart. */
+INLINE void tile_of(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
+                    int64_t rows, int broad) {
+  for (int i = 0; i < TALL; i++)
+    for (int j = 0; j < BROAD; j++) sums[i][j] = _mm512_setzero_ps();
+  tile(sums, a, a_row, a_pair, b, pairs, rows, broad);
+}
+
+INLINE void tile_to(float *to, int64_t row, const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
+                    int64_t rows) {
+  __m512 sums[TALL][BROAD];
+  tile_of(sums, a, a_row, a_pair, b, pairs, rows, BROAD);
+#pragma GCC unroll 8
+  for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < BROAD; j++) _mm512_storeu_ps(to + i * row + 16 * j, sums[i][j]);
+}
+
+/* Two rows of numbers, `row` apart, turned and rounded: to[column][2]. `count` is a multiple of 16. */
+static inline void weave(const float *from, int64_t row, int64_t count, Low *to) {
+  for (int64_t n = 0; n < count; n += 16) _mm512_storeu_si512(to + DEEP * n, paired(from + n, from + row + n));
+}
+
+#endif

@@ -8,9 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes import attention_kernel as kernel
+from amp_graph.passes import what_pays
 from tests.passes.graphs import BF16
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+
+@pytest.fixture(params=["matrix units", "dot products"], autouse=True)
+def _built_for(request, monkeypatch):
+    if request.param == "matrix units" and not kernel.built(*kernel.MATRIX_UNITS):
+        pytest.skip("a CPU with AMX is needed")
+    if request.param == "dot products":
+        monkeypatch.setattr(kernel, "library", kernel.built)
+
 
 # batch, heads, heads of keys, queries, keys, width, causal
 SIZES = {
@@ -135,6 +145,30 @@ def test_threads_do_not_change_bits():
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, one, two))
+
+
+def test_torchs_own_kernels_find_the_matrix_units_as_they_left_them():
+    """oneDNN and torch remember how they configured tiles; a process whose tiles are not theirs dies."""
+    given, _ = operands("several chunks of queries")
+    weight = drawn(48, 80, seed=5).bfloat16()
+
+    def torchs():
+        return [
+            F.scaled_dot_product_attention(*given[:3], enable_gqa=True),
+            *(drawn(n, 80).bfloat16() @ weight.T for n in (5, 64)),
+        ]
+
+    wanted, first = torchs(), ours(given)
+    for _ in range(3):
+        assert all(map(torch.equal, torchs(), wanted))
+        assert all(map(torch.equal, ours(given), first))
+
+
+def test_one_query_stays_with_torch_where_its_kernel_is_faster(monkeypatch):
+    for units in (True, False):
+        monkeypatch.setattr(what_pays, "cpu_has_amx", lambda units=units: units)
+        assert what_pays.attention_kernel_pays("cpu", BF16, 1) is not units
+        assert what_pays.attention_kernel_pays("cpu", BF16, 2)
 
 
 def test_a_forgotten_scale_is_seen():

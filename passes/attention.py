@@ -32,8 +32,8 @@ class Attention(Pass):
     """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
 
     Law: without dropout, and with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores
-    and probabilities, summed in another order. Where that kernel of ours does not run, only gradients are computed otherwise
-    than by torch's, and forward is bit-exact; inference and long sequences keep it.
+    and probabilities, summed in another order. Where that kernel of ours does not run, only gradients are computed
+    otherwise than by torch's, and forward is bit-exact; inference and long sequences keep it.
     """
 
     name: ClassVar[str] = "attention"

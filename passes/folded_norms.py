@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.runtime import relu_in_place
 from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
 from amp_graph.passes.weight_copies import FOLDED, WeightCopies
 
@@ -63,7 +64,8 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
             kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
-        return convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into)
+        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into)
+        return relu_in_place(out) if shape.relu else out  # not the kernel's own relu, which makes 0 of NaN
 
     return convolution_with_norm
 

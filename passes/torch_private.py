@@ -799,7 +799,7 @@ def convolution_pointwise(
     other: torch.Tensor | None,
     into: bool = False,
 ) -> torch.Tensor:
-    """Return ``conv2d(x, weight, bias)``, plus ``other``, through a relu where ``shape`` has one; 2.11 - 2.13.
+    """Return ``conv2d(x, weight, bias)``, plus ``other``, before a relu; 2.11 - 2.13.
 
     x, other: bf16, channels_last; weight: packed; bias: fp32, which the kernel with ``other`` takes in bf16 only.
     ``into``: the result is written over ``other``, bit for bit the same.
@@ -814,7 +814,7 @@ def convolution_pointwise(
         after: tuple[Any, ...] = ("add", 1.0, None, [], None)
         kernel, given = (_convolution_into, (other, x)) if into else (_convolution_pointwise.binary._op, (x, other))
         found = kernel(*given, weight, bias.to(x.dtype), *where, *after)
-    return found.relu_() if shape.relu else found  # not the kernel's own relu, which makes 0 of NaN
+    return found
 
 
 def keeps_lstm_workspaces() -> bool:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.runtime import layer_norm_low, shared_cast
+from amp_graph.passes.runtime import layer_norm_low, relu_in_place, shared_cast
 
 FAST = "bf16,accuracy=fast"
 
@@ -64,3 +64,20 @@ def test_a_gradient_penalty_trains(policy):
     assert len(plain) == len(ours)
     for a, b in zip(ours, plain, strict=True):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_relu_on_bits_is_relu_of_every_number_there_is(dtype):
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    wanted = every.relu()
+    made = relu_in_place(every.clone())
+    assert torch.equal(made.isnan(), wanted.isnan())
+    assert torch.equal(made.nan_to_num(7), wanted.nan_to_num(7))
+    assert made.isnan().any()
+
+
+def test_relu_on_bits_is_in_place_whatever_the_layout():
+    x = torch.randn(2, 5, 3, 3).bfloat16().to(memory_format=torch.channels_last)
+    wanted = x.relu()
+    assert relu_in_place(x) is x
+    assert torch.equal(x, wanted)

@@ -60,6 +60,8 @@ def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
     """Return every variant of a model: eager first, and autocast first in each mode."""
     skip = f",skip={setup.skip}" if setup.skip else ""
     policies = {"": setup.dtype + skip, " fast": f"{setup.dtype},accuracy=fast{skip}"}
+    if not training:  # as autocast returns them
+        policies[" low outputs"] = f"{setup.dtype},keep_outputs=false{skip}"
     found = [Variant("fp32")]
     for mode, compiled in (("", False), (INDUCTOR, True)):
         found.append(Variant(AUTOCAST + mode, autocast=True, compiled=compiled))

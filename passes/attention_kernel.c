@@ -155,11 +155,21 @@ INLINE Row row_at(const Attention *a, int64_t b, int64_t h, int64_t query) {
   return found;
 }
 
-INLINE Vector masked(const Row *row, int64_t i, int64_t n, Vector scores) {
-  if (row->mask.kind == NONE) return scores;
-  if (row->step) return scores + load(&row->mask, i, n);
-  return scores + load(&row->mask, 0, 1)[0];
+/* `n` scores from column `i` on, of which WIDE are in memory, as they are compared: scaled, and what is added to them. */
+INLINE Vector scaled(const float *scores, const Row *row, int64_t i, int64_t n, float scale) {
+  const Vector found = *(const Vector *)(scores + i) * scale;
+  if (row->mask.kind == NONE) return found;
+  if (row->step) return found + load(&row->mask, i, n);
+  return found + load(&row->mask, 0, 1)[0];
 }
+
+/* Goes through the scores that a row sees, all but the last in whole vectors; `there` are those of a vector. */
+#define EACH_SEEN(row, ...)                                                                                      \
+  do {                                                                                                           \
+    int64_t i = 0;                                                                                               \
+    for (; i + WIDE <= (row)->seen; i += WIDE) { enum { n = WIDE, there = 0xffff }; __VA_ARGS__ }                \
+    if (i < (row)->seen) { const int64_t n = (row)->seen - i; const __mmask16 there = (__mmask16)first(n); __VA_ARGS__ } \
+  } while (0)
 
 /* A row that sees nothing: zeros; or one of NaNs, which stay. */
 static float nothing(float *scores, int64_t seen, int64_t room) {
@@ -170,33 +180,43 @@ static float nothing(float *scores, int64_t seen, int64_t room) {
   return all;
 }
 
-/* Makes of scores, exponentials of what they are from their largest, zeros behind what is seen; returns their sum. */
-static float exponentials(float *scores, const Row *row, float scale, int64_t room) {
-  const Rows all = {scores, FULL};
-  Vector most = (Vector){0} - INFINITY;
-  EACH(0, row->seen, {
-    Vector v = masked(row, i, n, load(&all, i, n) * scale);
-    store(&all, i, n, v);
-    for (int64_t k = n; k < WIDE; ++k) v[k] = -INFINITY;
-    most = larger(v, most);
-  });
-  const float top = _mm512_reduce_max_ps((__m512)most);
-  Vector sum = {0};
-  if (top == -INFINITY) return nothing(scores, row->seen, room);
-  EACH(0, row->seen, {
-    Vector e = exponential(load(&all, i, n) - top);
-    for (int64_t k = n; k < WIDE; ++k) e[k] = 0;
-    store(&all, i, n, e);
-    sum += e;
-  });
-  memset(scores + row->seen, 0, (room - row->seen) * sizeof(float));
-  return _mm512_reduce_add_ps((__m512)sum);
-}
-
 INLINE void to_low(const float *from, int64_t count, Low *to) { /* count: a multiple of 32 */
   for (int64_t i = 0; i < count; i += 32)
     _mm512_storeu_si512(to + i,
                         (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i)));
+}
+
+/* Makes of scores, exponentials of what they are from their largest, zeros behind what is seen; returns their sum. They
+   take the place of the scores; or, rounded, go to `low`. */
+INLINE float exponentials(float *scores, const Row *row, float scale, int64_t room, Low *low) {
+  const __m512 none = _mm512_set1_ps(-INFINITY);
+  __m512 most = none, sum = _mm512_setzero_ps();
+  EACH_SEEN(row, {
+    const __m512 v = _mm512_mask_mov_ps(none, there, (__m512)scaled(scores, row, i, n, scale));
+    _mm512_storeu_ps(scores + i, v);
+    most = _mm512_max_ps(v, most); /* of a NaN and a number the number */
+  });
+  const float top = _mm512_reduce_max_ps(most);
+  const int64_t whole = ROOMY(row->seen, WIDE);
+  if (top == -INFINITY) {
+    const float all = nothing(scores, row->seen, room);
+    if (low) to_low(scores, room, low);
+    return all;
+  }
+  EACH_SEEN(row, {
+    const Vector from = *(Vector *)(scores + i) - top;
+    const __m512 e = _mm512_maskz_mov_ps(there, (__m512)exponential(from));
+    if (low)
+      _mm256_storeu_si256((__m256i *)(low + i), (__m256i)_mm512_cvtneps_pbh(e));
+    else
+      _mm512_storeu_ps(scores + i, e);
+    sum = _mm512_add_ps(sum, e);
+  });
+  if (low)
+    memset(low + whole, 0, (room - whole) * sizeof(Low));
+  else
+    memset(scores + whole, 0, (room - whole) * sizeof(float));
+  return _mm512_reduce_add_ps(sum);
 }
 
 /* -- memory of a thread ------------------------------------------------------------------------------------------- */
@@ -252,9 +272,8 @@ static void forward_share(const Share *mine) {
         float factors[TALL];
         for (int64_t i = 0; i < rows; i++) {
           const Row row = row_at(a, b, h, q + i);
-          const float sum = exponentials(r.scores + i * room, &row, (float)a->scale, whole);
+          const float sum = exponentials(r.scores + i * room, &row, (float)a->scale, whole, r.low + i * room);
           factors[i] = sum == 0 ? 0 : 1 / sum;
-          to_low(r.scores + i * room, whole, r.low + i * room);
         }
         const Goal goal = {head_of(&a->out, b, h) + q * a->out.row, a->out.row, 0, 0, 1};
         against_rows(r.low, room, DEEP, r.values_rows, a->keys, 0, ROOMY(limit, DEEP) / DEEP, rows, a->width, &goal,
@@ -284,7 +303,7 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
       continue;
     }
     const Row row = row_at(a, b, h, q + i);
-    const float sum = exponentials(chances, &row, (float)a->scale, whole), each = sum == 0 ? 0 : 1 / sum;
+    const float sum = exponentials(chances, &row, (float)a->scale, whole, 0), each = sum == 0 ? 0 : 1 / sum;
     Vector dot = {0};
     for (int64_t n = 0; n < whole; n += WIDE) {
       Vector *p = (Vector *)(chances + n);

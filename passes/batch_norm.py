@@ -1,6 +1,7 @@
-"""What converted graphs call for a batch norm that trains and the relu behind it.
+"""What converted graphs call for a batch norm that trains and the relu behind it, or behind a sum with others.
 
 Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone.
+``relu(batch_norm(x, ...) + other)`` becomes ``norm_add_relu(x, other, ...)``, which saves its result, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.batch_norm_ops import OPS, batch_norm_relu, batch_norm_relu_again, batch_norm_relu_backward
+from amp_graph.passes.batch_norm_ops import (
+    OPS,
+    batch_norm_add_relu,
+    batch_norm_add_relu_backward,
+    batch_norm_relu,
+    batch_norm_relu_again,
+    batch_norm_relu_backward,
+)
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
 
 
@@ -40,6 +48,36 @@ def norm_and_relu(
     made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
     out: Tensor = made[0]
     return out
+
+
+def norm_add_relu(
+    x: Tensor,
+    other: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``F.relu(F.batch_norm(x, ..., training=True) + other)``, rounded once.
+
+    other: of the shape and dtype of ``x``; all else as for ``norm_and_relu``.
+    """
+    if x.numel() <= x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    given = (x, other, running_mean, running_var, weight, bias, momentum, eps)
+    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in (x, other, weight, bias)):
+        return F.relu(F.batch_norm(x, *given[2:6], True, momentum, eps) + other)
+    made = _NormAddRelu.apply(*given) if torch.is_grad_enabled() else _normed_sum(*given)
+    out: Tensor = made[0]
+    return out
+
+
+def _normed_sum(*given: Any) -> tuple[Tensor, Tensor]:
+    kernel = OPS.batch_norm_add_relu.default if is_seen(given[0]) else batch_norm_add_relu
+    found: tuple[Tensor, Tensor] = kernel(*given)
+    return found
 
 
 def _normed(*given: Any) -> tuple[Tensor, Tensor]:
@@ -80,6 +118,34 @@ class _NormAndRelu(torch.autograd.Function):
             dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
             found = [dx[0] if dx else None, dweight if need[1] else None, dbias if need[2] else None]
         return found[0], None, None, *found[1:], None, None, None
+
+
+class _NormAddRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        out, stats = _normed_sum(x, other, *given)
+        *_, weight, bias, _, ctx.eps = given
+        ctx.relu = False  # whoever differentiates again has passed it
+        ctx.save_for_backward(x, weight, bias, stats, out)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return out, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 8
+        x, weight, bias, stats, out = ctx.saved_tensors
+        need, needs_other = [ctx.needs_input_grad[i] for i in (0, 4, 5)], ctx.needs_input_grad[1]
+        found: list[Tensor | None]
+        if torch.is_grad_enabled() or is_batched(grad):
+            dother = torch.where(out <= 0, 0, grad)
+            found = _gradients_by_torch((x, weight, bias), need, dother, ctx)
+        else:
+            kernel = OPS.batch_norm_add_relu_backward.default if is_seen(grad) else batch_norm_add_relu_backward
+            dweight, dbias, dother, *dx = kernel(grad, x, out, weight, bias, stats, need[0])
+            found = [dx[0] if dx else None, dweight if need[1] else None, dbias if need[2] else None]
+        return found[0], dother if needs_other else None, None, None, *found[1:], None, None
 
 
 def _gradients_by_torch(inputs: Any, need: Any, grad: Tensor, ctx: Any) -> list[Tensor | None]:

@@ -1,8 +1,10 @@
-/* A batch norm in training and the relu behind it, forward and backward, over channels_last images.
+/* A batch norm in training and the relu behind it, or behind a sum with others, forward and backward, over channels_last
+   images.
 
    Before: batch_norm, which reads its input three times, and relu; in backward threshold_backward and batch_norm's own.
    After: `forward`, which reads it twice and writes the relu's result, and `backward`, which reads input and gradient
    twice. The relu's mask is computed again from the input, so that the result need not be saved; `again` computes that.
+   Behind a sum the mask is read off the result, and the gradient past it is what the others get.
 
    native_code.py compiles this file. A row is a place of an image, of `width` channels. Sums are fp32 over a block of
    rows, and fp64 over blocks; variances are of differences from the first row, which is as near as any to the mean.
@@ -17,6 +19,7 @@ typedef struct {
   Rows x, out;
   const float *weight, *bias;
   float *mean, *invstd, *running_mean, *running_var; /* `forward` writes them; the last two, where they are there */
+  Rows other; /* added before the relu, where they are there */
 } Forward;
 
 typedef struct {
@@ -24,6 +27,7 @@ typedef struct {
   Rows x, grad, dx; /* dx is written, where it is wanted */
   const float *weight, *bias, *mean, *invstd;
   float *dweight, *dbias, *slope, *shift; /* written; the last two are scratch */
+  Rows out, masked; /* behind a sum: the result, and the gradient past the relu, which is written */
 } Backward;
 
 /* Goes through rows and channels as they lie: `tall` rows from `row` on, and of each a vector of `n` from channel `i`. */
@@ -111,23 +115,28 @@ INLINE void norm_rows(const Share* mine, Forward f) {
     const Norm norm = norm_of(f.mean, f.invstd, f.weight, f.bias, i, n);
     for (int k = 0; k < tall; ++k) {
       const Rows x = next_row(&f.x, row + k, f.width, i), out = row_of(&f.out, row + k, f.width);
-      const Vector y = fused(load(&x, i, n) - norm.mean, norm.scale, norm.bias);
+      Vector y = fused(load(&x, i, n) - norm.mean, norm.scale, norm.bias);
+      if (f.other.kind) {
+        const Rows other = next_row(&f.other, row + k, f.width, i);
+        y += load(&other, i, n);
+      }
       store(&out, i, n, f.relu ? above_zero(y, y) : y);
     }
   });
 }
 
-/* That all is low precision, and whether there is a relu, is told to the compiler. */
-INLINE Forward low(const Forward* given, int relu) {
+/* That all is low precision, and whether there is a relu or a sum, is told to the compiler. */
+INLINE Forward low(const Forward* given, int relu, Kind other) {
   Forward f = *given;
   f.x.kind = f.out.kind = LOW;
   f.relu = relu;
+  f.other.kind = other;
   return f;
 }
 
 static void* sum_share(void* given) {
   const Share* mine = given;
-  const Forward f = low(mine->given, 0);
+  const Forward f = low(mine->given, 0, NONE);
   sum_rows(mine, &f);
   return 0;
 }
@@ -135,8 +144,9 @@ static void* sum_share(void* given) {
 static void* norm_share(void* given) {
   const Share* mine = given;
   const Forward* f = mine->given;
-  if (f->relu) norm_rows(mine, low(f, 1));
-  else norm_rows(mine, low(f, 0));
+  if (f->other.kind) norm_rows(mine, low(f, 1, LOW));
+  else if (f->relu) norm_rows(mine, low(f, 1, NONE));
+  else norm_rows(mine, low(f, 0, NONE));
   return 0;
 }
 
@@ -162,8 +172,14 @@ static void take_statistics(const Forward* f, const double* room, int64_t thread
 /* -- backward --------------------------------------------------------------------------------------------------- */
 
 /* The gradient that reaches the norm, and how far the input is from its mean. */
-INLINE Vector past_relu(const Backward* b, const Rows* grad, Norm norm, Vector away, int64_t i, int64_t n) {
+INLINE Vector past_relu(const Backward* b, const Rows* grad, Norm norm, Vector away, int64_t row, int64_t i, int64_t n) {
   const Vector given = load(grad, i, n);
+  if (b->out.kind) {
+    const Rows out = next_row(&b->out, row, b->width, i), masked = row_of(&b->masked, row, b->width);
+    const Vector found = above_zero(given, load(&out, i, n));
+    store(&masked, i, n, found);
+    return found;
+  }
   return b->relu ? above_zero(given, fused(away, norm.scale, norm.bias)) : given;
 }
 
@@ -176,7 +192,7 @@ INLINE void sum_gradients(const Share* mine, Backward b) {
       Vector first = {0}, second = {0};
       for (int k = 0; k < tall; ++k) {
         const Rows x = next_row(&b.x, row + k, b.width, i), grad = next_row(&b.grad, row + k, b.width, i);
-        const Vector away = load(&x, i, n) - norm.mean, g = past_relu(&b, &grad, norm, away, i, n);
+        const Vector away = load(&x, i, n) - norm.mean, g = past_relu(&b, &grad, norm, away, row + k, i, n);
         first += g;
         second = fused(g, away, second);
       }
@@ -195,32 +211,38 @@ INLINE void write_gradients(const Share* mine, Backward b) {
     for (int k = 0; k < tall; ++k) {
       const Rows x = next_row(&b.x, row + k, b.width, i), grad = next_row(&b.grad, row + k, b.width, i);
       const Rows dx = row_of(&b.dx, row + k, b.width);
-      const Vector away = load(&x, i, n) - norm.mean, g = past_relu(&b, &grad, norm, away, i, n);
+      const Vector away = load(&x, i, n) - norm.mean, g = past_relu(&b, &grad, norm, away, row + k, i, n);
       store(&dx, i, n, fused(g, norm.scale, fused(away, slope, shift)));
     }
   });
 }
 
-INLINE Backward low_gradients(const Backward* given, int relu) {
+INLINE Backward low_gradients(const Backward* given, int relu, Kind out) {
   Backward b = *given;
   b.x.kind = b.grad.kind = b.dx.kind = LOW;
   b.relu = relu;
+  b.out.kind = b.masked.kind = out;
   return b;
 }
 
 static void* sum_gradients_share(void* given) {
   const Share* mine = given;
   const Backward* b = mine->given;
-  if (b->relu) sum_gradients(mine, low_gradients(b, 1));
-  else sum_gradients(mine, low_gradients(b, 0));
+  if (b->out.kind) sum_gradients(mine, low_gradients(b, 0, LOW));
+  else if (b->relu) sum_gradients(mine, low_gradients(b, 1, NONE));
+  else sum_gradients(mine, low_gradients(b, 0, NONE));
   return 0;
 }
 
 static void* gradients_share(void* given) {
   const Share* mine = given;
   const Backward* b = mine->given;
-  if (b->relu) write_gradients(mine, low_gradients(b, 1));
-  else write_gradients(mine, low_gradients(b, 0));
+  if (b->out.kind) { /* what the sums were of is past the relu */
+    Backward past = *b;
+    past.grad = b->masked;
+    write_gradients(mine, low_gradients(&past, 0, NONE));
+  } else if (b->relu) write_gradients(mine, low_gradients(b, 1, NONE));
+  else write_gradients(mine, low_gradients(b, 0, NONE));
   return 0;
 }
 

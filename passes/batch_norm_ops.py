@@ -10,6 +10,7 @@ import ctypes
 from array import array
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +68,43 @@ def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor
     return out
 
 
+def batch_norm_add_relu(
+    x: Tensor,
+    other: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``relu(batch_norm(x) + other)``, rounded once, and the statistics, as ``batch_norm_relu`` does.
+
+    other: of the shape and dtype of ``x``, taken as channels_last.
+    """
+    x, other = (t.contiguous(memory_format=LAST) for t in (x, other))
+    stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
+    out = torch.empty_like(x)
+    table = _table(x, weight, bias, stats, out, True, running_mean, running_var, other=other)
+    _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
+    return out, stats
+
+
 def _table(
-    x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, out: Tensor, relu: bool, *running: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stats: Tensor,
+    out: Tensor,
+    relu: bool,
+    *running: Tensor | None,
+    other: Tensor | None = None,
 ) -> array[int]:
     width, place = x.shape[1], stats.data_ptr()
     moved = (0 if t is None else _places(t) for t in running or (None, None))
     rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, out.data_ptr(), LOW)
-    return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved))
+    added = (0, 0) if other is None else (other.data_ptr(), LOW)
+    return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved, *added))
 
 
 def _places(given: Tensor) -> int:
@@ -91,17 +122,45 @@ def batch_norm_relu_backward(
     grad: of the result of ``batch_norm_relu``. Sums are fp32 over 128 places and fp64 over all of them; the gradient
     of ``x`` is computed in fp32 and rounded once.
     """
+    sums, dx, _ = _gradients(grad, x, weight, bias, stats, relu, wants_x)
+    return sums if dx is None else [*sums, dx]
+
+
+def batch_norm_add_relu_backward(
+    grad: Tensor, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, wants_x: bool
+) -> list[Tensor]:
+    """Return the gradients of weight, bias and ``other``, and that of ``x`` where it is wanted.
+
+    out: the result of ``batch_norm_add_relu``, whose places above zero the gradient goes through.
+    """
+    sums, dx, masked = _gradients(grad, x, weight, bias, stats, True, wants_x, out.contiguous(memory_format=LAST))
+    assert masked is not None
+    return [*sums, masked] if dx is None else [*sums, masked, dx]
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stats: Tensor,
+    relu: bool,
+    wants_x: bool,
+    out: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias, that of ``x``, and behind a sum, whose result is ``out``, that of it."""
     x, grad, width = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST), x.shape[1]
     grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
     dx = torch.empty_like(x) if wants_x else None
+    masked = None if out is None else torch.empty_like(x)
     place = stats.data_ptr()
     rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
-    wanted = (0, 0) if dx is None else (dx.data_ptr(), LOW)
     given = (_places(weight), _places(bias), place, place + 4 * width)
-    table = array("q", (*rows, *wanted, *given, *(t.data_ptr() for t in sums)))
+    others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (t.data_ptr(), LOW))]
+    table = array("q", (*rows, *others[:2], *given, *(t.data_ptr() for t in sums), *others[2:]))
     _check(library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel())))
-    return sums[:2] if dx is None else [*sums[:2], dx]
+    return sums[:2], dx, masked
 
 
 def _check(failed: int) -> None:
@@ -122,6 +181,10 @@ def _fake(
     return torch.empty_like(x, memory_format=LAST), weight.new_empty((2, x.shape[1]))
 
 
+def _fake_sum(x: Tensor, other: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=LAST), given[2].new_empty((2, x.shape[1]))
+
+
 def _fake_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
     return torch.empty_like(x, memory_format=LAST)
 
@@ -133,11 +196,24 @@ def _fake_backward(
     return [*made, torch.empty_like(x, memory_format=LAST)] if wants_x else made
 
 
+def _fake_sum_backward(
+    grad: Tensor, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, wants_x: bool
+) -> list[Tensor]:
+    images = [torch.empty_like(x, memory_format=LAST) for _ in range(1 + wants_x)]
+    return [torch.empty_like(weight), torch.empty_like(bias), *images]
+
+
 define_operator(
     "batch_norm_relu(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, Tensor bias, "
     "float momentum, float eps, bool relu) -> (Tensor, Tensor)",
     batch_norm_relu,
     _fake,
+)
+define_operator(
+    "batch_norm_add_relu(Tensor x, Tensor other, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, "
+    "Tensor bias, float momentum, float eps) -> (Tensor, Tensor)",
+    batch_norm_add_relu,
+    _fake_sum,
 )
 define_operator(
     "batch_norm_relu_again(Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
@@ -149,4 +225,10 @@ define_operator(
     " -> Tensor[]",
     batch_norm_relu_backward,
     _fake_backward,
+)
+define_operator(
+    "batch_norm_add_relu_backward(Tensor grad, Tensor x, Tensor out, Tensor weight, Tensor bias, Tensor stats, "
+    "bool wants_x) -> Tensor[]",
+    batch_norm_add_relu_backward,
+    _fake_sum_backward,
 )

@@ -5,7 +5,7 @@ Before: eight nodes of arithmetic on ``x``. After: ``put_call(gm, Formula(x, las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +88,17 @@ def is_closed(found: Formula) -> bool:
     return closed and not is_written_meanwhile(found, found.x)
 
 
-def is_written_meanwhile(found: Formula, operand: Node) -> bool:
-    """Say whether something between the first and the last node of ``found`` writes to the storage of ``operand``."""
+def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[Node] = ()) -> bool:
+    """Say whether something between the first and the last node of ``found`` writes to the storage of ``operand``.
+
+    What reads ``operand`` and writes to another is taken to write to it; those known better are ``apart_from``.
+    """
     node, key = min(found.inside), storage_key(captured(operand))
     while node is not found.last:
         identity = node.meta.get(OPS)
         writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
-        if writes and any(storage_key(t) == key for n in tensor_inputs(node) if (t := captured(n)) is not None):
+        touched = [t for n in tensor_inputs(node) if (t := captured(n)) is not None] if writes else []
+        if node not in apart_from and any(storage_key(t) == key for t in touched):
             return True
         node = node.next
     return False

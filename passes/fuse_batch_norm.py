@@ -1,7 +1,8 @@
 """Let a batch norm that trains and the relu behind it be one operation, which saves nothing but the norm's input.
 
 Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``. After:
-``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``.
+``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``. At the end of a residual block, ``h = relu(n + other)``
+becomes ``norm_add_relu(x, other, ...)``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
-from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_ops import library
 from amp_graph.passes.checkpoints import place_of
+from amp_graph.passes.formulas import Formula, is_written_meanwhile, operation
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.insert_casts import CAST
@@ -30,15 +32,17 @@ from amp_graph.passes.what_pays import batch_norm_in_one_pass_pays
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 RELUS = (("aten.relu",), ("aten.relu_",))
+SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
 LOWS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class FuseBatchNorm(Pass):
-    """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``.
+    """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
 
     Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself, nobody but the
-    relu reads the norm. A norm without a relu stays: torch's takes as long. Exactness: rounding-equal; statistics and
+    relu, or the sum that it alone reads, reads the norm. A norm without a relu stays: torch's takes as long. Exactness:
+    rounding-equal, of a sum one rounding less; statistics and
     gradients are summed in fp32 by blocks and in fp64 over them, and the result and the input's gradient are computed
     in fp32 and rounded once, as torch's are. Only where C can be compiled, and from a size on that pays.
     """
@@ -53,13 +57,13 @@ class FuseBatchNorm(Pass):
             if not _is_trained_batch_norm(node):
                 continue
             given = batch_norm_arguments(node)
-            relu = _relu(node)
-            reason = _why_not(node, given) if relu is not None else "no relu alone reads it"
-            if relu is None or reason:
+            found = _relu_behind(node)
+            reason = _why_not(node, given) if found is not None else "no relu alone reads it"
+            if found is None or reason:
                 skips.append(Skip(node.name, reason))
                 continue
-            made = _rewrite(gm, node, relu, given)
-            told = f"norm and relu of {tuple(value(made).shape)} in one operation"
+            made = _rewrite(gm, node, found, given)
+            told = f"norm{', sum' if found.other else ''} and relu of {tuple(value(made).shape)} in one operation"
             changes.append(Change(self.name, "fused", made.name, told))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -96,22 +100,55 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
     return ""
 
 
-def _relu(node: Node) -> Node | None:
-    """Return the relu that alone reads ``node``."""
+@dataclass(frozen=True)
+class Behind:
+    """What comes behind a norm: a relu, and before that perhaps a sum with ``other``."""
+
+    relu: Node
+    total: Node | None = None
+    other: Node | None = None
+
+
+def _relu_behind(node: Node) -> Behind | None:
+    """Return the relu that alone reads ``node``, or the sum that alone does."""
+    user = _only_reader(node)
+    if user is None:
+        return None
+    if names_of(user) in RELUS:
+        return Behind(user)
+    name, operands = operation(user)
+    if name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
+        return None
+    other, relu = operands[1 - operands.index(node)], _only_reader(user)
+    if relu is None or names_of(relu) not in RELUS or not isinstance(other, Node) or other is node:
+        return None
+    whole, images = value(node), value(other)
+    fits = isinstance(images, torch.Tensor) and images.shape == whole.shape and images.dtype == whole.dtype
+    between = Formula(node, relu, {node, user, relu})
+    return Behind(relu, user, other) if fits and not is_written_meanwhile(between, other, between.inside) else None
+
+
+def _only_reader(node: Node) -> Node | None:
+    """Return who alone reads ``node``, where that trains in the same place and precision."""
     user = next(iter(node.users), None)
-    if len(node.users) != 1 or user is None or names_of(user) not in RELUS or value(user).dtype != value(node).dtype:
+    if len(node.users) != 1 or user is None or user.op == "output" or REGION in user.meta:
+        return None
+    made = value(user)
+    if not isinstance(made, torch.Tensor) or made.dtype != value(node).dtype:
         return None
     return user if place_of(user) == place_of(node) and is_trained(user) else None
 
 
-def _rewrite(gm: GraphModule, node: Node, relu: Node, given: dict[str, Any]) -> Node:
-    """Put one call in the place of a norm and its relu; return it."""
-    args = tuple(given[name] for name in ARGUMENTS if name != "training")
-    with gm.graph.inserting_after(relu):
-        made = gm.graph.call_function(norm_and_relu, args)
-    made.meta = {k: v for k, v in relu.meta.items() if k not in (OPS, CAST)}
+def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:
+    """Put one call in the place of a norm and what is behind it; return it."""
+    x, *rest = (given[name] for name in ARGUMENTS if name != "training")
+    args = (x, *rest) if found.other is None else (x, found.other, *rest)
+    with gm.graph.inserting_after(found.relu):
+        made = gm.graph.call_function(norm_and_relu if found.other is None else norm_add_relu, args)
+    made.meta = {k: v for k, v in found.relu.meta.items() if k not in (OPS, CAST)}
     made.meta[MARK] = node.meta.get(MARK)
-    relu.replace_all_uses_with(made)
-    for gone in (relu, node):
-        gm.graph.erase_node(gone)
+    found.relu.replace_all_uses_with(made)
+    for gone in (found.relu, found.total, node):
+        if gone is not None:
+            gm.graph.erase_node(gone)
     return made

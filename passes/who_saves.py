@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes import facts
+from amp_graph.passes.batch_norm import norm_add_relu
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
@@ -55,7 +56,7 @@ def readers_of(node: Node) -> Readers:
                 stack.append((user, whole and user.target is shared_cast))
             elif _could_do_without(user):
                 readers.append(user)
-            elif reason := _why_kept(user):
+            elif reason := _why_kept(source, user):
                 reasons.append(reason)
     found = tuple(dict.fromkeys(readers))
     products = sum(_products(r) for r in found) / max(1, numel(value(node)))
@@ -71,11 +72,13 @@ def _could_do_without(user: Node) -> bool:
     return not _is_apart(user) and user.op == "call_function" and len(names) == 1 and names[0] in READERS
 
 
-def _why_kept(user: Node) -> str:
+def _why_kept(node: Node, user: Node) -> str:
     if user.op == "output":
         return "it is returned"
     if _is_apart(user):
         return f"{user.name} is in a checkpoint or in the user's own autocast"
+    if user.target is norm_add_relu and user.args[0] is not node:
+        return ""
     return "" if names_of(user) and SAVES_NOTHING.issuperset(names_of(user)) else f"{user.name} saves it"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import amp_graph
 from amp_graph.pass_lists import passes_for
 from amp_graph.passes import batch_norm_ops, native_code, what_pays
-from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_again import norm_and_relu_computed_again
 from amp_graph.passes.batch_norm_ops import OPS
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
@@ -82,6 +82,50 @@ def test_results_gradients_and_running_statistics_are_as_exact_as_torchs(shape, 
     assert mine[0].is_contiguous(memory_format=LAST)
 
 
+def sum_step(function, given, dtype=None):
+    """Result, and gradients of x, what is added, weight and bias."""
+    x, *_, weight, bias = given
+    other = drawn(*x.shape, seed=8, dtype=x.dtype).contiguous(memory_format=LAST)
+    leaves = [t.clone().to(dtype or t.dtype).requires_grad_() for t in (x, other, weight, bias)]
+    out = function(*leaves[:2], None, None, *leaves[2:], 0.1, EPS)
+    return [out.detach(), *torch.autograd.grad(out, leaves, drawn(*x.shape, seed=9, dtype=x.dtype).to(out.dtype))]
+
+
+def torchs_sum(x, other, mean, var, weight, bias, momentum, eps):
+    return F.relu(F.batch_norm(x, mean, var, weight, bias, True, momentum, eps) + other)
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_behind_the_norm_is_as_exact_as_torchs(shape, low):
+    given = inputs(shape, low)
+    assert_as_exact(
+        sum_step(norm_add_relu, given), sum_step(torchs_sum, given), sum_step(torchs_sum, given, torch.float64)
+    )
+
+
+def test_control_what_is_added_counts():
+    given = inputs((2, 16, 3, 3))
+    wrong = sum_step(lambda x, other, *rest: norm_add_relu(x, other * 0.9, *rest), given)
+    with pytest.raises(AssertionError):
+        assert_as_exact(wrong, sum_step(torchs_sum, given), sum_step(torchs_sum, given, torch.float64))
+
+
+def test_a_sum_moves_running_statistics_and_keeps_nan_as_torchs_does():
+    given = inputs((2, 8, 5, 5))
+    other = drawn(2, 8, 5, 5, seed=8, dtype=BF16)
+    other[0, 3, 1, 1] = float("nan")
+    outs, statistics = [], []
+    for function in (norm_add_relu, torchs_sum):
+        x, mean, var, weight, bias = (t.clone() for t in given)
+        outs.append(function(x, other, mean, var, weight, bias, 0.2, EPS))
+        statistics += [mean, var]
+    assert torch.equal(outs[0].isnan(), outs[1].isnan())
+    assert outs[0].isnan().sum() == 1
+    assert torch.allclose(statistics[0], statistics[2])
+    assert torch.allclose(statistics[1], statistics[3])
+
+
 @pytest.mark.parametrize("away", [8.0, 100.0])
 def test_channels_far_from_zero_keep_their_variance(away):
     given = inputs((2, 20, 16, 16), FP16, away)
@@ -125,15 +169,16 @@ def test_contiguous_images_and_gradients_are_taken_too():
 
 def test_second_derivatives_are_torchs():
     x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    other = drawn(*x.shape, seed=8, dtype=BF16)
 
-    def second(function):
+    def second(function, *given):
         leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(
-            function(leaf, mean, var, weight, bias, 0.1, EPS, True).sum(), leaf, create_graph=True
-        )
+        (grad,) = torch.autograd.grad(function(leaf, *given).sum(), leaf, create_graph=True)
         return torch.autograd.grad((grad * drawn(*x.shape, seed=5, dtype=BF16)).sum(), leaf)[0]
 
-    assert torch.equal(second(norm_and_relu), second(torchs))
+    rest = (mean, var, weight, bias, 0.1, EPS)
+    assert torch.equal(second(norm_and_relu, *rest, True), second(torchs, *rest, True))
+    assert torch.equal(second(norm_add_relu, other, *rest), second(torchs_sum, other, *rest))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own forward mode
@@ -156,6 +201,9 @@ def test_the_operators_fakes_are_truthful():
     for wants_x in (True, False):
         torch.library.opcheck(OPS.batch_norm_relu_backward.default, (x, x, weight, bias, stats, True, wants_x))
     torch.library.opcheck(OPS.batch_norm_relu.default, (x, mean, var, weight, bias, 0.1, EPS, True))
+    torch.library.opcheck(OPS.batch_norm_add_relu.default, (x, x + 1, mean, var, weight, bias, 0.1, EPS))
+    for wants_x in (True, False):
+        torch.library.opcheck(OPS.batch_norm_add_relu_backward.default, (x, x, x, weight, bias, stats, wants_x))
     torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, weight, bias, stats, True))
 
 
@@ -163,7 +211,7 @@ def test_the_operators_fakes_are_truthful():
 
 
 class Net(nn.Module):
-    """A stem, a residual block, and a norm that a sum reads; ``inplace`` as torchvision writes it."""
+    """A stem and a residual block; ``inplace`` as torchvision writes it."""
 
     def __init__(self, inplace=True, channels=32):
         super().__init__()
@@ -205,8 +253,8 @@ def targets(gm):
 @pytest.mark.parametrize("inplace", [True, False])
 def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
     gm, plain, given, result = graphs(made(inplace), policy)
-    assert len(result.changes) == 2
-    assert [skip.reason for skip in result.skips] == ["no relu alone reads it"]
+    assert len(result.changes) == 3
+    assert targets(gm).count(norm_add_relu) == 1
     assert sum(t in (norm_and_relu, norm_and_relu_computed_again) for t in targets(gm)) == 2
     mine, other = run_step(gm, given), run_step(plain, given)
     for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):
@@ -242,7 +290,59 @@ def left_alone():
 def test_what_is_left_alone_says_why(model, reason):
     *_, result = graphs(model)
     assert not result.changes
-    assert [reason in skip.reason for skip in result.skips] == [True, True, False], "no relu reads the last alone"
+    assert [reason in skip.reason for skip in result.skips] == [True, True, True]
+
+
+class Sums(nn.Module):
+    """Ends of residual blocks that are not what they look like."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.conv, self.branch = nn.Conv2d(3, 32, 1, bias=False), nn.Conv2d(3, 32, 1, bias=False)
+        self.norm, self.form = nn.BatchNorm2d(32), form
+
+    def forward(self, x):
+        other = self.conv(x)
+        n = self.norm(self.branch(x))
+        if self.form == "twice":
+            return (n + n).relu()
+        if self.form == "alpha":
+            return torch.add(n, other, alpha=2).relu()
+        if self.form == "written meanwhile":
+            total = n + other
+            other.mul_(3)
+            return total.relu() + other
+        if self.form == "read":
+            total = n + other
+            return total.relu() + total
+        if self.form == "broadcast":
+            return (n + other.mean((2, 3), keepdim=True)).relu()
+        if self.form == "into the other":
+            other += n
+            return other.relu()
+        return (other + n).relu()
+
+
+@pytest.mark.parametrize(
+    ("form", "fused"),
+    [
+        ("twice", 0),
+        ("alpha", 0),
+        ("written meanwhile", 0),
+        ("read", 0),
+        ("broadcast", 0),
+        ("into the other", 0),
+        ("behind", 1),
+    ],
+)
+def test_only_sums_that_a_relu_alone_reads_are_fused(form, fused):
+    torch.manual_seed(0)
+    gm, plain, given, _ = graphs(Sums(form))
+    assert targets(gm).count(norm_add_relu) == fused
+    mine, other = run_step(gm, given), run_step(plain, given)
+    for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):
+        assert (a is None) is (b is None)
+        assert a is None or error(a, b.double()) < 0.04, "bf16; a sum that reads what was written is off by 2"
 
 
 def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
@@ -282,10 +382,12 @@ def trained(policy, whole):
 def test_training_moves_running_statistics_and_weights_as_without(whole):
     losses, state, text = trained("bf16", whole)
     plain_losses, plain, _ = trained("bf16" + WITHOUT, whole)
+    _, exact, _ = trained("bf16-O0", whole)
     assert torch.allclose(torch.tensor(losses), torch.tensor(plain_losses), rtol=0.02)
     assert ("batch_norm_relu_backward" in text) is whole
     for name, value in plain.items():
         if "num_batches" in name:
             assert torch.equal(state[name], value)
         else:
-            assert error(state[name], value.double()) < 0.02, name
+            mine, other = (error(t, exact[name].double()) for t in (state[name], value))
+            assert mine <= 1.1 * other + 0.002, name

@@ -20,7 +20,8 @@ typedef struct { /* [batch, heads, rows, width], elements of a row side by side 
 } Heads;
 
 typedef struct {
-  int64_t batches, heads, groups, queries, keys, width, causal, gradients; /* gradients: whether these are what is asked for */
+  int64_t batches, heads, groups, queries, keys, width, causal;
+  int64_t gradients; /* whether these are asked for, and not the result */
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
   Heads mask;
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
@@ -164,11 +165,15 @@ INLINE Vector scaled(const float *scores, const Row *row, int64_t i, int64_t n, 
 }
 
 /* Goes through the scores that a row sees, all but the last in whole vectors; `there` are those of a vector. */
-#define EACH_SEEN(row, ...)                                                                                      \
-  do {                                                                                                           \
-    int64_t i = 0;                                                                                               \
-    for (; i + WIDE <= (row)->seen; i += WIDE) { enum { n = WIDE, there = 0xffff }; __VA_ARGS__ }                \
-    if (i < (row)->seen) { const int64_t n = (row)->seen - i; const __mmask16 there = (__mmask16)first(n); __VA_ARGS__ } \
+#define EACH_SEEN(row, ...)                                                                       \
+  do {                                                                                            \
+    int64_t i = 0;                                                                                \
+    for (; i + WIDE <= (row)->seen; i += WIDE) { enum { n = WIDE, there = 0xffff }; __VA_ARGS__ } \
+    if (i < (row)->seen) {                                                                        \
+      const int64_t n = (row)->seen - i;                                                          \
+      const __mmask16 there = (__mmask16)first(n);                                                \
+      __VA_ARGS__                                                                                 \
+    }                                                                                             \
   } while (0)
 
 /* A row that sees nothing: zeros; or one of NaNs, which stay. */

@@ -58,8 +58,9 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
-    # What is to be computed again stays torch's: its bits are then those of saving it.
+    # What is to be computed again stays torch's: its bits are then those of saving it; a whole residual block with it.
     norms = FuseNorm(layer_norms=policy.recomputes == "some")
+    batch_norms = FuseBatchNorm(sums=policy.recomputes == "some")
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -68,7 +69,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), FuseBatchNorm(), again, norms] if eager else []),
+        *([LinearCrossEntropy(), batch_norms, again, norms] if eager else []),
     ]
     found = [
         IdentifyOps(),

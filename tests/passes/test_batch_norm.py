@@ -253,8 +253,9 @@ def targets(gm):
 @pytest.mark.parametrize("inplace", [True, False])
 def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
     gm, plain, given, result = graphs(made(inplace), policy)
-    assert len(result.changes) == 3
-    assert targets(gm).count(norm_add_relu) == 1
+    sums = int("fast" not in policy)  # computed again with the whole block there, instead of saved
+    assert len(result.changes) == 2 + sums
+    assert targets(gm).count(norm_add_relu) == sums
     assert sum(t in (norm_and_relu, norm_and_relu_computed_again) for t in targets(gm)) == 2
     mine, other = run_step(gm, given), run_step(plain, given)
     for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):

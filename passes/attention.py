@@ -80,7 +80,7 @@ def _by_ours(node: Node) -> bool:
     made = next((t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)), None)
     if made is None:
         return False
-    queries = 2 if is_trained(node) or not _is_attention(node) else concrete_size(made.shape[-2])
+    queries = None if is_trained(node) or not _is_attention(node) else concrete_size(made.shape[-2])
     return attention_kernel_pays(made.device.type, made.dtype, queries)
 
 

@@ -61,7 +61,7 @@ def attention_low(
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
 
 
-def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int = 2) -> bool:
+def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int | None = None) -> bool:
     return attention_kernel_pays(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
 
 

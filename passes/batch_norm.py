@@ -39,15 +39,7 @@ def norm_and_relu(
     written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one place a channel,
     as torch does.
     """
-    if x.numel() <= x.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in (x, weight, bias)):
-        plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
-        return F.relu(plain) if relu else plain
-    given = (x, running_mean, running_var, weight, bias, momentum, eps, relu)
-    made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
-    out: Tensor = made[0]
-    return out
+    return _made(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
 
 
 def norm_add_relu(
@@ -64,32 +56,46 @@ def norm_add_relu(
 
     other: of the shape and dtype of ``x``; all else as for ``norm_and_relu``.
     """
+    return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True)
+
+
+def _made(
+    x: Tensor,
+    other: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> Tensor:
     if x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    given = (x, other, running_mean, running_var, weight, bias, momentum, eps)
-    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in (x, other, weight, bias)):
-        return F.relu(F.batch_norm(x, *given[2:6], True, momentum, eps) + other)
-    made = _NormAddRelu.apply(*given) if torch.is_grad_enabled() else _normed_sum(*given)
+    if in_forward_mode() or in_transform() or any(t is not None and is_wrapper(t) for t in (x, other, weight, bias)):
+        plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        plain = plain if other is None else plain + other
+        return F.relu(plain) if relu else plain
+    given = (x, other, running_mean, running_var, weight, bias, momentum, eps, relu)
+    made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
     out: Tensor = made[0]
     return out
 
 
-def _normed_sum(*given: Any) -> tuple[Tensor, Tensor]:
-    kernel = OPS.batch_norm_add_relu.default if is_seen(given[0]) else batch_norm_add_relu
-    found: tuple[Tensor, Tensor] = kernel(*given)
-    return found
-
-
-def _normed(*given: Any) -> tuple[Tensor, Tensor]:
-    kernel = OPS.batch_norm_relu.default if is_seen(given[0]) else batch_norm_relu
-    found: tuple[Tensor, Tensor] = kernel(*given)
+def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    """Return the result and the statistics; behind a sum there is always a relu."""
+    found: tuple[Tensor, Tensor]
+    if other is None:
+        found = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, *given)
+    else:
+        found = (OPS.batch_norm_add_relu.default if is_seen(x) else batch_norm_add_relu)(x, other, *given[:-1])
     return found
 
 
 def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None) -> Tensor:
     """Return the result of ``norm_and_relu`` once more, by its statistics or by taking them again."""
     if stats is None:
-        return _normed(x, None, None, weight, bias, 0.0, eps, relu)[0]
+        return _normed(x, None, None, None, weight, bias, 0.0, eps, relu)[0]
     kernel = OPS.batch_norm_relu_again.default if is_seen(x) else batch_norm_relu_again
     found: Tensor = kernel(x, weight, bias, stats, relu)
     return found
@@ -97,10 +103,10 @@ def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
 
 class _NormAndRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        out, stats = _normed(x, *given)
+    def forward(ctx: Any, x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+        out, stats = _normed(x, other, *given)
         *_, weight, bias, _, ctx.eps, ctx.relu = given
-        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.save_for_backward(x, weight, bias, stats, None if other is None else out)
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         return out, stats
@@ -108,52 +114,40 @@ class _NormAndRelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
         if grad is None:
-            return (None,) * 8
-        x, weight, bias, stats = ctx.saved_tensors
-        need = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
-        if torch.is_grad_enabled() or is_batched(grad):
-            found = _gradients_by_torch((x, weight, bias), need, grad, ctx)
-        else:
-            kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
-            dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
-            found = [dx[0] if dx else None, dweight if need[1] else None, dbias if need[2] else None]
-        return found[0], None, None, *found[1:], None, None, None
+            return (None,) * 9
+        by_torch = torch.is_grad_enabled() or is_batched(grad)
+        dx, dother, dweight, dbias = (_gradients_by_torch if by_torch else _gradients)(ctx, grad)
+        return dx, dother, None, None, dweight, dbias, None, None, None
 
 
-class _NormAddRelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        out, stats = _normed_sum(x, other, *given)
-        *_, weight, bias, _, ctx.eps = given
-        ctx.relu = False  # whoever differentiates again has passed it
-        ctx.save_for_backward(x, weight, bias, stats, out)
-        ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)
-        return out, stats
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
-        if grad is None:
-            return (None,) * 8
-        x, weight, bias, stats, out = ctx.saved_tensors
-        need, needs_other = [ctx.needs_input_grad[i] for i in (0, 4, 5)], ctx.needs_input_grad[1]
-        found: list[Tensor | None]
-        if torch.is_grad_enabled() or is_batched(grad):
-            dother = torch.where(out <= 0, 0, grad)
-            found = _gradients_by_torch((x, weight, bias), need, dother, ctx)
-        else:
-            kernel = OPS.batch_norm_add_relu_backward.default if is_seen(grad) else batch_norm_add_relu_backward
-            dweight, dbias, dother, *dx = kernel(grad, x, out, weight, bias, stats, need[0])
-            found = [dx[0] if dx else None, dweight if need[1] else None, dbias if need[2] else None]
-        return found[0], dother if needs_other else None, None, None, *found[1:], None, None
+# Of x, of what is added, of weight and bias; None where it is not wanted.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _gradients_by_torch(inputs: Any, need: Any, grad: Tensor, ctx: Any) -> list[Tensor | None]:
+def _gradients(ctx: Any, grad: Tensor) -> Gradients:
+    x, weight, bias, stats, out = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    dother = None
+    if out is None:
+        kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
+        dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
+    else:
+        kernel = OPS.batch_norm_add_relu_backward.default if is_seen(grad) else batch_norm_add_relu_backward
+        dweight, dbias, dother, *dx = kernel(grad, x, out, weight, bias, stats, need[0])
+    return dx[0] if dx else None, dother if need[1] else None, dweight if need[4] else None, dbias if need[5] else None
+
+
+def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
     """Return the gradients by operations that have a second derivative, for ``create_graph=True``."""
+    x, weight, bias, _, total = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    inputs = [(x, need[0]), (weight, need[4]), (bias, need[5])]
     with torch.enable_grad():
-        x, weight, bias = inputs
+        if total is not None:
+            grad = torch.where(total <= 0, 0, grad)
         out = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps)
-        out = F.relu(out) if ctx.relu else out
-        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        out = F.relu(out) if ctx.relu and total is None else out
+        wanted = [t for t, needed in inputs if needed]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in need]
+    dx, dweight, dbias = [next(found) if needed else None for _, needed in inputs]
+    return dx, grad if need[1] else None, dweight, dbias

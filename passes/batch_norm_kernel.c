@@ -171,7 +171,7 @@ static void take_statistics(const Forward* f, const double* room, int64_t thread
 
 /* -- backward --------------------------------------------------------------------------------------------------- */
 
-/* The gradient that reaches the norm, and how far the input is from its mean. */
+/* The gradient that reaches the norm, of an input so far `away` from its mean; behind a sum it is written down, too. */
 INLINE Vector past_relu(const Backward* b, const Rows* grad, Norm norm, Vector away, int64_t row, int64_t i, int64_t n) {
   const Vector given = load(grad, i, n);
   if (b->out.kind) {

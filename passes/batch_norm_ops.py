@@ -51,12 +51,7 @@ def batch_norm_relu(
     [channels]; running statistics likewise, or None: they are written. Statistics returned: fp32 [2, channels], the
     mean and the reciprocal deviation.
     """
-    x = x.contiguous(memory_format=LAST)
-    stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
-    out = torch.empty_like(x)
-    table = _table(x, weight, bias, stats, out, relu, running_mean, running_var)
-    _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
-    return out, stats
+    return _forward(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
 
 
 def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
@@ -82,10 +77,25 @@ def batch_norm_add_relu(
 
     other: of the shape and dtype of ``x``, taken as channels_last.
     """
-    x, other = (t.contiguous(memory_format=LAST) for t in (x, other))
+    other = other.contiguous(memory_format=LAST)
+    return _forward(x, other, running_mean, running_var, weight, bias, momentum, eps, True)
+
+
+def _forward(
+    x: Tensor,
+    other: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous(memory_format=LAST)
     stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
     out = torch.empty_like(x)
-    table = _table(x, weight, bias, stats, out, True, running_mean, running_var, other=other)
+    table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
     _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
     return out, stats
 
@@ -199,8 +209,8 @@ def _fake_backward(
 def _fake_sum_backward(
     grad: Tensor, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, wants_x: bool
 ) -> list[Tensor]:
-    images = [torch.empty_like(x, memory_format=LAST) for _ in range(1 + wants_x)]
-    return [torch.empty_like(weight), torch.empty_like(bias), *images]
+    weight_bias_x = _fake_backward(grad, x, weight, bias, stats, True, wants_x)
+    return [*weight_bias_x[:2], torch.empty_like(x, memory_format=LAST), *weight_bias_x[2:]]
 
 
 define_operator(

@@ -23,15 +23,17 @@ def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: 
     return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
 
 
-def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int = 2) -> bool:
-    """Say whether attention in compiled C of ours, forward and backward, beats torch's kernel for so many ``queries``.
+def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int | None = None) -> bool:
+    """Say whether attention in compiled C of ours, forward and backward, beats torch's kernel.
+
+    ``queries``: how many there are, where no gradients are wanted.
 
     bf16 on CPU, one thread, 16 to 2,048 tokens, causal or not (``benchmarks/attention.py``). With dot products: forward
     2.1 to 3.8 times as fast (5 to 7 times for one query), backward 2 to 17 times, and 2.4 to 5 times as fast as torch's
     products. With matrix units: forward 1.2 to 2.4 times (1.1 to 1.6 for 2 to 16 queries, 0.5 to 0.8 for one), backward
     2 to 31 times, and 3.7 to 8 times as fast as products.
     """
-    return device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and (queries > 1 or not cpu_has_amx())
+    return device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and (queries != 1 or not cpu_has_amx())
 
 
 # One convolution alone does not earn back a change of layout before and behind it.

@@ -32,6 +32,7 @@ from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.overwrite_logits import OverwriteLogits
 from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
@@ -116,7 +117,8 @@ def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
 
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
-    return _wanted([FuseBias(), AccumulateInPlace()], policy) if policy.op_list(device).unlisted == "opaque" else []
+    ours = policy.op_list(device).unlisted == "opaque"
+    return _wanted([FuseBias(), AccumulateInPlace(), OverwriteLogits()], policy) if ours else []
 
 
 def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:

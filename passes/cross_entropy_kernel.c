@@ -10,7 +10,7 @@
 
 typedef struct {
   int64_t rows, classes;
-  Rows logits, out; /* out: the gradient, written */
+  Rows logits, out; /* out: the gradient, written; it may be the logits */
   const int64_t* target; /* one that is no class counts for nothing */
   const float *whole, *at_target; /* of a gradient: what multiplies a row's chances, and is added at its target */
   const float* others; /* added to the gradient; null for none */
@@ -70,7 +70,7 @@ INLINE void gradient_row(const Entropy* e, int64_t row, Rows room, const float* 
   const float most = largest(&logits, e->classes);
   const float each = (float)(e->whole[row] / sum_of_exponentials(&logits, e->classes, most, &room));
   EACH(0, e->classes, { store(&out, i, n, load(&room, i, n) * each + load(&more, i, n)); });
-  const Vector left = exponential(load(&logits, e->target[row], 1) - most) * each + e->at_target[row];
+  const Vector left = load(&room, e->target[row], 1) * each + e->at_target[row];
   store(&out, e->target[row], 1, left + load(&more, e->target[row], 1));
 }
 

@@ -43,26 +43,27 @@ def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:
     return None if _fails(found.rows, table, flat) else losses
 
 
-def gradient_of_rows(
-    flat: Tensor, target: Tensor, ignore: int, whole: Tensor, at_target: Tensor, others: Tensor | None
-) -> Tensor | None:
-    """Return ``softmax(flat) * whole``, plus ``at_target`` at each row's target, plus ``others``, in ``flat``'s dtype.
+def write_gradient_of_rows(
+    made: Tensor, flat: Tensor, target: Tensor, ignore: int, whole: Tensor, at_target: Tensor, others: Tensor | None
+) -> bool:
+    """Write ``softmax(flat) * whole``, plus ``at_target`` at each row's target, plus ``others``, to ``made``.
 
-    whole, at_target: fp32 [rows, 1], not read where the target is ``ignore``; others: fp32, of the shape of ``flat``.
+    made: contiguous, as ``flat``, which it may be; whole, at_target: fp32 [rows, 1], not read where the target is
+    ``ignore``; others: fp32, of the shape of ``flat``. False: nothing was written.
     """
     found = _library(flat)
     if found is None or not _are_classes(target, ignore, flat.shape[1]):
-        return None
+        return False
     flat, target, whole, at_target = (
         flat.contiguous(),
         _places(target, ignore),
         whole.contiguous(),
         at_target.contiguous(),
     )
-    others, made = None if others is None else others.contiguous(), torch.empty_like(flat)
+    others = None if others is None else others.contiguous()
     given = (target.data_ptr(), whole.data_ptr(), at_target.data_ptr(), 0 if others is None else others.data_ptr(), 0)
     table = (*flat.shape, flat.data_ptr(), LOW, made.data_ptr(), LOW, *given)
-    return None if _fails(found.backward, table, flat) else made
+    return not _fails(found.backward, table, flat)
 
 
 def _library(flat: Tensor) -> ctypes.CDLL | None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.cross_entropy_kernel import gradient_of_rows, losses_of_rows
+from amp_graph.passes.cross_entropy_kernel import losses_of_rows, write_gradient_of_rows
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
@@ -157,12 +157,43 @@ def cross_entropy_backward(
 
     ``grad_wide`` (fp32, shape of the logits) is what other readers of the widened logits add, before the one rounding.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
+    made = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_gradient(made, grad, logits, target, weight, grad_wide, ignore, smooth)
+    return made
+
+
+def cross_entropy_backward_(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad_wide: Tensor | None,
+    ignore: int,
+    smooth: float,
+) -> Tensor:
+    """``cross_entropy_backward`` that writes the gradient over the logits, and returns them."""
+    if not logits.is_contiguous():
+        return logits.copy_(cross_entropy_backward(grad, logits, target, weight, grad_wide, ignore, smooth))
+    _write_gradient(logits, grad, logits, target, weight, grad_wide, ignore, smooth)
+    return logits
+
+
+def _write_gradient(
+    made: Tensor,
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad_wide: Tensor | None,
+    ignore: int,
+    smooth: float,
+) -> None:
+    """Write the gradient to ``made``, which is contiguous; each row is read before it is written."""
+    flat, made = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])
-    if each is None and (found := gradient_of_rows(flat, target, ignore, whole, at_target, others)) is not None:
-        return found.view(logits.shape)
-    made = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    if each is None and write_gradient_of_rows(made, flat, target, ignore, whole, at_target, others):
+        return
     index = _places(target, ignore).unsqueeze(1)
     for part, wide in _parts(flat):
         found = torch.softmax(wide, 1, out=wide).mul_(whole[part])
@@ -170,7 +201,6 @@ def cross_entropy_backward(
         if each is not None:
             found.sub_(each[part] if weight is None else each[part] * weight)
         made[part] = found if others is None else found.add_(others[part])
-    return made.view(logits.shape)
 
 
 def _coefficients(
@@ -206,4 +236,10 @@ define_operator(
     " int ignore_index, float smoothing) -> Tensor",
     cross_entropy_backward,
     _fake_backward,
+)
+define_operator(
+    "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? grad_wide,"
+    " int ignore_index, float smoothing) -> Tensor(a!)",
+    cross_entropy_backward_,
+    lambda grad, logits, *_: logits,
 )

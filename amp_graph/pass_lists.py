@@ -41,6 +41,7 @@ from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.passes.widen_large import WidenLarge
 from amp_graph.policy import Policy
 
 
@@ -71,6 +72,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         Convolution(),
         AlignShapes(policy.device or device),
         *([LinearCrossEntropy(), batch_norms, again, norms] if eager else []),
+        *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [
         IdentifyOps(),

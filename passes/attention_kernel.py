@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import CompilerError, load, threads_for
 from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
 
@@ -70,13 +71,13 @@ def backward(
 
 def result_like(query: Tensor) -> Tensor:
     """Return memory for a result, laid out as that of torch's kernel is: as the queries, without gaps."""
-    return torch.empty_like(query)
+    return empty_like(query)
 
 
 def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the gradients: laid out as what they are of, or in rows where heads share a key."""
     shares = query.shape[1] != key.shape[1]
-    return torch.empty_like(query.contiguous() if shares else query), torch.empty_like(key), torch.empty_like(value)
+    return empty_like(query.contiguous() if shares else query), empty_like(key), empty_like(value)
 
 
 def rows(t: Tensor) -> Tensor:

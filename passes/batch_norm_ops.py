@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.norm_ops import MACROS
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
@@ -57,7 +58,7 @@ def batch_norm_relu(
 def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
     """Return what ``batch_norm_relu`` made of ``x`` with the statistics that it returned, bit for bit."""
     x = x.contiguous(memory_format=LAST)
-    out = torch.empty_like(x)
+    out = empty_like(x)
     table = _table(x, weight, bias, stats, out, relu)
     _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
     return out
@@ -94,7 +95,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=LAST)
     stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
-    out = torch.empty_like(x)
+    out = empty_like(x)
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
     _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
     return out, stats
@@ -162,8 +163,8 @@ def _gradients(
     x, grad, width = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST), x.shape[1]
     grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
-    dx = torch.empty_like(x) if wants_x else None
-    masked = None if out is None else torch.empty_like(x)
+    dx = empty_like(x) if wants_x else None
+    masked = None if out is None else empty_like(x)
     place = stats.data_ptr()
     rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
     given = (_places(weight), _places(bias), place, place + 4 * width)

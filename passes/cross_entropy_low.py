@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cross_entropy_kernel import losses_of_rows, write_gradient_of_rows
-from amp_graph.passes.operators import OPS, define_operator
+from amp_graph.passes.large_pages import empty_like, widen
+from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.operators import define_operator
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 # Logits in fp32 in one go: few enough for a core's cache, many enough for the calls to cost nothing.
@@ -99,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.ignore, ctx.smooth = ignore, smooth
         ctx.set_materialize_grads(False)
         rows = OPS.cross_entropy_rows(logits, target, weight, ignore, smooth)
-        return rows, logits.float() if widened else None
+        return rows, widen(logits) if widened else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_wide: Tensor | None) -> Any:
@@ -157,7 +159,7 @@ def cross_entropy_backward(
 
     ``grad_wide`` (fp32, shape of the logits) is what other readers of the widened logits add, before the one rounding.
     """
-    made = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    made = empty_like(logits, memory_format=torch.contiguous_format)
     _write_gradient(made, grad, logits, target, weight, grad_wide, ignore, smooth)
     return made
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
@@ -51,9 +52,9 @@ def residual_norm(
     branch, weight, bias = (None if t is None else t.contiguous() for t in (branch, weight, bias))
     rows = x.numel() // width
     stats = torch.empty((2, rows), dtype=torch.float32)
-    total = None if branch is None else torch.empty_like(x if x.dtype.itemsize > 2 else branch)
-    cast = torch.empty_like(x, dtype=low) if wants_low else None
-    wide = torch.empty_like(x, dtype=torch.float32) if wants_full else None
+    total = None if branch is None else empty_like(x if x.dtype.itemsize > 2 else branch)
+    cast = empty_like(x, dtype=low) if wants_low else None
+    wide = empty_like(x, dtype=torch.float32) if wants_full else None
     place = stats.data_ptr()
     table = array(
         "q", (rows, width, centered, *_rows(x, branch, weight, bias, total, cast, wide), place, place + 4 * rows)
@@ -85,8 +86,8 @@ def residual_norm_backward(
     grads = [g.contiguous() for g in grads]
     grad_sum, weight = (None if t is None else t.contiguous() for t in (grad_sum, weight))
     total, rows = total.contiguous(), stats.shape[1]
-    dsum = torch.empty_like(total, dtype=torch.float32) if wants_full else None
-    dlow = torch.empty_like(total, dtype=low) if wants_low else None
+    dsum = empty_like(total, dtype=torch.float32) if wants_full else None
+    dlow = empty_like(total, dtype=low) if wants_low else None
     dweight, dbias = (
         torch.empty(width, dtype=torch.float32) if wanted else None for wanted in (wants_weight, wants_bias)
     )

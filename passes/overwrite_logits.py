@@ -23,8 +23,8 @@ class OverwriteLogits(Pass):
     """Replaces ``cross_entropy_backward`` with ``cross_entropy_backward_`` when it is the last to read its logits.
 
     Law: the graph made the logits, whole and contiguous, and reads their memory nowhere behind. Exactness: bit-exact.
-    Saves their size at the peak of a step, and what the system takes to map it: of 32 MiB or more glibc maps a new
-    tensor page by page at each step. For graphs that run as they are: a compiler places memory itself.
+    Saves their size while the head's gradients are made, and what the system takes to map it: of 32 MiB or more glibc
+    maps a new tensor page by page at each step. For graphs that run as they are: a compiler places memory itself.
     """
 
     name: ClassVar[str] = "overwrite-logits"

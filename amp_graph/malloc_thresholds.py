@@ -6,10 +6,10 @@ Before: each large tensor is new memory from the system, whose pages are cleared
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 from amp_graph.errors import AllocatorError
+from amp_graph.passes.native_code import of_c_library
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST = 2**31 - 1  # what mallopt takes: an int
@@ -40,7 +40,4 @@ def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
 
 def _mallopt() -> Callable[[int, int], int] | None:
     """Return the C library's ``mallopt``, or None where it has none."""
-    try:
-        return ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows takes no None
-        return None
+    return of_c_library("mallopt")

@@ -154,55 +154,34 @@ def cross_entropy_backward(
     grad_wide: Tensor | None,
     ignore: int,
     smooth: float,
+    *,
+    made: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the logits, of their dtype and shape, for the gradient ``grad`` of the rows' losses.
 
     ``grad_wide`` (fp32, shape of the logits) is what other readers of the widened logits add, before the one rounding.
+    ``made``: where to write it, contiguous. It may be the logits: each row is read before it is written.
     """
-    made = empty_like(logits, memory_format=torch.contiguous_format)
-    _write_gradient(made, grad, logits, target, weight, grad_wide, ignore, smooth)
-    return made
-
-
-def cross_entropy_backward_(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    grad_wide: Tensor | None,
-    ignore: int,
-    smooth: float,
-) -> Tensor:
-    """``cross_entropy_backward`` that writes the gradient over the logits, and returns them."""
-    if not logits.is_contiguous():
-        return logits.copy_(cross_entropy_backward(grad, logits, target, weight, grad_wide, ignore, smooth))
-    _write_gradient(logits, grad, logits, target, weight, grad_wide, ignore, smooth)
-    return logits
-
-
-def _write_gradient(
-    made: Tensor,
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    grad_wide: Tensor | None,
-    ignore: int,
-    smooth: float,
-) -> None:
-    """Write the gradient to ``made``, which is contiguous; each row is read before it is written."""
-    flat, made = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
+    made = empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
+    flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])
-    if each is None and write_gradient_of_rows(made, flat, target, ignore, whole, at_target, others):
-        return
+    if each is None and write_gradient_of_rows(rows, flat, target, ignore, whole, at_target, others):
+        return made
     index = _places(target, ignore).unsqueeze(1)
     for part, wide in _parts(flat):
         found = torch.softmax(wide, 1, out=wide).mul_(whole[part])
         found.scatter_add_(1, index[part], at_target[part])
         if each is not None:
             found.sub_(each[part] if weight is None else each[part] * weight)
-        made[part] = found if others is None else found.add_(others[part])
+        rows[part] = found if others is None else found.add_(others[part])
+    return made
+
+
+def cross_entropy_backward_(grad: Tensor, logits: Tensor, *given: Any) -> Tensor:
+    """``cross_entropy_backward`` that writes the gradient over the logits, and returns them."""
+    made = cross_entropy_backward(grad, logits, *given, made=logits if logits.is_contiguous() else None)
+    return made if made is logits else logits.copy_(made)
 
 
 def _coefficients(

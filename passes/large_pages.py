@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.native_code import of_c_library
 from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched
 from amp_graph.passes.what_pays import large_pages_pay
-
-LOWS = (torch.bfloat16, torch.float16)
 
 
 def empty_like(x: Tensor, **options: Any) -> Tensor:
@@ -30,8 +29,8 @@ def empty_like(x: Tensor, **options: Any) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x.float()`` in such memory. With gradients, and under transforms, torch's own."""
-    if (torch.is_grad_enabled() and x.requires_grad) or x.dtype not in LOWS or in_forward_mode() or is_batched(x):
+    """``x.float()`` of a low-precision ``x`` in such memory. With gradients, and under transforms, torch's own."""
+    if (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode() or is_batched(x):
         return x.float()
     return empty_like(x, dtype=torch.float32).copy_(x)
 
@@ -50,9 +49,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     """Return the C library's ``madvise``; None where there are no large pages to ask for: Linux alone has them so."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    try:
-        found = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found = of_c_library("madvise")
+    if found is not None:
+        found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return found

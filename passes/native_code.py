@@ -55,6 +55,15 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
         raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
 
 
+def of_c_library(name: str) -> ctypes._NamedFuncPointer | None:
+    """Return the function ``name`` of the C library that this process runs on; None where it has none."""
+    try:
+        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows takes no None
+        return None
+    return found
+
+
 def threads_for(elements: int) -> int:
     """Return how many of torch's threads compiled code may start for so many elements."""
     return max(1, min(torch.get_num_threads(), elements // LEAST_OF_A_THREAD))

@@ -41,7 +41,6 @@ class OverwriteLogits(Pass):
                 skips.append(Skip(node.name, f"{logits.name} is read again, not the graph's own, or not contiguous"))
                 continue
             node.target = OPS.cross_entropy_backward_.default
-            lives.join(node, logits, lives.order[node])
             changes.append(Change(self.name, "over the logits", node.name, f"{type_text(value(node))} less"))
         return PassResult(gm, tuple(changes), tuple(skips))
 

@@ -26,7 +26,7 @@ from amp_graph.passes.facts import source_line
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.pieces import adopt_piece
-from amp_graph.passes.read_dtypes import raised_by_read_dtypes
+from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
@@ -68,7 +68,7 @@ class CapturedGraphs:
     def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
         """Take the graph of a whole call; None, and nothing stays, for one that is to be captured under autocast."""
         rewritten = self._rewritten(gm)
-        return None if raised_by_read_dtypes(gm, rewritten.dtype) else self._recorded(rewritten, example_inputs)
+        return None if has_raised(gm) else self._recorded(rewritten, example_inputs)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     found = calibrate(args.device)
     write_table(COLUMNS, [(row, "") for row in _rows(found, class_of(args.device))], sys.stdout)
     _write(path, machine_text(found))
-    used = "plans with planner=mincut read it" if path == place_of_own_file() else f"AMP_GRAPH_MACHINE={path} uses it"
+    used = "plans read it" if path == place_of_own_file() else f"AMP_GRAPH_MACHINE={path} uses it"
     print(f"{found.description}\nwritten to {path}: {used}")
     return 0
 

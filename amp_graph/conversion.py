@@ -240,7 +240,7 @@ class Conversion:
         if break_of(gm) is not None:
             self._whole.stop(NotWhole)
             return plain_forward(gm)
-        if self.policy.plans_by != "paint":  # which alone plans around values that are low whatever they cost
+        if self.policy.budget is not None:  # which counts the roundings that its own plan makes
             return self.captured.take(gm, example_inputs)
         run = self.captured.take_whole(gm, example_inputs)
         if run is None:

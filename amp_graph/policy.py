@@ -56,8 +56,8 @@ class Policy:
     recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel
     computes anew, or "most" of that, but for what would be seen in the time of small networks; empty for "most" with
     accuracy "fast", else for "some". See docs/policy.md.
-    planner: "paint" (by what comes before and after) or "mincut" (the least cost on this machine); empty for "paint",
-    and for "mincut" with an error budget, which painting cannot keep.
+    planner: "mincut" (the least cost on this machine) or "paint" (by what comes before and after, a yardstick); empty
+    for "mincut". Lists that reproduce torch.autocast are painted always.
     skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
     escaped: code that escapes capture runs under "autocast" to the policy's dtype, or in "fp32"; empty for "autocast",
     and for "fp32" where the policy has what autocast does not know: lists in files, ``deny`` or ``opaque``.
@@ -129,7 +129,7 @@ class Policy:
     @property
     def plans_by(self) -> str:
         """The planner in force: ``planner``, or what an empty one stands for."""
-        return self.planner or ("paint" if self.budget is None else "mincut")
+        return self.planner or "mincut"
 
     @staticmethod
     def parse(text: str | Policy | None) -> Policy:
@@ -222,7 +222,7 @@ class Policy:
         raise PolicyError(
             f"policy: skip_unprofitable=true with planner={self.plans_by}, {why}\n"
             "  legal: planner=mincut, with the default lists or others over them\n"
-            "  fix:   Policy.parse('bf16,planner=mincut,skip_unprofitable=true')"
+            "  fix:   Policy.parse('bf16,skip_unprofitable=true')"
         )
 
 

@@ -152,7 +152,7 @@ def predicted_lines(graph: GraphReport) -> list[str]:
         return []
     return [
         f"  low precision does not pay on {found.machine}: predicted time {found.ratio:.1f} of full precision's",
-        "    policy 'planner=mincut,skip_unprofitable=true' leaves alone what does not pay",
+        "    policy 'skip_unprofitable=true' leaves alone what does not pay",
     ]
 
 

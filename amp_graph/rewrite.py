@@ -115,14 +115,12 @@ def rewrite_in_place(
 
 
 def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
-    """Return ``policy`` for a piece of a broken model: painted, where some values are low whatever they cost."""
+    """Return ``policy`` for a piece of a broken model; a budget counts no errors of values that arrive rounded."""
     if PIECE not in gm.meta:
         return policy
     given = any(GIVEN in node.meta for node in gm.graph.nodes)
-    if not given or policy.plans_by == "paint":
-        return replace(policy, keep_outputs=True)
-    accuracy = policy.accuracy if policy.budget is None else "autocast"
-    return replace(policy, keep_outputs=True, planner="paint", accuracy=accuracy, skip_unprofitable=False)
+    accuracy = "autocast" if given and policy.budget is not None else policy.accuracy
+    return replace(policy, keep_outputs=True, accuracy=accuracy)
 
 
 def _run(gm: GraphModule, passes: list[Pass]) -> tuple[Timed, ...]:

@@ -61,11 +61,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
 def variants(dtype: str) -> dict[str, str]:
     """Return the policies to compare, by name."""
     return {
-        "paint": dtype,
-        "mincut": f"{dtype},planner=mincut",
-        "mincut, skip": f"{dtype},planner=mincut,skip_unprofitable=true",
-        "fast": f"{dtype},accuracy=fast",
-        "fast, mincut": f"{dtype},accuracy=fast,planner=mincut",
+        "paint": f"{dtype},planner=paint",
+        "mincut": dtype,
+        "mincut, skip": f"{dtype},skip_unprofitable=true",
+        "fast, paint": f"{dtype},accuracy=fast,planner=paint",
+        "fast, mincut": f"{dtype},accuracy=fast",
     }
 
 

@@ -17,6 +17,7 @@ from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.node_value import captured, is_eligible
 from amp_graph.passes.paint import Painting, without_scalars
+from amp_graph.passes.pieces import GIVEN, LEAVES
 from amp_graph.passes.problem import FREE, LOW, Choice, Problem
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, work_of
@@ -86,7 +87,7 @@ class Formulation:
     def is_free(self, node: Node) -> bool:
         """Say whether the precision of ``node`` is chosen by cost."""
         kind = self.problem.classes[node]
-        if self.painted[node].precision != LOW or node in self.tied:
+        if self.painted[node].precision != LOW or node in self.tied or GIVEN in node.meta:
             return False
         if kind.cls is OpClass.ALLOW:
             return self.skip and "amp_wish" not in node.meta and kind.origin != "amp_graph.precision"
@@ -106,8 +107,8 @@ class Formulation:
             return Operands((), counted, beside)
         return Operands(counted if kind.mixed else moved, (), beside)
 
-    def _cast_price(self, node: Node) -> int:
-        return cast_picoseconds(node, self.machine, self.dtype) * (2 if is_trained(node) else 1)
+    def _cast_price(self, node: Node, within: bool = False) -> int:
+        return cast_picoseconds(node, self.machine, self.dtype, within) * (2 if is_trained(node) else 1)
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class Formulation:
 
     def _declare(self, node: Node) -> None:
         """Give ``node`` a variable, and its value the variable that says how it is kept."""
-        self.holds[node] = FULL_ALWAYS
+        self.holds[node] = LOW_ALWAYS if GIVEN in node.meta else FULL_ALWAYS
         if node not in self.problem.classes:
             if is_part(node) and isinstance(node.args[0], Node):
                 self.holds[node] = self.holds[node.args[0]]
@@ -155,6 +156,8 @@ class Formulation:
 
     def _followed(self, node: Node, kind: Classification) -> Node | None:
         """Return the input whose precision is that of ``node`` without a choice: what it writes to, or copies from."""
+        if GIVEN in node.meta:
+            return None
         inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
         if kind.conversion:
             moved = [n for n in inputs if n in kind.applies]
@@ -195,11 +198,14 @@ class Formulation:
     def _promote(self, i: int, sources: tuple[Node, ...]) -> None:
         """Count what a full operation pays for low operands.
 
-        In registers it is nothing; but where all operands are low, the first is cast, which is counted always.
+        A copy takes what a cast does but for its call, and in registers it is nothing; but where all operands are low,
+        the first is cast, which is counted wherever that can be.
         """
+        can_be_low = all(self.fixed.get(self.holds[source], True) for source in sources)
         for position, source in enumerate(sources):
-            if position == 0 or self.machine.promotes_by_copy:
-                self.promotions.append(Promotion(i, self.holds[source], self._cast_price(source)))
+            is_cast = can_be_low and position == 0
+            if is_cast or self.machine.promotes_by_copy:
+                self.promotions.append(Promotion(i, self.holds[source], self._cast_price(source, not is_cast)))
 
     def _limit(self, node: Node, kind: Classification, given: Operands) -> None:
         """Keep to the accuracy: nothing is rounded that the painting would not round."""
@@ -237,7 +243,11 @@ class Formulation:
     def _read_as_captured(self, node: Node) -> None:
         if is_part(node) or (node.op == "output" and not self.problem.keep_outputs):
             return
-        self._widen(n for n in node.all_input_nodes if is_eligible(captured(n)))
+        read = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        leaving = {n for n in read if node.op == "output" and LEAVES in n.meta}  # in low precision, as it is
+        self._widen(n for n in read if n not in leaving)
+        for source in leaving:
+            self.lowers.setdefault(source, []).append(LOW_ALWAYS)
 
 
 def _once(variables: list[int] | None) -> tuple[int, ...]:

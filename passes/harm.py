@@ -15,6 +15,7 @@ from amp_graph.passes.formulate import Formulation
 from amp_graph.passes.influence import Influence
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.paint import GATHERS
+from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.problem import LOW
 from amp_graph.passes.torch_private import numel
 
@@ -31,7 +32,7 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
     unit = WHOLE / (sum(influence.readings.values()) or 1.0)
     low = [0] * len(made.full)
     for node, i in made.of.items():
-        if made.problem.classes[node].cls is not OpClass.NEUTRAL:
+        if made.problem.classes[node].cls is not OpClass.NEUTRAL and GIVEN not in node.meta:
             low[i] = round(unit * influence.values.get(node, 0.0) * _roundings(node, made.problem.classes[node]))
     casts = [
         Cast(made.holds[source], (reader,), (), round(unit * influence.readings.get((source, node), 0.0)), 0)

@@ -26,6 +26,7 @@ from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.paint import paint
 from amp_graph.passes.problem import AS_CAPTURED, FULL, Choice, Problem
+from amp_graph.passes.read_dtypes import RAISES, raised_by_read_dtypes
 from amp_graph.passes.regions import REGION
 
 MARK = "amp"  # meta key
@@ -58,8 +59,8 @@ class Mark:
 class PlanPrecision(Pass):
     """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
 
-    Lists decide where they speak; what they leave free is chosen by ``planner``: "paint" (lookahead painting) or
-    "mincut" (the least cost on the machine at hand, of what the painting permits). ``skip_unprofitable``: "mincut"
+    Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the machine
+    at hand, of what the painting permits) or "paint" (lookahead painting). ``skip_unprofitable``: "mincut"
     leaves an ``allow`` operation in full precision where its casts cost more than it gains. An ``accuracy`` that is a
     number is an error budget: "mincut" takes the fastest plan whose predicted error is at most so many times that of
     accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs like this one.
@@ -70,7 +71,7 @@ class PlanPrecision(Pass):
     accuracy: str | float = "autocast"
     keep_fp32: str = ""
     keep_outputs: bool = True
-    planner: str = "paint"
+    planner: str = "mincut"
     skip_unprofitable: bool = False
     measured: tuple[Measured, ...] = ()
     name: ClassVar[str] = "plan-precision"
@@ -80,6 +81,7 @@ class PlanPrecision(Pass):
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
+        gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
         for node, choice in self._choices(problem).items():
             node.meta[MARK] = _mark(node, choice, problem)

@@ -11,39 +11,53 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
+from amp_graph.passes.paint import Painting
 from amp_graph.passes.pieces import is_custom_function, refusal
-from amp_graph.passes.plan_precision import MARK
+from amp_graph.passes.problem import Problem
 from amp_graph.passes.torch_private import reads_of_dtype
 
+RAISES = "amp_raises"  # key of a graph's meta: whether values that the painting makes low are raised by such code
 PASSED_ON = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.PROMOTE)
 
 
-def raised_by_read_dtypes(gm: GraphModule, low: torch.dtype) -> bool:
-    """Say whether values of dtype ``low`` in a planned ``gm`` are raised by what was captured in fp32.
+def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
+    """Say whether values that the painting makes low (dtype ``low``) are raised by what was captured in fp32.
 
     That are custom functions, and values that a ``dtype`` argument made, in code that read the dtype of a low value.
-    False for what could not be planned after a capture under autocast.
+    False for what could not be planned after a capture under autocast. Asked of the painting, which lowers all that
+    autocast would: of what costs decide, a value may be full because it is raised behind.
     """
-    if refusal(gm, low):
+    gm = problem.gm
+    functions = [node for node in gm.graph.nodes if is_custom_function(node)]
+    reads = [node for node in gm.graph.nodes if reads_of_dtype(node)]
+    if not (functions or reads) or refusal(gm, low):
         return False
-    if any(_is_raised(s, low) for node in gm.graph.nodes if is_custom_function(node) for s in node.all_input_nodes):
+    painting = Painting(problem)
+    painting.run()
+
+    def is_low(node: Node) -> bool:
+        return node in painting.low or _is(node, low)
+
+    if any(is_low(source) for node in functions for source in node.all_input_nodes):
         return True
-    if not any(_is(node, low) and reads_of_dtype(node) for node in gm.graph.nodes):
+    if not any(map(is_low, reads)):
         return False
-    asked = [node for node in gm.graph.nodes if _asks_fp32(node)]
-    reached = set(asked)
+    reached = {node for node in gm.graph.nodes if _asks_fp32(node) and not is_low(node)}
     for node in gm.graph.nodes:
-        if not reached.intersection(node.all_input_nodes) or not _is(node, torch.float32):
+        kind = problem.classes.get(node)
+        if kind is None or kind.cls not in PASSED_ON or is_low(node) or not _is(node, torch.float32):
             continue
-        mark = node.meta.get(MARK)
-        if mark is None or mark.cls not in PASSED_ON:
-            continue
-        if any(_is(source, low) or _is_raised(source, low) for source in node.all_input_nodes):
-            return True
-        reached.add(node)
+        if not reached.isdisjoint(node.all_input_nodes):
+            if any(map(is_low, node.all_input_nodes)):
+                return True
+            reached.add(node)
     return False
+
+
+def has_raised(gm: GraphModule) -> bool:
+    """Say whether ``gm``, planned, is better captured under autocast."""
+    return bool(gm.meta.get(RAISES))
 
 
 def _is(node: Node, dtype: torch.dtype) -> bool:
@@ -53,11 +67,6 @@ def _is(node: Node, dtype: torch.dtype) -> bool:
 
 def _asks_fp32(node: Node) -> bool:
     """Say whether the user's call of ``node`` names fp32."""
-    if CAST in node.meta or not _is(node, torch.float32):
-        return False
-    return any(leaf is torch.float32 for leaf in tree_leaves((node.args, dict(node.kwargs))))
-
-
-def _is_raised(node: Node, low: torch.dtype) -> bool:
-    """Say whether ``node`` is a cast of ours from ``low``."""
-    return CAST in node.meta and bool(node.args) and isinstance(node.args[0], Node) and _is(node.args[0], low)
+    return _is(node, torch.float32) and any(
+        leaf is torch.float32 for leaf in tree_leaves((node.args, dict(node.kwargs)))
+    )

@@ -88,11 +88,14 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     return round(PICOSECONDS * (once * (1 + work.backward) + machine.call * calls) + summed)
 
 
-def cast_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
-    """Return what one cast of ``value`` takes between float32 and ``dtype``, without that of its gradient."""
+def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = False) -> int:
+    """Return what one cast of ``value`` takes between float32 and ``dtype``, without that of its gradient.
+
+    ``within``: an operation makes it as it promotes its operand, without a call of its own.
+    """
     count = sum(map(numel, tensors(captured(value))))
-    once = count * (4 + SIZES[dtype]) / machine.rates["cast"][dtype] + machine.call
-    return round(PICOSECONDS * once)
+    once = count * (4 + SIZES[dtype]) / machine.rates["cast"][dtype]
+    return round(PICOSECONDS * (once if within else once + machine.call))
 
 
 def kept_picoseconds(value: Node, machine: Machine, dtype: str) -> int:

@@ -285,7 +285,7 @@ def test_what_autocast_does_not_know_keeps_escaped_code_in_fp32(policy):
 
 @pytest.mark.parametrize(
     "policy",
-    ["bf16-O2", "bf16-O3", "bf16,accuracy=fast", "bf16,accuracy=1.2", "bf16,planner=mincut", "fp16,lists=autocast_cpu"],
+    ["bf16-O2", "bf16-O3", "bf16,accuracy=fast", "bf16,accuracy=1.2", "bf16,planner=paint", "fp16,lists=autocast_cpu"],
 )
 @pytest.mark.parametrize("kind", [Loops, CallsItsPartOften, Logs])
 def test_other_policies(policy, kind):

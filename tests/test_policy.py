@@ -176,8 +176,8 @@ def test_auto_is_bf16_on_cpu():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("bf16,skip_unprofitable=true", "which counts no costs"),
-        ("bf16,lists=autocast_cpu,planner=mincut,skip_unprofitable=true", "reproduce torch.autocast"),
+        ("bf16,planner=paint,skip_unprofitable=true", "which counts no costs"),
+        ("bf16,lists=autocast_cpu,skip_unprofitable=true", "reproduce torch.autocast"),
     ],
 )
 def test_products_are_left_alone_only_where_costs_are_counted(text, why):
@@ -200,9 +200,9 @@ def test_error_budgets_round_trip(number):
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
-def test_an_error_budget_implies_the_planner_that_can_keep_it():
-    assert Policy.parse("bf16,accuracy=1.5").plans_by == Policy.parse("bf16,planner=mincut").plans_by == "mincut"
-    assert Policy().plans_by == Policy.parse("bf16,accuracy=fast").plans_by == "paint"
+def test_plans_are_of_least_cost_unless_painting_is_asked_for():
+    assert Policy().plans_by == Policy.parse("bf16,accuracy=1.5").plans_by == "mincut"
+    assert Policy.parse("bf16,accuracy=fast,planner=paint").plans_by == "paint"
     assert Policy().budget is None
 
 

@@ -251,9 +251,15 @@ def test_what_could_not_be_planned_then_is_captured_in_fp32():
     assert [n.precision for n in graph.operations if n.ops == ("aten.linear",)] == ["low", "low"]
 
 
-@pytest.mark.parametrize("policy", ["bf16,planner=mincut", "bf16,accuracy=1.5"])
-def test_planners_that_count_costs_are_asked_for_theirs(policy):
-    model = made(Converts, policy)
+@pytest.mark.parametrize("planner", ["mincut", "paint"])
+def test_it_is_asked_whatever_plans(planner):
+    model = made(Converts, f"bf16,planner={planner}")
+    model(X)
+    assert asks(model)
+
+
+def test_a_plan_that_counts_errors_counts_those_of_its_own_graph():
+    model = made(Converts, "bf16,accuracy=1.5")
     model(X)
     assert not asks(model)
 

@@ -195,7 +195,7 @@ def test_gradients_are_as_exact_as_autocasts():
         ("bf16,lists=autocast_cpu", "eager", 0),
         ("fp16", "eager", 0),
         ("bf16,accuracy=fast", "eager", 1),
-        ("bf16,planner=mincut", "eager", 1),
+        ("bf16,planner=paint", "eager", 1),
         ("bf16,keep_outputs=false", "eager", 1),
         ("bf16-O2", "eager", 1),
         ("bf16", "aot_eager", 0),

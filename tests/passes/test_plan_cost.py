@@ -138,7 +138,7 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy):
     for seed in SEEDS:
         made = formulated(captured(seed), policy)
         low = cheapest(made.task())
-        casts, marked, kept = inserted(seed, policy + ",planner=mincut")
+        casts, marked, kept = inserted(seed, policy)
         if kept:  # a kernel refused, which no plan knows
             continue
         compared += 1
@@ -164,10 +164,10 @@ def test_the_golden_models_are_planned_as_they_are_painted(name, policy):
     build, inputs = GOLDEN[name]
     with torch._dynamo.config.patch(allow_rnn=True):
         graph = capture(build(), *inputs())
-    assert graph_text(rewritten(graph, policy + ",planner=mincut")) == graph_text(rewritten(graph, policy))
+    assert graph_text(rewritten(graph, policy)) == graph_text(rewritten(graph, policy + ",planner=paint"))
 
 
-def of(function, *inputs, policy="bf16,planner=mincut", **state):
+def of(function, *inputs, policy="bf16", **state):
     gm = rewritten(capture_function(function, *inputs, **state), policy)
     return {n.name: n for n in gm.graph.nodes}, gm
 
@@ -194,7 +194,7 @@ def test_reasons_say_by_how_much_and_between_what():
     assert "cheaper than full, between linear and linear_1" in reason
 
 
-SKIP = "planner=mincut,skip_unprofitable=true"
+SKIP = "skip_unprofitable=true"
 
 
 def mlp(rows, width):
@@ -244,7 +244,7 @@ def test_an_mlp_is_left_alone_where_low_precision_does_not_pay(on, name, policy,
 
 def test_without_the_word_products_are_always_low(on):
     on("cpu")
-    assert BF16 in dtypes(rewritten(mlp(1, 256), "bf16,planner=mincut"))
+    assert BF16 in dtypes(rewritten(mlp(1, 256), "bf16"))
 
 
 def test_what_the_owner_wants_low_stays_low(on):
@@ -260,6 +260,6 @@ def test_what_the_owner_wants_low_stays_low(on):
 def test_a_reproduction_of_autocast_never_leaves_a_product_alone():
     graph = mlp(1, 256)
     plain = graph_text(rewritten(graph, "fp16,lists=autocast_cpu"))
-    assert graph_text(rewritten(graph, "fp16,lists=autocast_cpu,planner=mincut")) == plain
+    assert graph_text(rewritten(graph, "fp16,lists=autocast_cpu,planner=paint")) == plain
     with pytest.raises(amp_graph.AmpGraphError, match="skip_unprofitable"):
         rewritten(graph, f"fp16,lists=autocast_cpu,{SKIP}")

@@ -75,5 +75,5 @@ def test_what_does_not_pay_is_said(batch, policy, pays, monkeypatch, tmp_path):
 def test_the_policy_that_it_advises_leaves_alone_what_does_not_pay(monkeypatch):
     for place in ("amp_graph.read_graph", "amp_graph.passes.plan_precision"):
         monkeypatch.setattr(f"{place}.machine_for", lambda device: machine("cpu_bf16"))
-    policy = "bf16,planner=mincut,skip_unprofitable=true"
+    policy = "bf16,skip_unprofitable=true"
     assert predicted(nn.Linear(256, 256), torch.randn(1, 256), policy) is None

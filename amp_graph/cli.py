@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
     _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for plans of least cost", epilog=EPILOG))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, which plans go by", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="what a plan takes and how exact it is; error budgets", epilog=EPILOG))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")

@@ -59,8 +59,8 @@ class Mark:
 class PlanPrecision(Pass):
     """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
 
-    Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the machine
-    at hand, of what the painting permits) or "paint" (lookahead painting). ``skip_unprofitable``: "mincut"
+    Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the
+    machine at hand, of what the painting permits) or "paint" (lookahead painting). ``skip_unprofitable``: "mincut"
     leaves an ``allow`` operation in full precision where its casts cost more than it gains. An ``accuracy`` that is a
     number is an error budget: "mincut" takes the fastest plan whose predicted error is at most so many times that of
     accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs like this one.

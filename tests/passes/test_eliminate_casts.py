@@ -190,7 +190,8 @@ def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, p
 
 
 def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
-    gm, _ = capture_function(sums_into_zeros, X, w=W, rows=ROWS).through([*passes_before(EliminateCasts, "bf16,planner=paint")])
+    before = passes_before(EliminateCasts, "bf16,planner=paint")
+    gm, _ = capture_function(sums_into_zeros, X, w=W, rows=ROWS).through(before)
     assert any(n.target == "float" for n in casts_of_constants(gm))
     run_passes(gm, [EliminateCasts()], checked=True)
     assert not any(n.target == "float" for n in casts_of_constants(gm))

@@ -16,30 +16,24 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import CompilerError, load, threads_for
-from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.native_code import threads_for
+from amp_graph.passes.tiled_code import best
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
-MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
 FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
 
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
-    return built(*MATRIX_UNITS) or built()
+    found = best(SOURCE)
+    return None if found is None else typed(found)
 
 
-def built(*flags: str) -> ctypes.CDLL | None:
-    """Return the kernel as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
-    if not cpu_has_bf16() or (flags and not cpu_has_amx()):
-        return None
-    try:
-        found = load(SOURCE, ("-mavx512bf16", *flags))
-    except CompilerError:
-        return None
+def typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library with the types of its functions."""
     found.attention.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    return found if found.has_tiles() else None
+    return found
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Let products without gradients read weights that are packed for the kernel.
+"""Let products without gradients read weights that are packed for the kernel: oneDNN's, or over few rows ours.
 
 Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``. After: ``w = packed_weight(weight);
 y = linear_of_packed(x, w, b, "gelu")``.
@@ -15,11 +15,12 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.node_value import CAPTURED, value
-from amp_graph.passes.packed_weights import linear_of_packed, packed_reader
+from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, packed_reader
 from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays import packing_pays
+from amp_graph.passes.what_pays import packing_pays, panels_pay
 
 ACTIVATIONS = {
     "aten.relu": "relu",
@@ -44,9 +45,10 @@ class Product:
 class PackWeights(Pass):
     """Replaces products with ``weight_copy(w)`` by such with ``packed_weight(w)`` where no gradient is recorded.
 
-    Law: the same product by the same library, which is spared laying out the weight at each call. Each first call
-    after an update reads a plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads
-    the product goes into it; a gelu or a silu then sees the sum before its rounding: one rounding less.
+    Law: the same product by the same library, which is spared laying out the weight at each call; or, over few rows,
+    where a call of it takes longer than what it multiplies, by compiled C. Each first call after an update reads a
+    plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads the product goes into
+    it; a gelu or a silu then sees the sum before its rounding: one rounding less.
     """
 
     copies: WeightCopies
@@ -57,7 +59,8 @@ class PackWeights(Pass):
         """Visit every kept copy of a weight that nothing but products read."""
         if may_record_gradients(gm):
             return PassResult(gm)
-        readers = {transposed: packed_reader(self.copies, transposed) for transposed in (False, True)}
+        either = (False, True)
+        readers = {(turned, few): packed_reader(self.copies, turned, few) for turned in either for few in either}
         changes = []
         for node in gm.graph.nodes:
             if node.target is not self.copies.read:
@@ -66,11 +69,13 @@ class PackWeights(Pass):
             form = next(iter(found.values()), None)
             if form is None or not all(p is not None and p.transposed == form.transposed for p in found.values()):
                 continue
-            _pack(node, readers[form.transposed], form.transposed)
+            few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
+            _pack(node, readers[form.transposed, few], form.transposed)
             for user, product in found.items():
                 assert product is not None, "asked above"
-                _rewrite(gm, user, product)
-            changes.append(Change(self.name, "packed", node.name, "for " + ", ".join(u.name for u in found)))
+                _rewrite(gm, user, product, few)
+            how = "in panels" if few else "packed"
+            changes.append(Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found)))
         return PassResult(gm, tuple(changes))
 
 
@@ -104,6 +109,17 @@ def _pays(node: Node, product: Product) -> bool:
     return packing_pays(low.device.type, low.dtype, outputs, inputs)
 
 
+def _has_few_rows(node: Node, product: Product | None) -> bool:
+    """Say whether our kernel multiplies so few rows, faster, and applies what is behind them."""
+    assert product is not None, "asked of products"
+    sizes = (*value(product.x).shape, *value(node).shape)
+    if any(type(size) is not int for size in sizes) or (_activation(node) or ("relu",)) != ("relu",):
+        return False
+    low, inputs = value(product.weight), value(product.x).shape[-1]
+    outputs = value(node).shape[-1]
+    return panels_pay(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
+
+
 def _values(node: Node) -> Iterator[torch.Tensor]:
     for source in node.all_input_nodes:
         if isinstance(value(source), torch.Tensor):
@@ -118,9 +134,10 @@ def _pack(weight: Node, reader: Any, transposed: bool) -> None:
             weight.meta["example_value"] = value(weight)
 
 
-def _rewrite(gm: GraphModule, node: Node, product: Product) -> None:
+def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     behind = _activation(node)
-    node.op, node.target, node.kwargs = "call_function", linear_of_packed, {}
+    node.op, node.target = "call_function", linear_of_panels if few else linear_of_packed
+    node.kwargs = {"outputs": value(node).shape[-1]} if few else {}
     node.args = (product.x, product.weight, product.bias)
     node.meta.pop(OPS, None)
     if behind is not None:

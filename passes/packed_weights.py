@@ -1,7 +1,8 @@
-"""Weights in the layout that oneDNN multiplies in, made once an update, for graphs without gradients.
+"""Weights in the layout that a kernel multiplies in, made once an update, for graphs without gradients.
 
 Before: ``linear(x, weight_copy(weight), bias)``, which lays the copy out anew at every call.
-After: ``linear_of_packed(x, packed_weight(weight), bias)``, with an activation behind it where that alone reads it.
+After: ``linear_of_packed(x, packed_weight(weight), bias)``, with an activation behind it where that alone reads it; or,
+over few rows, ``linear_of_panels``, by a kernel of ours.
 """
 
 from __future__ import annotations
@@ -12,43 +13,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.runtime import relu_in_place
-from amp_graph.passes.torch_private import linear_of_packed_weight, pack_linear_weight
-from amp_graph.passes.weight_copies import PACKED, TRANSPOSED, WeightCopies
+from amp_graph.passes.torch_private import is_seen, linear_of_packed_weight, pack_linear_weight
+from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS, WeightCopies
 
 PackedWeight = Callable[[Tensor], Tensor]
 
 
-def packed_reader(copies: WeightCopies, transposed: bool = False) -> PackedWeight:
+def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: bool = False) -> PackedWeight:
     """Return what graphs call for a weight [outputs, inputs] that only ``linear_of_packed`` reads.
 
-    ``transposed``: the weight is [inputs, outputs], and what is returned its transpose.
+    ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
+    ``linear_of_panels`` reads it instead.
     The first calls after an update return a plain copy, the next one packs it: weights that are read once or twice an
     update are not worth it. A copy that nobody else reads goes when it is packed: memory is that of one.
     """
-    store = TRANSPOSED if transposed else PACKED
+    store = ((PACKED, TRANSPOSED), (PANELS, TRANSPOSED_PANELS))[in_panels][transposed]
     known = copies.packed[store]  # one dictionary for as long as the copies live
 
     def packed_weight(weight: Tensor) -> Tensor:
         kept = known.get(id(weight))
         if kept is not None and copies.is_current(weight, kept):
             if copies.checked:
-                copies.check(weight, kept.low.to_dense().t() if transposed else kept.low.to_dense())
+                copies.check(weight, _unpacked(weight, kept.low))
             return kept.low
         return _pack(weight)
+
+    def _unpacked(weight: Tensor, low: Tensor) -> Tensor:
+        size = reversed(weight.shape) if transposed else weight.shape
+        dense = dense_of(low, *size) if in_panels else low.to_dense()
+        return dense.t() if transposed else dense
 
     def _pack(weight: Tensor) -> Tensor:
         known.pop(id(weight), None)
         low, kept = copies.for_packing(weight)
         low = low.t() if transposed else low
-        if kept is None or not torch.backends.mkldnn.enabled:
+        if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
             return low
         with torch.inference_mode(False), torch.no_grad():
-            packed = pack_linear_weight(low.contiguous())
+            packed = panels_of(low) if in_panels else pack_linear_weight(low.contiguous())
         copies.keep_packed(weight, kept, packed, store)
         return packed
 
     return packed_weight
+
+
+def linear_of_panels(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", outputs: int = 0
+) -> Tensor:
+    """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` in panels or plain, through ``after``.
+
+    after: "none" or "relu", of which a NaN comes as one. outputs: how many the weight has.
+    """
+    if weight.dim() == 2:
+        return linear_of_packed(x, weight, bias, after)
+    if is_seen(x):
+        return linear_of_packed(x, dense_of(weight, outputs, x.shape[-1]), bias, after)
+    return linear_by_panels(x, weight, bias, after == "relu", outputs)
 
 
 def linear_of_packed(

@@ -18,7 +18,7 @@ from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, sto
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
-PACKED, TRANSPOSED, FOLDED = range(3)
+PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED = STORES = range(5)
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
@@ -44,7 +44,7 @@ class WeightCopies:
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
-        self.packed: tuple[dict[Any, KeptCopy], ...] = ({}, {}, {})
+        self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables

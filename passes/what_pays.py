@@ -98,6 +98,29 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
     )
 
 
+# Multiplications up to which a linear over few rows is faster by our kernel, and elements of its weight, which may lie
+# twice: for few rows here, and for many in another graph. With several threads oneDNN spreads it on them.
+MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20
+MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL = 1 << 21, 1 << 18
+MOST_OF_FEW_BY_UNITS = 1 << 22  # with matrix units, which were not timed: what a call of oneDNN costs is seen
+
+
+def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether a linear of ``rows`` without gradients is faster in compiled C of ours than in oneDNN's call.
+
+    bf16 on CPU with dot products, one thread, weights packed on both sides (``benchmarks/linears.py``): 2.7 to 3.4
+    times as fast up to 32 rows of 64 x 64, 2.5 to 1.4 times for 1 to 32 of 256 x 256, 1.6 to 1.1 for 4 to 32 of
+    768 x 768, 1.05 from 64 on; 0.98 for one row of 768 x 3072. With two threads 1.1 times for 32 of 256 x 256, 0.93
+    for one of 768 x 768.
+    """
+    if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
+        return False
+    most, of_a_weight = MOST_OF_FEW_BY_UNITS if cpu_has_amx() else MOST_OF_FEW, MOST_OF_A_WEIGHT
+    if torch.get_num_threads() > 1:
+        most, of_a_weight = MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL
+    return 0 < rows * outputs * inputs <= most and outputs * inputs <= of_a_weight
+
+
 def bias_in_product_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Say whether a product's kernel should add the bias itself, instead of to a result that starts as the bias.
 

@@ -1,6 +1,5 @@
 """Attention in compiled C: every size, layout and mask against fp64, and what is no number stays where it belongs."""
 
-import ctypes
 import math
 
 import pytest
@@ -9,17 +8,16 @@ import torch.nn.functional as F
 
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes import what_pays
+from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
 
-@pytest.fixture(params=["matrix units", "dot products"], autouse=True)
+@pytest.fixture(params=BUILDS, autouse=True)
 def _built_for(request, monkeypatch):
-    if request.param == "matrix units" and not kernel.built(*kernel.MATRIX_UNITS):
-        pytest.skip("a CPU with AMX is needed")
-    if request.param == "dot products":
-        monkeypatch.setattr(kernel, "library", kernel.built)
+    found = kernel.typed(built(kernel.SOURCE, request.param))
+    monkeypatch.setattr(kernel, "library", lambda: found)
 
 
 # batch, heads, heads of keys, queries, keys, width, causal
@@ -36,18 +34,6 @@ SIZES = {
     "a tile of keys across panels, causal": (2, 2, 1, 64, 66, 30, True),
     "a part of a tile behind the last query, causal": (1, 4, 1, 63, 127, 32, True),
 }
-M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numbers of 3e38
-
-
-@pytest.fixture(autouse=True)
-def _memory_that_is_not_zero():
-    """Let what the kernel reads before it has written it be seen."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_PERTURB, LARGE)
-    yield
-    if mallopt is not None:
-        mallopt(M_PERTURB, 0)
 
 
 def drawn(*shape, seed=0):

@@ -1,0 +1,32 @@
+"""Compiled C that multiplies tile by tile: by the matrix units of CPUs with AMX, or by dot products of bf16.
+
+Before: a source that includes ``tiles.h``, or ``matrix_tiles.h`` where MATRIX_UNITS is defined. After: the library that
+suits this CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from amp_graph.passes.native_code import CompilerError, load
+from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
+
+DOT_PRODUCTS = ("-mavx512bf16",)
+MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
+
+
+def best(source: Path) -> ctypes.CDLL | None:
+    """Return ``source`` as it is fastest here; None where there is no compiler, or the CPU lacks its instructions."""
+    return built(source, *MATRIX_UNITS) or built(source)
+
+
+def built(source: Path, *flags: str) -> ctypes.CDLL | None:
+    """Return ``source`` as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
+    if not cpu_has_bf16() or (flags and not cpu_has_amx()):
+        return None
+    try:
+        found = load(source, (*DOT_PRODUCTS, *flags))
+    except CompilerError:
+        return None
+    return found if found.has_tiles() else None

@@ -1,0 +1,40 @@
+"""The builds of C that multiplies tile by tile: by dot products, by matrix units, and by an emulation of these."""
+
+import ctypes
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from amp_graph.passes import tiled_code
+from amp_graph.passes.native_code import CompilerError, load
+
+TILES = Path(__file__).with_name("emulated_tiles.h")
+BUILDS = ("matrix units", "emulated units", "dot products")
+M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numbers of 3e38
+
+
+def built(source, name):
+    """The library as it is called, or a skip where this machine cannot have it."""
+    if name == "emulated units" and tiled_code.built(source):
+        version = hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]
+        macros = ("-DMATRIX_UNITS", "-include", str(TILES), f"-DEMULATED=0x{version}")
+        try:
+            return load(source, (*tiled_code.DOT_PRODUCTS, *macros))
+        except CompilerError as error:
+            pytest.fail(str(error))
+    found = tiled_code.built(source, *(tiled_code.MATRIX_UNITS if name == "matrix units" else ()))
+    return found or pytest.skip(f"needs a C compiler, and a CPU for {name}")
+
+
+def perturbed():
+    """A fixture that lets what a kernel reads before it has written it be seen."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_PERTURB, LARGE)
+    yield
+    if mallopt is not None:
+        mallopt(M_PERTURB, 0)
+
+
+memory_that_is_not_zero = pytest.fixture(autouse=True)(perturbed)

@@ -39,6 +39,7 @@ from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.share_casts import ShareCasts
+from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.widen_large import WidenLarge
@@ -71,7 +72,7 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), batch_norms, again, norms] if eager else []),
+        *([LinearCrossEntropy(), batch_norms, again, norms, SmallLinears()] if eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

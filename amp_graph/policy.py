@@ -28,7 +28,7 @@ SKIPPABLE = (
     "drop_empty", "eliminate_casts", "fold_norms", "fuse_attention", "fuse_batch_norm", "fuse_bias", "fuse_gelu",
     "fuse_norm", "fuse_rms_norm", "keep_gradient_memory", "keep_recurrent", "lay_gradients",
     "linear_cross_entropy", "lstm_backward", "overwrite_logits", "pack_weights", "pointwise_conv",
-    "protect_norms", "recompute_activations", "share_casts", "small_products", "widen_large",
+    "protect_norms", "recompute_activations", "share_casts", "small_linears", "small_products", "widen_large",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

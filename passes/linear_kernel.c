@@ -1,8 +1,8 @@
-/* A linear over few rows: fp32 sums, rounded once to bf16 behind the bias and, where asked, a relu that lets NaN through. On
-   CPUs with AVX512_BF16; with MATRIX_UNITS on those of AMX.
+/* Products of bf16 matrices where a few rows, or columns, are all there is: fp32 sums, rounded once behind a bias and, where
+   asked, a relu that lets NaN through. On CPUs with AVX512_BF16; with MATRIX_UNITS on those of AMX.
 
    Before: a call of a library, which looks itself up and lays out what it multiplies, for as long as it multiplies. After:
-   the product alone, of rows as they lie and a weight in panels (`lay_out`, once an update). */
+   the product alone, of operands as they lie; or of one in panels (`lay_out`), where it is multiplied often. */
 
 #include <stdlib.h>
 
@@ -18,77 +18,115 @@ int has_tiles(void) { return 1; } /* its own: registers */
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
 
-typedef struct {
-  const Low *x, *panels, *bias; /* x [rows, inputs], elements of a row side by side; bias: null for none */
-  Low *out;                     /* [rows, outputs] without gaps */
-  int64_t rows, x_row, inputs, outputs, relu;
-} Linear;
+typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
+  const Low *a, *b, *bias; /* b: in panels where `in_panels`; bias: null for none */
+  Low *out;
+  int64_t rows, columns, depth;
+  int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
+  int64_t in_panels, relu;
+} Product;
 
-/* Columns of a panel, and inputs at a time. */
+/* Columns of a panel, and of the depth at a time. */
 int64_t panel(void) { return PANEL; }
 int64_t deep(void) { return DEEP; }
 
-/* A weight [outputs, inputs] without gaps, as panels [PANEL columns][pairs of inputs], zeros behind the last ones. */
-void lay_out(const Low *weight, int64_t outputs, int64_t inputs, Low *to) {
-  const int64_t whole = ROOMY(inputs, DEEP), pairs = ROOMY(inputs, 2);
-  for (int64_t n = 0; n < outputs; n += PANEL, to += whole * PANEL) {
-    pair_columns(weight + n * inputs, inputs, inputs, outputs - n, PANEL, to);
-    memset(to + pairs * PANEL, 0, (whole - pairs) * PANEL * sizeof(Low));
-  }
+/* One panel of b, zeros behind its last column and the last of the depth. */
+INLINE void lay_panel(const Low *b, int64_t row, int64_t column, int64_t depth, int64_t columns, Low *to) {
+  const int64_t whole = ROOMY(depth, DEEP), pairs = ROOMY(depth, 2);
+  if (column == 1)
+    pair_rows(b, row, depth, columns, PANEL, to);
+  else
+    pair_columns(b, column, depth, columns, PANEL, to);
+  memset(to + pairs * PANEL, 0, (whole - pairs) * PANEL * sizeof(Low));
 }
 
-/* Rows as tiles read them, of whole DEEP inputs, and of whole tiles of rows where a tile reads these: where they lie, or in
-   memory of the thread, which lasts as long as it lives: taken anew, it would cost what the product does. Null where there
-   is none. */
-static const Low *readable(const Linear *p, int64_t *row) {
+/* A weight [outputs, inputs] without gaps, as panels of its outputs. */
+void lay_out(const Low *weight, int64_t outputs, int64_t inputs, Low *to) {
+  for (int64_t n = 0; n < outputs; n += PANEL, to += ROOMY(inputs, DEEP) * PANEL)
+    lay_panel(weight + n * inputs, 1, inputs, inputs, outputs - n, to);
+}
+
+/* Rows of a matrix whose columns are neighbours' neighbours: turned, 32 of its depth by 16 of its rows at a time. */
+static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t depth, int64_t row, Low *to) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  for (int64_t n = 0; n < rows; n += 16)
+    for (int64_t k = 0; k < depth; k += 32) {
+      const __mmask32 there = first(rows - n) & 0xffff;
+      __m512i r[16];
+      for (int i = 0; i < 16; i++) {
+        const int64_t at = k + 2 * i;
+        const __m512i one = _mm512_maskz_loadu_epi16(at < depth ? there : 0, from + at * column + n);
+        const __m512i two = _mm512_maskz_loadu_epi16(at + 1 < depth ? there : 0, from + (at + 1) * column + n);
+        r[i] = _mm512_permutex2var_epi16(one, low, two);
+      }
+      turn(r);
+      for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (n + i) * row + k, r[i]);
+    }
+}
+
+/* Memory of the thread, for as long as it lives: taken anew, it would cost what the product does. Null where there is none. */
+static Low *own_memory(int64_t wanted) {
   static __thread Low *memory = 0;
   static __thread int64_t held = 0;
-  if (p->inputs % DEEP == 0 && (DEEP == 2 || p->rows % 16 == 0)) return p->x;
-  const int64_t whole = ROOMY(p->inputs, DEEP), wanted = ROOMY(p->rows, 16) * whole;
   if (held < wanted) {
     free(memory);
     memory = aligned_alloc(64, ROOMY(wanted * sizeof(Low), 64));
     held = memory ? wanted : 0;
-    if (!memory) return 0;
   }
-  for (int64_t i = 0; i < p->rows; i++) {
-    memcpy(memory + i * whole, p->x + i * p->x_row, p->inputs * sizeof(Low));
-    memset(memory + i * whole + p->inputs, 0, (whole - p->inputs) * sizeof(Low));
-  }
-  *row = whole;
   return memory;
 }
 
-INLINE void put_out(__m512 sums[TALL][BROAD], const Linear *p, int64_t row, int64_t column, int64_t rows) {
+/* Rows of a as tiles read them, of a whole depth, and whole tiles of them where a tile reads these: where they lie, or in
+   `own`. */
+static const Low *readable(const Product *p, Low *own, int64_t *row) {
+  if (p->a_column == 1 && p->depth % DEEP == 0 && (DEEP == 2 || p->rows % 16 == 0)) return p->a;
+  *row = ROOMY(p->depth, 32);
+  if (p->a_column != 1)
+    turn_rows(p->a, p->a_column, p->rows, p->depth, *row, own);
+  else
+    for (int64_t i = 0; i < p->rows; i++) {
+      memcpy(own + i * *row, p->a + i * p->a_row, p->depth * sizeof(Low));
+      memset(own + i * *row + p->depth, 0, (*row - p->depth) * sizeof(Low));
+    }
+  return own;
+}
+
+INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int64_t column, int64_t rows) {
   for (int j = 0; j < BROAD; j++) {
     const int64_t at = column + 16 * j;
-    const __mmask16 there = (__mmask16)first(p->outputs - at);
+    const __mmask16 there = (__mmask16)first(p->columns - at);
     const __m256i low = p->bias ? _mm256_maskz_loadu_epi16(there, p->bias + at) : _mm256_setzero_si256();
     const __m512 bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
     for (int i = 0; i < rows; i++) {
       __m512 sum = _mm512_add_ps(sums[i][j], bias);
       if (p->relu) sum = _mm512_max_ps(_mm512_setzero_ps(), sum); /* of a NaN and a number the second */
-      _mm256_mask_storeu_epi16(p->out + (row + i) * p->outputs + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
+      _mm256_mask_storeu_epi16(p->out + (row + i) * p->columns + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
     }
   }
 }
 
 /* Returns 1 where there is no memory. */
-int linear(const Linear *p) {
-  const int64_t whole = ROOMY(p->inputs, DEEP);
-  int64_t x_row = p->x_row;
-  const Low *x = readable(p, &x_row), *at = p->panels;
-  if (!x) return p->rows > 0;
+int product(const Product *p) {
+  if (!p->rows) return 0;
+  const int64_t whole = ROOMY(p->depth, DEEP), of_a_panel = whole * PANEL;
+  Low *own = own_memory(of_a_panel + ROOMY(p->rows, 16) * ROOMY(p->depth, 32));
+  if (!own) return 1;
+  int64_t a_row = p->a_row;
+  const Low *a = readable(p, own + of_a_panel, &a_row);
 #ifdef MATRIX_UNITS
   const Tiles before = borrow_tiles();
 #endif
-  for (int64_t column = 0; column < p->outputs; column += PANEL, at += whole * PANEL)
+  for (int64_t column = 0; column < p->columns; column += PANEL) {
+    const Low *b = p->b + column * (p->in_panels ? whole : p->b_column);
+    if (!p->in_panels) lay_panel(b, p->b_row, p->b_column, p->depth, p->columns - column, own), b = own;
     for (int64_t row = 0; row < p->rows; row += TALL) {
       const int64_t left = p->rows - row, rows = left < TALL ? left : TALL;
       __m512 sums[TALL][BROAD];
-      tile_of(sums, x + row * x_row, x_row, DEEP, at, whole / DEEP, rows, BROAD);
+      tile_of(sums, a + row * a_row, a_row, DEEP, b, whole / DEEP, rows, BROAD);
       put_out(sums, p, row, column, rows);
     }
+  }
 #ifdef MATRIX_UNITS
   return_tiles(&before);
 #endif

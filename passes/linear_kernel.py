@@ -29,7 +29,7 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
     """Return the library with the types of its functions."""
     found.panel.restype = found.deep.restype = ctypes.c_int64
     found.lay_out.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-    found.linear.argtypes = (ctypes.c_char_p,)
+    found.product.argtypes = (ctypes.c_char_p,)
     return found
 
 
@@ -58,18 +58,44 @@ def linear_by_panels(x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool,
 
     x: [..., inputs], bias: [outputs] or None, both bf16 with memory of their own to read. Raises MemoryError.
     """
-    compiled = library()
-    assert compiled is not None, "there is a kernel, or there would be no panels"
-    inputs, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
-    if x.dim() != 2 or x.stride(1) != 1:
-        x = x.contiguous()
-    step = x.stride(0) if x.dim() == 2 else inputs
+    rows = as_rows(x)
     made = x.new_empty((*x.shape[:-1], outputs))
-    added = 0 if bias is None else bias.data_ptr()
-    table = (x.data_ptr(), panels.data_ptr(), added, made.data_ptr(), rows, step, inputs, outputs, relu)
-    if compiled.linear(array("q", table).tobytes()):
-        raise MemoryError(f"a linear over {rows} rows of {inputs}: no memory to lay them out")
+    _run(rows, panels, (1, 0), bias, made, (len(rows), outputs, rows.shape[1]), True, relu)
     return made
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, rounded once: [rows, columns], bf16.
+
+    a: [rows, depth], b: [depth, columns], with elements side by side in one direction; bias: [columns] or None, all
+    bf16 with memory of their own to read. Raises MemoryError.
+    """
+    made = a.new_empty((a.shape[0], b.shape[1]))
+    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False)
+    return made
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return ``x`` [..., width] as a matrix with the elements of a row side by side."""
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    b_steps: tuple[int, ...],
+    bias: Tensor | None,
+    made: Tensor,
+    sizes: tuple[int, ...],
+    in_panels: bool,
+    relu: bool,
+) -> None:
+    compiled = library()
+    assert compiled is not None, "asked where there is a kernel"
+    added = 0 if bias is None else bias.data_ptr()
+    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *a.stride(), *b_steps, in_panels, relu)
+    if compiled.product(array("q", table).tobytes()):
+        raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")
 
 
 def _up(count: int, by: int) -> int:

@@ -20,7 +20,7 @@ from tests.corpus import CASES, make
 from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "aten.convolution"}
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution"}
 RECURRENT = {"aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru", "aten._thnn_fused_lstm_cell"}
 
 

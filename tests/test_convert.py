@@ -14,7 +14,10 @@ from tests.corpus import CASES, make
 from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "aten.convolution", "aten.mkldnn_rnn_layer"}
+PRODUCTS = {
+    "aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution",
+    "aten.mkldnn_rnn_layer",
+}  # fmt: skip
 
 
 class Net(nn.Module):

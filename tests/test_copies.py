@@ -16,7 +16,7 @@ from tests.corpus import make
 from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear"}
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low"}
 
 
 class Net(nn.Module):

@@ -1,0 +1,75 @@
+"""What converted graphs call for linears that train over few rows: compiled C, forward and backward.
+
+Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply. After:
+``linear_low(x, w, b)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.linear_kernel import as_rows, library, product
+from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+
+
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of bf16 CPU tensors that train, whose sums are rounded once, behind the bias.
+
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. What has no memory to read goes to torch's.
+    """
+    if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
+        return F.linear(x, weight, bias)
+    found: Tensor = _Linear.apply(x, weight, bias)
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiplied(as_rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
+        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
+        grad, rows = as_rows(grad), as_rows(x)
+        return (
+            multiply(grad, weight).view(x.shape) if of_x else None,
+            multiply(grad.t(), rows) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``: at once, or as one operator where a mode is to see it, a tracer say."""
+    if is_seen(a):
+        found: Tensor = OPS.product_low(a, b, bias)
+        return found
+    return product_low(a, b, bias)
+
+
+def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once."""
+    if library() is not None:
+        return product(_side_by_side(a), _side_by_side(b), bias)
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def _side_by_side(t: Tensor) -> Tensor:
+    return t if 1 in t.stride() else t.contiguous()
+
+
+def _empty(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+# An operator, so that a graph in which it is traced (TrainStep's) has one node.
+define_as_typed(product_low, _empty)

@@ -1,0 +1,57 @@
+"""Let linears that train over few rows be multiplied by compiled C.
+
+Before: ``linear(x, w, b)`` of 32 rows, in bf16 on CPU. After: ``linear_low(x, w, b)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.linear_kernel import library
+from amp_graph.passes.linear_low import linear_low
+from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.what_pays import small_linear_pays
+
+
+@dataclass(frozen=True)
+class SmallLinears(Pass):
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_low(x, w, b)`` when ``what_pays`` says so.
+
+    Law: the same product, and the same two in backward. Exactness: rounding-equal, fp32 sums in another order, rounded
+    once, with the bias in them.
+    """
+
+    name: ClassVar[str] = "small-linears"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every linear."""
+        changes = []
+        for node in gm.graph.nodes:
+            if not _fits(node) or library() is None:
+                continue
+            node.op, node.target = "call_function", linear_low
+            changes.append(Change(self.name, "own kernel", node.name, "calls of oneDNN take longer than they multiply"))
+        return PassResult(gm, tuple(changes))
+
+
+def _fits(node: Node) -> bool:
+    if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
+        return False
+    if len(node.args) + len(node.kwargs) not in (2, 3) or set(node.kwargs) - {"bias"}:
+        return False
+    given = [value(source) for source in node.all_input_nodes]
+    made = value(node)
+    if any(type(t) is not type(made) or t.dtype != made.dtype for t in given) or len(node.all_input_nodes) < 2:
+        return False
+    weight = value(node.args[1]) if isinstance(node.args[1], Node) else None
+    sizes = [size for t in (made, *given) for size in t.shape]
+    if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
+        return False
+    outputs, inputs = weight.shape
+    return small_linear_pays(made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs)

@@ -1,0 +1,220 @@
+"""Linears that train over few rows: gradients rounded once, in every mode of autograd; only where it pays."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes import linear_kernel as kernel
+from amp_graph.passes import linear_low as low
+from amp_graph.passes import small_linears, what_pays
+from amp_graph.passes.linear_low import linear_low
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.protect_norms import ProtectNorms
+from amp_graph.passes.small_linears import SmallLinears
+from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.graphs import BF16, capture_function, passes_until
+
+pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+
+@pytest.fixture(params=BUILDS)
+def every_build(request, monkeypatch):
+    found = kernel.typed(built(kernel.SOURCE, request.param))
+    monkeypatch.setattr(kernel, "library", lambda: found)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
+
+
+SHAPES = [((2, 32), 33), ((5, 64), 32), ((16, 96), 130), ((31, 33), 40), ((32, 256), 64), ((3, 7, 40), 50), ((40,), 36)]
+
+
+def operands(shape, outputs, biased=True):
+    given = [drawn(*shape), drawn(outputs, shape[-1], seed=1), *([drawn(outputs, seed=2)] if biased else [])]
+    return [t.requires_grad_() for t in given], drawn(*shape[:-1], outputs, seed=3)
+
+
+def gradients(function, given, grad, **options):
+    out = function(*given)
+    return [out, *torch.autograd.grad(out, given, grad, **options)]
+
+
+def check(found, given, grad):
+    """Each within a rounding to bf16 of what fp64 gives, and what fp32 sums of so many may be off."""
+    wide = [t.detach().double().requires_grad_() for t in given]
+    exact = gradients(F.linear, wide, grad.double())
+    sizes = gradients(F.linear, [t.detach().abs().requires_grad_() for t in wide], grad.double().abs())
+    for one, true, size in zip(found, exact, sizes, strict=True):
+        assert one.dtype == BF16
+        assert one.shape == true.shape
+        assert ((one.double() - true).abs() <= true.abs() * 2**-8 + size * 300 * 2**-24).all()
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
+def test_results_and_gradients_are_rounded_once(shape, outputs, biased):
+    given, grad = operands(shape, outputs, biased)
+    check(gradients(linear_low, given, grad), given, grad)
+
+
+@pytest.mark.parametrize("wrong", ["the weight turned", "rows rolled", "rounded twice"])
+def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
+    plain = kernel.product
+
+    def broken(a, b, bias=None):
+        if wrong == "rounded twice":
+            made = plain(a, b)
+            return made if bias is None else made + bias
+        if wrong == "rows rolled" and bias is None:
+            return plain(a, b).roll(1, 0)
+        return plain(a, b.t() if wrong == "the weight turned" and b.shape[0] == b.shape[1] else b, bias)
+
+    monkeypatch.setattr(low, "product", broken)
+    given, grad = operands((64, 64), 64)
+    with pytest.raises(AssertionError):
+        check(gradients(linear_low, given, grad), given, grad)
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+def test_gradients_of_any_layout(layout):
+    given, _ = operands((16, 64), 48)
+    grad = drawn(48, 16).t() if layout == "transposed" else drawn(16, 96)[:, ::2]
+    grad = drawn(1, 48).expand(16, 48) if layout == "expanded" else grad
+    check(gradients(linear_low, given, grad), given, grad)
+
+
+def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
+    counted = []
+    plain = kernel.product
+    monkeypatch.setattr(low, "product", lambda *args: counted.append(len(args)) or plain(*args))
+    (x, weight, bias), grad = operands((8, 64), 48)
+    linear_low(x.detach(), weight, bias).backward(grad)
+    assert len(counted) == 2  # the result, and the gradient of the weight
+    with torch.no_grad():
+        linear_low(x, weight, bias)
+    assert len(counted) == 3
+
+
+def test_second_derivatives():
+    given, grad = operands((4, 32), 32)
+
+    def second(function, given, grad):
+        first = gradients(function, given, grad, create_graph=True)[1:]
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
+
+    wide = [t.detach().double().requires_grad_() for t in given]
+    for one, true in zip(second(linear_low, given, grad), second(F.linear, wide, grad.double()), strict=True):
+        assert (one - true).norm() <= 0.02 * true.norm()
+
+
+def test_several_gradients_at_once():
+    given, grad = operands((6, 32), 48)
+    many = torch.stack([grad, -grad, 2 * grad])
+    together = torch.autograd.grad(linear_low(*given), given, many, is_grads_batched=True)
+    for i, one in enumerate(many):
+        for found, true in zip(together, gradients(linear_low, given, one)[1:], strict=True):
+            torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_transforms_and_modes_get_torchs_own():
+    (x, weight, bias), _ = operands((6, 32), 32)
+    with torch.no_grad():
+        each = torch.vmap(lambda row: linear_low(row, weight, bias))(x)
+        torch.testing.assert_close(each, F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
+        made = linear_low(dual, weight.detach())
+        assert torch.autograd.forward_ad.unpack_dual(made).tangent is not None
+
+
+# -- the pass -----------------------------------------------------------------------------------------------
+
+
+def through(function, *inputs, **state):
+    gm, _ = capture_function(function, *inputs, **state).through(passes_until(ProtectNorms))
+    (done,) = run_passes(gm, [SmallLinears()], checked=True)
+    return gm, done.result
+
+
+W, B = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
+
+
+@pytest.mark.parametrize(("rows", "small"), [(8, True), (1, False), (4096, False)])
+def test_only_where_it_pays(rows, small):
+    gm, result = through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(rows, 64), w=W, b=B)
+    assert result.modified == small
+    assert any(n.target is linear_low for n in gm.graph.nodes) == small
+
+
+def test_what_needs_no_gradient_is_left_to_packing():
+    with torch.no_grad():
+        assert not through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(8, 64), w=W, b=B)[1].modified
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.third(F.gelu(self.second(torch.relu(self.first(x)))))
+
+
+X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
+
+
+def test_errors_are_those_of_torchs_products():
+    torch.manual_seed(0)
+    base = Net()
+    exact = copy.deepcopy(base).double()
+    exact(X.double()).square().mean().backward()
+    errors = {}
+    for policy in ("bf16", "bf16,skip=small_linears"):
+        model = amp_graph.convert(copy.deepcopy(base), policy)
+        model(X).square().mean().backward()
+        assert ("linear_low" in amp_graph.report(model).graphs[0].text) == ("skip" not in policy)
+        errors[policy] = [
+            (p.grad - q.grad).norm() / q.grad.norm()
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+        ]
+    for ours, torchs in zip(*errors.values(), strict=True):
+        assert ours <= 1.1 * torchs + 1e-4
+
+
+def test_a_step_has_the_bits_of_the_loop():
+    torch.manual_seed(0)
+    base = Net()
+    loop, whole = amp_graph.convert(copy.deepcopy(base), "bf16"), copy.deepcopy(base)
+    optimizer = torch.optim.SGD(loop.parameters(), lr=0.1, momentum=0.9)
+    step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), "bf16")
+    for turn in range(4):
+        optimizer.zero_grad()
+        loss = F.mse_loss(loop(X + turn), X)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(X + turn, X), loss)
+    for p, q in zip(whole.parameters(), loop.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_sizes_that_pay(monkeypatch):
+    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    pays = what_pays.small_linear_pays
+    assert pays("cpu", BF16, 32, 256, 256)
+    assert not pays("cuda", BF16, 32, 256, 256)
+    assert not pays("cpu", torch.float16, 32, 256, 256)
+    assert not pays("cpu", BF16, 32, 512, 512)
+    assert not pays("cpu", BF16, 2048, 512, 13)
+    assert not pays("cpu", BF16, 1024, 256, 256)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not pays("cpu", BF16, 32, 256, 256)
+    assert small_linears.small_linear_pays is pays

@@ -48,7 +48,7 @@ class PackWeights(Pass):
     Law: the same product by the same library, which is spared laying out the weight at each call; or, over few rows,
     where a call of it takes longer than what it multiplies, by compiled C. Each first call after an update reads a
     plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads the product goes into
-    it; a gelu or a silu then sees the sum before its rounding: one rounding less.
+    it; a gelu or a silu then, which oneDNN alone applies, sees the sum before its rounding: one rounding less.
     """
 
     copies: WeightCopies
@@ -110,10 +110,9 @@ def _pays(node: Node, product: Product) -> bool:
 
 
 def _has_few_rows(node: Node, product: Product | None) -> bool:
-    """Say whether our kernel multiplies so few rows, faster, and applies what is behind them."""
+    """Say whether our kernel multiplies so few rows faster, even where a gelu or a silu behind is a call of its own."""
     assert product is not None, "asked of products"
-    sizes = (*value(product.x).shape, *value(node).shape)
-    if any(type(size) is not int for size in sizes) or (_activation(node) or ("relu",)) != ("relu",):
+    if any(type(size) is not int for size in (*value(product.x).shape, *value(node).shape)):
         return False
     low, inputs = value(product.weight), value(product.x).shape[-1]
     outputs = value(node).shape[-1]
@@ -136,6 +135,7 @@ def _pack(weight: Node, reader: Any, transposed: bool) -> None:
 
 def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     behind = _activation(node)
+    behind = behind if not few or behind == ("relu",) else None
     node.op, node.target = "call_function", linear_of_panels if few else linear_of_packed
     node.kwargs = {"outputs": value(node).shape[-1]} if few else {}
     node.args = (product.x, product.weight, product.bias)

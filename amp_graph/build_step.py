@@ -67,7 +67,7 @@ class StepBuilder:
         policy = replace(self.policy, keep_outputs=True)
         last = passes_for_inductor(policy, self) if (self.compile, device) == ("inductor", "cpu") else []
         own, eager = None if device == "cpu" else device, self.compile == "eager"
-        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager)
+        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, in_step=True)
         if not eager:
             run_passes(gm, passes_for_compilers(policy))
         return CapturedStep(rewritten, take_loss_mark(gm))

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as synchronized
 
-from amp_graph.passes.machine import DTYPES, Machine
+from amp_graph.passes.machine import DTYPES, PRODUCT_CALL, Machine, class_of
 from amp_graph.passes.work import SIZES
 
 ROUNDS, SECONDS = 2, 0.08  # of about 25 measurements each, and the least time of one
 ELEMENTS = 1 << 19  # activations of half a million elements: larger than the caches that are a core's own
+LEAST = 1e-9  # seconds: a machine has no number that is zero
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
         if dtype:
             rates.setdefault(family, {})[dtype] = max(found[family, dtype] for found in rounds)
     call, kept = (max(found[name, ""] for found in rounds) for name in ("call", "kept"))
+    products = {dtype: max(1 / rate - 1 / call, LEAST) for dtype, rate in rates.pop(PRODUCT_CALL).items()}
     said = f"calibrated: {where}, torch {torch.__version__}"
-    return Machine("calibrated", device, said, 1 / call, kept, device == "cpu", rates)
+    graph = class_of(device).graph  # Python's, and Dynamo's: no rate of the machine's
+    return Machine("calibrated", device, said, 1 / call, graph, kept, device == "cpu", products, rates)
 
 
 def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
@@ -87,6 +90,7 @@ def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
             found[probe.family, dtype] = _rate(probe, dtype, device, seconds)
     for dtype in DTYPES:
         found["normalization", dtype] = _normalization(dtype, device, seconds)
+        found[PRODUCT_CALL, dtype] = _product_calls(dtype, device, seconds)
     for dtype in DTYPES[1:]:
         found["cast", dtype] = _cast(dtype, device, seconds)
     small, large = torch.ones(8, device=device), torch.ones(8 * ELEMENTS, device=device)
@@ -109,6 +113,12 @@ def _normalization(dtype: str, device: str, seconds: float) -> float:
     x, weight, bias = _new(dtype, device)(ELEMENTS // 256, 256), *torch.ones(2, 256, device=device)
     taken = _best(lambda: F.layer_norm(x, (256,), weight, bias), device, seconds)
     return 2 * ELEMENTS * SIZES[dtype] / taken
+
+
+def _product_calls(dtype: str, device: str, seconds: float) -> float:
+    """Return how many products of next to nothing are made a second."""
+    x, weight = _new(dtype, device)(8, 32), _new(dtype, device)(32, 32)
+    return 1 / _best(lambda: F.linear(x, weight), device, seconds)
 
 
 def _cast(dtype: str, device: str, seconds: float) -> float:

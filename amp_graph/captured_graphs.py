@@ -26,6 +26,7 @@ from amp_graph.passes.facts import source_line
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.pieces import adopt_piece
+from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_copies import WeightCopies
@@ -58,6 +59,7 @@ class CapturedGraphs:
     said: Complaints
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
+    runs_left_alone: int = 0  # of graphs in which nothing is low, as that would not pay
     copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
@@ -88,7 +90,8 @@ class CapturedGraphs:
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
-        return self._counted(lower(rewritten.gm, example_inputs, self.compile, rewritten.policy))
+        run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+        return self._counted(run, LEFT_ALONE in rewritten.gm.meta)
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
@@ -117,8 +120,8 @@ class CapturedGraphs:
         self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy))
 
-    def _counted(self, run: Runner) -> Runner:
-        """Return ``run``, counting its runs and the parameters that it reads."""
+    def _counted(self, run: Runner, alone: bool = False) -> Runner:
+        """Return ``run``, counting its runs, those of graphs that are left ``alone``, and the parameters it reads."""
         first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
@@ -129,6 +132,7 @@ class CapturedGraphs:
                     first = False
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
                 counts.runs += 1
+                counts.runs_left_alone += alone
             return run(*args)
 
         return counted

@@ -15,7 +15,9 @@ from torch.fx import GraphModule
 from amp_graph.backend import Runner
 from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
+from amp_graph.complaints import warn_of_full_precision
 from amp_graph.loss_scale import STUCK, complain_of_floor
+from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.step_graph import StepGraph
 
@@ -64,6 +66,9 @@ class CapturedSteps:
         return found
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+        gm = captured.rewritten.gm
+        if LEFT_ALONE in gm.meta and not any(other.bounds[0].steps for other in self.captured if other.bounds):
+            warn_of_full_precision(self._builder.model, gm, captured.rewritten.dtype)
         made = self._builder.build(captured, args, self.last)
         for bound in (bound for other in self.captured for bound in other.bounds):
             # For parameters in another layout, maybe, as which states were laid out now.

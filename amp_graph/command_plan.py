@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def named(policy: Policy, accuracy: str | float) -> Policy:
     """Return ``policy`` with another accuracy, and with the planner that this has by default."""
-    return replace(policy, accuracy=accuracy, planner="", skip_unprofitable=False)
+    return replace(policy, accuracy=accuracy, planner="", skip_unprofitable="false")
 
 
 def _rows(plans: Plans) -> list[tuple[str, ...]]:

@@ -9,8 +9,23 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
+from torch.fx import GraphModule
 
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.passes.predict import LEFT_ALONE
+from amp_graph.policy import word_of
+
+
+def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch.dtype) -> None:
+    """Say that ``gm``, a graph of ``model``, is left in fp32, as ``dtype`` does not pay there."""
+    low, found = word_of(dtype), gm.meta[LEFT_ALONE]
+    warnings.warn(
+        f"amp_graph: {type(model).__name__} runs in fp32 where {low} does not pay: a call like this one is predicted "
+        f"to take {found.ratio:.2f} of fp32's time on {found.machine}\n"
+        f"  fix:   name the dtype to have it low all the same: '{low}'",
+        AmpGraphWarning,
+        stacklevel=5,
+    )
 
 
 @dataclass
@@ -36,6 +51,13 @@ class Complaints:
         """Have it in the report."""
         if what not in self.notes:
             self.notes.append(what)
+
+    def left_alone(self, gm: GraphModule, dtype: torch.dtype) -> None:
+        """Warn, once, that calls such as that of ``gm`` run in fp32, which is predicted to take less time."""
+        what = f"calls for which {word_of(dtype)} does not pay run in fp32, as they are written"
+        if what not in self.notes:
+            self.note(what)
+            warn_of_full_precision(self.model, gm, dtype)
 
     def written_in_secret(self, name: str) -> None:
         """Warn that the parameter ``name`` was written where its version counter did not show it."""

@@ -28,6 +28,7 @@ from amp_graph.escape import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.torch_private import (
     CaptureListener,
     Find,
@@ -35,6 +36,7 @@ from amp_graph.passes.torch_private import (
     capture_with_dynamo,
     compiled_frames,
     in_transform,
+    is_autocast_on,
     is_sharded,
     mode_without_capture,
     outside_dynamo,
@@ -74,6 +76,7 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
+        self._alone: set[tuple[Any, ...]] = set()  # the kinds of calls that run as they are written, as that is faster
 
     @property
     def graphs(self) -> list[Captured]:
@@ -121,12 +124,14 @@ class Conversion:
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its captured graph; captures one where no guard set fits."""
+        if self._alone and not is_autocast_on() and self._kind_of(args, kwargs) in self._alone:
+            return self._wide(*args, **kwargs)
         if being_traced():
             raise CaptureError(
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
                 "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
             )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if is_autocast_on():
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
@@ -144,7 +149,7 @@ class Conversion:
                 f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran {self.escaped.how}"
             )
             return self.escaped.run(self._wide, args, kwargs)
-        before = self.runs
+        before, alone = self.runs, self.captured.runs_left_alone
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
             result = (found or self._run)(*args, **kwargs)
@@ -160,7 +165,21 @@ class Conversion:
             self._nothing_ran()
         elif self.log.events:
             self._look_for_what_escaped()
+        elif self.captured.runs_left_alone - alone == self.runs - before == 1:
+            self._leave_alone(args, kwargs)
         return result
+
+    def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run calls like this one as they are written from now on: in its graph nothing is low."""
+        self._alone.add(self._kind_of(args, kwargs))
+        left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
+        self.said.left_alone(left.gm, left.dtype)
+
+    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what calls have in common that run as they are written; which is right for any: time is at stake."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        sizes = [a.shape if isinstance(a, torch.Tensor) else type(a) for a in given]
+        return (self.model.training, torch.is_grad_enabled(), *sizes)
 
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""

@@ -63,10 +63,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The time of a graph, forward and backward, as a multiple of full precision's; on which machine."""
+    """The time of a graph, forward and backward, as a multiple of full precision's; on which machine.
+
+    ``left_alone``: whether the graph is in full precision for that.
+    """
 
     ratio: float
     machine: str
+    left_alone: bool = False
 
 
 @dataclass(frozen=True)

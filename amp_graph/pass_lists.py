@@ -31,6 +31,7 @@ from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.machine import own_file
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.overwrite_logits import OverwriteLogits
 from amp_graph.passes.pack_weights import PackWeights
@@ -46,10 +47,17 @@ from amp_graph.passes.widen_large import WidenLarge
 from amp_graph.policy import Policy
 
 
-def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (), *, eager: bool = False) -> list[Pass]:
+def passes_for(
+    policy: Policy,
+    device: str,
+    measured: tuple[Measured, ...] = (),
+    *,
+    eager: bool = False,
+    in_step: bool = False,
+) -> list[Pass]:
     """Return the passes of ``policy``, in order; ``eager``: with those for graphs that run as they are.
 
-    What those do, compilers do by themselves.
+    What those do, compilers do by themselves. ``in_step``: the graph will be a part of that of a whole step.
     """
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
@@ -58,6 +66,9 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
     fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
         fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
+    on_cpu = (policy.device or device) == "cpu"
+    keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
+    counts = on_cpu or own_file() is not None  # rates of GPUs were read, not measured
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
@@ -86,8 +97,11 @@ def passes_for(policy: Policy, device: str, measured: tuple[Measured, ...] = (),
             policy.keep_fp32,
             policy.keep_outputs,
             policy.plans_by,
-            policy.skip_unprofitable,
+            policy.leaves,
             measured,
+            keeps_weights,
+            eager and counts,
+            in_step,
         ),
         InsertCasts(dtype, policy.keep_outputs),
         EliminateCasts(),

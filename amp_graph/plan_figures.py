@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from amp_graph.errors import PolicyError
-from amp_graph.passes.cut import FULL_ALWAYS
+from amp_graph.passes.cut import FULL_ALWAYS, LOW_ALWAYS
 from amp_graph.passes.error_budget import ErrorBudget
 from amp_graph.passes.machine import Machine, machine_for
+from amp_graph.passes.predict import prediction
 from amp_graph.passes.problem import AS_CAPTURED
 from amp_graph.passes.tradeoff import Point
 from amp_graph.policy import Policy
@@ -80,10 +81,15 @@ def plans_for(sampled: Sequence[Sampled], policy: Policy, device: str) -> Plans:
 
 
 def _point(graph: ErrorBudget, policy: Policy) -> Point:
-    if policy.budget is not None:
-        return graph.within(policy.budget)
     accuracy = str(policy.accuracy)
-    return graph.painted(accuracy) if policy.plans_by == "paint" else graph.cut(accuracy, policy.skip_unprofitable)
+    if policy.budget is not None:
+        found = graph.within(policy.budget)
+    elif policy.plans_by == "paint":
+        found = graph.painted(accuracy)
+    else:
+        found = graph.cut(accuracy, policy.leaves == "true")
+    left = policy.leaves == "graphs" and not prediction(graph.made, graph.plans.costs, found.low).is_worth_it
+    return graph.plans.point({LOW_ALWAYS}) if left else found
 
 
 def _planned(graph: ErrorBudget) -> int:

@@ -32,6 +32,7 @@ SKIPPABLE = (
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
+UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -40,7 +41,7 @@ ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 class Policy:
     """How a model is converted; every field has a word in the text form.
 
-    dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16).
+    dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16; and fp32 where neither pays).
     level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision but for those
     of norms, with fp32 masters that optimizers update) or "O3" (all parameters in low precision, no masters).
     accuracy: "autocast" (mixed operands promote, as torch.autocast does), "fast" (low-precision streams), or a number
@@ -58,7 +59,9 @@ class Policy:
     accuracy "fast", else for "some". See docs/policy.md.
     planner: "mincut" (the least cost on this machine) or "paint" (by what comes before and after, a yardstick); empty
     for "mincut". Lists that reproduce torch.autocast are painted always.
-    skip_unprofitable: with "mincut", leave products in fp32 whose casts cost more than they gain.
+    skip_unprofitable: leave a model in fp32 for calls of which low precision would make nothing faster ("graphs"), or
+    single products whose casts cost more than they gain ("true"), or nothing ("false"); empty for "graphs" where the
+    dtype is "auto", which leaves the choice to the plan, and for "false" where it is named.
     escaped: code that escapes capture runs under "autocast" to the policy's dtype, or in "fp32"; empty for "autocast",
     and for "fp32" where the policy has what autocast does not know: lists in files, ``deny`` or ``opaque``.
     """
@@ -81,7 +84,7 @@ class Policy:
     skip: tuple[str, ...] = ()
     recompute: str = ""
     planner: str = ""
-    skip_unprofitable: bool = False
+    skip_unprofitable: str = ""
     escaped: str = ""
 
     def __post_init__(self) -> None:
@@ -95,6 +98,9 @@ class Policy:
             _check("skip", name, SKIPPABLE)
         _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
+        if isinstance(self.skip_unprofitable, bool):
+            object.__setattr__(self, "skip_unprofitable", str(self.skip_unprofitable).lower())
+        _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
@@ -130,6 +136,11 @@ class Policy:
     def plans_by(self) -> str:
         """The planner in force: ``planner``, or what an empty one stands for."""
         return self.planner or "mincut"
+
+    @property
+    def leaves(self) -> str:
+        """What stays fp32 where low precision does not pay: ``skip_unprofitable``, or what an empty one stands for."""
+        return self.skip_unprofitable or ("graphs" if (self.dtype, self.level) == ("auto", "O1") else "false")
 
     @staticmethod
     def parse(text: str | Policy | None) -> Policy:
@@ -204,7 +215,7 @@ class Policy:
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
         }
         found = effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
-        if self.skip_unprofitable:
+        if self.skip_unprofitable in ("true", "graphs"):
             self._check_skips(found)
         if self.budget is not None and found.unlisted != "opaque":
             raise PolicyError(
@@ -216,14 +227,20 @@ class Policy:
 
     def _check_skips(self, lists: OpList) -> None:
         """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
-        if self.plans_by == "mincut" and lists.unlisted == "opaque":
+        painted = self.plans_by != "mincut" and self.skip_unprofitable == "true"
+        if lists.unlisted == "opaque" and not painted:
             return
-        why = "which counts no costs" if self.plans_by != "mincut" else "and lists that reproduce torch.autocast"
+        why = "which counts no costs" if painted else "and lists that reproduce torch.autocast"
         raise PolicyError(
-            f"policy: skip_unprofitable=true with planner={self.plans_by}, {why}\n"
+            f"policy: skip_unprofitable={self.skip_unprofitable} with planner={self.plans_by}, {why}\n"
             "  legal: planner=mincut, with the default lists or others over them\n"
             "  fix:   Policy.parse('bf16,skip_unprofitable=true')"
         )
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """Return the word for a low precision: "bf16", "fp16"."""
+    return next(word for word, known in DTYPES.items() if known == dtype)
 
 
 def _field(word: str, text: str) -> dict[str, Any]:

@@ -13,18 +13,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.captured_graphs import Captured
-from amp_graph.devices import device_of
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
 from amp_graph.passes import facts
 from amp_graph.passes.error_budget import BUDGET
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.keep_weight_copies import is_kept
-from amp_graph.passes.machine import machine_for
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import MARK, Mark
-from amp_graph.passes.predict import predicted_ratio
+from amp_graph.passes.predict import LEFT_ALONE, PREDICTED
 from amp_graph.passes.recompute_activations import SPARED
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import numel
@@ -70,15 +68,18 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         torch.float32 in dtypes,
         any(d.is_floating_point or d.is_complex for d in dtypes),
         record.rewritten.gm.meta.get(BUDGET),
-        _predicted(parts, low, device_of(record.rewritten.gm)),
+        _predicted(parts),
         sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
     )
 
 
-def _predicted(parts: list[Part], low: torch.dtype, device: str) -> Predicted | None:
-    machine = machine_for(device)
-    ratio = predicted_ratio((n for part in parts for n in part.gm.graph.nodes), machine, low)
-    return None if ratio is None else Predicted(ratio, machine.name)
+def _predicted(parts: list[Part]) -> Predicted | None:
+    """Return what was predicted of all parts that hold something low, or would."""
+    found = [part.gm.meta[PREDICTED] for part in parts if PREDICTED in part.gm.meta]
+    if not any(one.is_low for one in found):
+        return None
+    ratio = sum(one.planned for one in found) / (sum(one.full for one in found) or 1)
+    return Predicted(ratio, found[0].machine, LEFT_ALONE in parts[0].gm.meta)
 
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:

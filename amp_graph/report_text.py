@@ -146,13 +146,19 @@ def _memory(graph: GraphReport) -> str:
 
 
 def predicted_lines(graph: GraphReport) -> list[str]:
-    """Say where low precision is predicted to lose time, and what to do about it."""
+    """Say where low precision is predicted to lose time, and what was done, or is to be done, about it."""
     found = graph.predicted
-    if found is None or found.ratio <= 1:
+    if found is None or (found.ratio <= 1 and not found.left_alone):
         return []
+    time = f"predicted time {found.ratio:.2g} of full precision's"
+    if found.left_alone:
+        return [
+            f"  left in full precision: low precision does not pay on {found.machine}, {time}",
+            "    a policy that names the dtype lowers it all the same",
+        ]
     return [
-        f"  low precision does not pay on {found.machine}: predicted time {found.ratio:.1f} of full precision's",
-        "    policy 'skip_unprofitable=true' leaves alone what does not pay",
+        f"  low precision does not pay on {found.machine}: {time}",
+        "    policy 'auto', which does not name the dtype, leaves alone what does not pay",
     ]
 
 

@@ -95,11 +95,13 @@ def rewrite_in_place(
     last: Sequence[Pass] = (),
     *,
     eager: bool = False,
+    in_step: bool = False,
     measured: tuple[Measured, ...] = (),
 ) -> Rewritten:
     """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done.
 
-    ``eager``: whether the graph will run as it is, and not through a compiler. ``measured``: what roundings do in
+    ``eager``: whether the graph will run as it is, and not through a compiler; ``in_step``: in the graph of a whole
+    step. ``measured``: what roundings do in
     graphs like it, for an error budget.
     """
     _read_values(gm)
@@ -109,7 +111,7 @@ def rewrite_in_place(
     bodies = {}
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device)
-    passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager), *last]
+    passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager, in_step=in_step), *last]
     done = _run(gm, passes) if policy.level != "O0" else ()
     return Rewritten(gm, policy, dtype, before, done, bodies)
 

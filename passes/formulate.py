@@ -108,7 +108,9 @@ class Formulation:
         return Operands(counted if kind.mixed else moved, (), beside)
 
     def _cast_price(self, node: Node, within: bool = False) -> int:
-        return cast_picoseconds(node, self.machine, self.dtype, within) * (2 if is_trained(node) else 1)
+        # A parameter is trained, whatever reads it; where nothing that does is, no gradient comes back.
+        comes_back = is_trained(node) and (node.op != "placeholder" or any(map(is_trained, node.users)))
+        return cast_picoseconds(node, self.machine, self.dtype, within) * (1 + comes_back)
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -147,6 +149,8 @@ class Formulation:
                 self.holds[node] = self.holds[target]
         elif not self.is_free(node):
             self.fixed[i] = choice.precision == LOW
+        if self.machine.keeps_weights:  # without gradients
+            return
         if work.keeps == "output" and is_eligible(captured(node)):
             self.keepers.setdefault(node, []).append(i)
         elif work.keeps == "inputs":

@@ -27,7 +27,8 @@ VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the 
 FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
 COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
 DTYPES = ("float32", "bfloat16", "float16")
-_NUMBERS = ("call", "kept")
+PRODUCT_CALL = "product_call"
+_NUMBERS = ("call", "graph", "kept")
 _HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
 _FIX = "amp-graph calibrate writes a whole file"
 
@@ -36,19 +37,25 @@ _FIX = "amp-graph calibrate writes a whole file"
 class Machine:
     """The rates of one class of machines, of one core of a CPU or of a whole GPU.
 
-    ``call``: seconds that any call costs. ``kept``: bytes a second of what is kept for backward.
+    ``call``: seconds that any call costs; ``graph``: that one of a converted model does, beside its operations';
+    ``product_call``: that a matrix product's does, beside any call's, by dtype: a library looks itself up and lays out.
+    ``kept``: bytes a second of what is kept for backward.
     ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
     ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is
     what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
+    ``keeps_weights``: the plan's, not the machine's: no gradients, and weights that are cast and packed once an update.
     """
 
     name: str
     device: str
     description: str
     call: float
+    graph: float
     kept: float
     promotes_by_copy: bool
+    product_call: Mapping[str, float]
     rates: Mapping[str, Mapping[str, float]]
+    keeps_weights: bool = False
 
 
 def machine_for(device: str) -> Machine:
@@ -98,17 +105,17 @@ def read_machine(text: str, where: str) -> Machine:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ListError(f"not TOML: {error}", where=where, legal="TOML 1.0", fix=_FIX) from error
-    _check_keys(data, ("machine", *FAMILIES), where)
+    _check_keys(data, ("machine", PRODUCT_CALL, *FAMILIES), where)
     head = data["machine"]
     _check_keys(head, _HEAD, f"{where}: [machine]")
     for key in _NUMBERS:
         _check_number(head[key], key, where)
-    for family in FAMILIES:
+    for family in (PRODUCT_CALL, *FAMILIES):
         dtypes = DTYPES[1:] if family == "cast" else DTYPES
         _check_keys(data[family], dtypes, f"{where}: [{family}]")
         for dtype in dtypes:
             _check_number(data[family][dtype], f"{family}.{dtype}", where)
-    return Machine(**head, rates={family: data[family] for family in FAMILIES})
+    return Machine(**head, product_call=data[PRODUCT_CALL], rates={family: data[family] for family in FAMILIES})
 
 
 def _check_keys(found: Any, legal: tuple[str, ...], where: str) -> None:
@@ -125,9 +132,10 @@ def _check_number(found: Any, key: str, where: str) -> None:
 def machine_text(machine: Machine) -> str:
     """Return the TOML text of ``machine``; ``read_machine`` reads it back."""
     lines = ["[machine]", f'name = "{machine.name}"', f'device = "{machine.device}"']
-    lines += [f'description = "{machine.description}"', f"call = {machine.call:.3e}", f"kept = {machine.kept:.3e}"]
+    lines += [f'description = "{machine.description}"']
+    lines += [f"{name} = {getattr(machine, name):.3e}" for name in _NUMBERS]
     lines.append(f"promotes_by_copy = {str(machine.promotes_by_copy).lower()}")
-    for family in FAMILIES:
+    for family, numbers in {PRODUCT_CALL: machine.product_call, **machine.rates}.items():
         lines += ["", f"[{family}]"]
-        lines += [f"{dtype} = {rate:.3e}" for dtype, rate in machine.rates[family].items()]
+        lines += [f"{dtype} = {number:.3e}" for dtype, number in numbers.items()]
     return "\n".join(lines) + "\n"

@@ -66,6 +66,11 @@ def tensors(val: Any) -> list[torch.Tensor]:
     return []
 
 
+def has_symbols(gm: GraphModule) -> bool:
+    """Say whether some size in ``gm`` is known when it runs alone."""
+    return any(type(size) is not int for node in gm.graph.nodes for t in tensors(value(node)) for size in t.shape)
+
+
 def is_eligible(val: Any) -> bool:
     """Say whether a captured value may be lowered: one fp32 tensor.
 

@@ -20,11 +20,12 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.error_budget import BUDGET, plan_within
 from amp_graph.passes.identify_ops import is_tensor_call
-from amp_graph.passes.machine import machine_for
+from amp_graph.passes.machine import Machine, machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
-from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, tensors, value
+from amp_graph.passes.node_value import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.paint import paint
+from amp_graph.passes.predict import LEFT_ALONE, PREDICTED, left_alone, predicted
 from amp_graph.passes.problem import AS_CAPTURED, FULL, Choice, Problem
 from amp_graph.passes.read_dtypes import RAISES, raised_by_read_dtypes
 from amp_graph.passes.regions import REGION
@@ -60,10 +61,13 @@ class PlanPrecision(Pass):
     """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
 
     Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the
-    machine at hand, of what the painting permits) or "paint" (lookahead painting). ``skip_unprofitable``: "mincut"
-    leaves an ``allow`` operation in full precision where its casts cost more than it gains. An ``accuracy`` that is a
-    number is an error budget: "mincut" takes the fastest plan whose predicted error is at most so many times that of
-    accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs like this one.
+    machine at hand, of what the painting permits) or "paint" (lookahead painting). ``leaves``: "true", where "mincut"
+    is to leave an ``allow`` operation in full precision whose casts cost more than it gains; "graphs", where the whole
+    graph is to be left so if the plan is not predicted to be faster, and its costs are known (``counts``). An
+    ``accuracy`` that is a number is an error budget: "mincut" takes the fastest plan whose predicted error is at most
+    so many times that of accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs
+    like this one. ``keeps_weights``: they are cast and packed once an update, and no gradients are recorded.
+    ``in_step``: the graph is a part of a larger one, and a call of its own costs nothing.
     """
 
     lists: OpList
@@ -72,8 +76,11 @@ class PlanPrecision(Pass):
     keep_fp32: str = ""
     keep_outputs: bool = True
     planner: str = "mincut"
-    skip_unprofitable: bool = False
+    leaves: str = "false"
     measured: tuple[Measured, ...] = ()
+    keeps_weights: bool = False
+    counts: bool = False
+    in_step: bool = False
     name: ClassVar[str] = "plan-precision"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -83,7 +90,7 @@ class PlanPrecision(Pass):
         problem = self.problem(gm)
         gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
-        for node, choice in self._choices(problem).items():
+        for node, choice in self._worth_it(problem, self._choices(problem)).items():
             node.meta[MARK] = _mark(node, choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
         return PassResult(gm, tuple(changes))
@@ -101,12 +108,30 @@ class PlanPrecision(Pass):
         """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""
         if self.planner == "paint" or self.lists.unlisted != "opaque":
             return paint(problem)
-        machine, dtype = machine_for(self.lists.device), str(self.dtype).removeprefix("torch.")
+        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
         if isinstance(self.accuracy, str):
-            return mincut(problem, machine, dtype, self.skip_unprofitable)
+            return mincut(problem, machine, dtype, self.leaves == "true")
         influence = next(filter(None, (one.of(problem) for one in self.measured)), None)
         chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy, influence)
         return chosen
+
+    @property
+    def _machine(self) -> Machine:
+        found = replace(machine_for(self.lists.device), keeps_weights=self.keeps_weights)
+        return replace(found, graph=0.0) if self.in_step else found
+
+    def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
+        """Return a plan, or the one in which all is full where that is predicted to be as fast, and may be left so.
+
+        Not for sizes that change from call to call: other ones may be worth it.
+        """
+        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
+        found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
+        leaves = self.leaves == "graphs" and self.counts and self.lists.unlisted == "opaque"
+        if not leaves or found.is_worth_it or has_symbols(problem.gm):
+            return chosen
+        problem.gm.meta[LEFT_ALONE] = found
+        return left_alone(problem, found, machine, dtype)
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""

@@ -1,60 +1,77 @@
-"""What a rewritten graph is predicted to take, as a multiple of the same graph in full precision.
+"""What a plan is predicted to take on a machine, and the same graph in full precision.
 
-Before: ``f32 -> cast -> linear(bf16) -> cast -> f32``. After: 1.4 on this machine: the casts cost more than they gain.
+Before: ``f32 -> cast -> linear(bf16) -> cast -> f32``. After: ``Prediction(planned=28e6, full=20e6)``: the casts cost
+more than they gain, and the graph is better left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
-from amp_graph.passes.classify import CLASSIFIED
-from amp_graph.passes.identify_ops import is_part
-from amp_graph.passes.insert_casts import CAST
-from amp_graph.passes.keep_weight_copies import is_kept
+from amp_graph.passes.cut import LOW_ALWAYS, Task, cost, is_legal
+from amp_graph.passes.formulate import Formulation, formulate, low_of
 from amp_graph.passes.machine import Machine
-from amp_graph.passes.node_value import captured, tensors
-from amp_graph.passes.plan_precision import MARK
+from amp_graph.passes.node_value import has_eligible
+from amp_graph.passes.problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.regions import is_trained
-from amp_graph.passes.work import cast_picoseconds, picoseconds, work_of
+from amp_graph.passes.work import PICOSECONDS
 
-FULL = "float32"
+# Keys of a graph's meta: the Prediction for its plan; and that for one that was not worth it, where it is left alone.
+PREDICTED, LEFT_ALONE = "amp_predicted", "amp_left_alone"
+TIMES_IN_BACKWARD = 2  # what the call of a graph costs there, of what it does in forward
+# Of the time in full precision: for more a graph is left alone. What is predicted of small graphs is 0.6 to 1 of what
+# is measured (benchmarks/predictions.py).
+WORTH_IT = 0.85
 
 
-def predicted_ratio(nodes: Iterable[Node], machine: Machine, low: torch.dtype) -> float | None:
-    """Return the predicted time of planned ``nodes``, forward and backward, over that in full precision.
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan takes, with the call of its graph, and what the graph takes in full precision, in picoseconds.
 
-    Passes that replace kernels are not counted, casts are. None where no operation is low, or none takes time.
+    ``is_low``: whether anything is low in it. ``may_be_full``: whether all of it may be full; not where the model's
+    owner wants a part low, or values arrive so. ``machine``: for which it was counted.
     """
-    dtype = str(low).removeprefix("torch.")
-    planned = in_full = 0
-    has_low = False
-    for node in nodes:
-        mark, known = node.meta.get(MARK), node.meta.get(CLASSIFIED)
-        if CAST in node.meta:
-            planned += _of_cast(node, machine, dtype)
-        elif mark is not None and known is not None and not is_part(node) and tensors(captured(node)):
-            is_low = mark.precision == "low"
-            has_low |= is_low
-            work = work_of(node, known[2], map(_uncast, node.all_input_nodes))
-            full = picoseconds(work, machine, FULL)
-            in_full += full
-            planned += picoseconds(work, machine, dtype) if is_low else full
-    return planned / in_full if has_low and in_full else None
+
+    planned: int
+    full: int
+    is_low: bool
+    may_be_full: bool
+    machine: str
+
+    @property
+    def ratio(self) -> float:
+        """The plan's time over that in full precision."""
+        return self.planned / (self.full or 1)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the plan is predicted to be faster, by so much that it is."""
+        return not self.is_low or not self.may_be_full or self.ratio <= WORTH_IT
 
 
-def _of_cast(node: Node, machine: Machine, dtype: str) -> int:
-    """Return what a cast takes, and that of its gradient; without gradients, one of a kept weight is made no more."""
-    source = _uncast(node)
-    trained = is_trained(source) and (source.op != "placeholder" or any(map(is_trained, node.users)))
-    if is_kept(node) and not trained:
-        return 0
-    return cast_picoseconds(source, machine, dtype) * (1 + trained)
+def predicted(problem: Problem, chosen: Mapping[Node, Choice], machine: Machine, dtype: str) -> Prediction:
+    """Return what the plan ``chosen`` for ``problem`` is predicted to take on ``machine``."""
+    made = formulate(problem, machine, dtype, skip=True)
+    return prediction(made, made.task(), low_of(chosen, made))
 
 
-def _uncast(node: Node) -> Node:
-    source = node.args[0] if CAST in node.meta else node
-    assert isinstance(source, Node), "a cast has a source"
-    return source
+def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction:
+    """Return what the plan is predicted to take in which the variables in ``low`` are; ``task``: that of ``made``."""
+    full = frozenset({LOW_ALWAYS})
+    calls = 1 + TIMES_IN_BACKWARD * any(map(is_trained, made.of))
+    planned = cost(task, low) + round(PICOSECONDS * made.machine.graph * calls)
+    is_low = any(i in low and made.painted[node].precision == LOW for node, i in made.of.items())
+    return Prediction(planned, cost(task, full), is_low, is_legal(task, full), made.machine.name)
+
+
+def left_alone(problem: Problem, found: Prediction, machine: Machine, dtype: str) -> dict[Node, Choice]:
+    """Return the plan in which nothing is low, since that is not worth it."""
+    time = f"{found.ratio:.2f} of full precision's time on {machine.name}"
+    why = f"not worth it: with {dtype} the graph is predicted to take {time}, and up to {WORTH_IT} would pay"
+    return {
+        node: Choice(FULL, why) if has_eligible(node) else Choice(AS_CAPTURED, "carries no fp32 value")
+        for node in problem.classes
+    }

@@ -21,8 +21,11 @@ from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size, numel, storage_key
+from amp_graph.passes.what_pays import panels_pay, small_linear_pays
 
 PICOSECONDS = 1e12
+CALLS_OF_A_STEP = 5  # kernels of a recurrent layer's step
+OWN_CALL_THAT_TRAINS = 8e-6  # seconds: of a function with a backward of its own, a product
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer"})
@@ -43,7 +46,8 @@ class Work:
     ``family``: the rate it goes by ("" for what takes no time, such as a view). ``flops``: of products, in forward.
     ``elements``: read and written in forward. ``backward``: backward's work as a multiple of that. ``keeps``: what it
     keeps for backward, "inputs", "output" or "".
-    ``sums``: elements of the gradients that several readers' add up to.
+    ``sums``: elements of the gradients that several readers' add up to. ``calls``: in forward, of kernels one behind
+    the other. ``sizes``: rows, outputs and inputs of a linear.
     """
 
     family: str
@@ -52,6 +56,8 @@ class Work:
     backward: float = 0.0
     keeps: str = ""
     sums: int = 0
+    calls: int = 1
+    sizes: tuple[int, int, int] | None = None
 
 
 def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = None) -> Work:
@@ -69,30 +75,49 @@ def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = 
         operands = node.all_input_nodes if operands is None else operands
         factors = sum(is_trained(s) for s in operands if s in kind.applies and _is_matrix(s))
         backward = float(factors) if is_trained(node) else 0.0
-        return Work(family, _flops(kind, given, made), elements, backward, "inputs" if backward else "", sums)
+        keeps, calls = "inputs" if backward else "", _calls(kind, given)
+        return Work(family, _flops(kind, given, made), elements, backward, keeps, sums, calls, _sizes(kind, node))
     return Work(family, 0, elements, float(is_trained(node)), _keeps(kind) if is_trained(node) else "", sums)
 
 
 def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     """Return what ``work`` takes on ``machine`` in ``dtype`` ("float32", ...), forward and backward."""
+    backward = 0.0 if machine.keeps_weights else work.backward
     summed = PICOSECONDS * work.sums * SIZES[dtype] / machine.rates["elementwise"][dtype]
     if not work.family:
         return round(summed)
-    moved = work.elements * SIZES[dtype]
+    moved, call = work.elements * SIZES[dtype], machine.call
     if work.family in COUNTED:
-        rates = machine.rates
-        once = max(work.flops / rates[work.family][dtype], moved / rates["matvec"][dtype])
+        ours = dtype == "bfloat16" and machine.device == "cpu" and _is_ours(work, machine.keeps_weights)
+        # Weights that are packed, or that a kernel of ours lays out no further than it needs, are read as they lie.
+        read = machine.rates["matvec"]["float32" if ours or machine.keeps_weights else dtype]
+        once = max(work.flops / machine.rates[work.family][dtype], moved / read)
+        if ours:
+            call += OWN_CALL_THAT_TRAINS if backward else 0.0
+        elif work.family == "matmul" and work.calls == 1:
+            call += machine.product_call[dtype]
     else:
         once = moved / machine.rates[work.family][dtype]
-    calls = 1 + math.ceil(work.backward)
-    return round(PICOSECONDS * (once * (1 + work.backward) + machine.call * calls) + summed)
+    calls = work.calls * (1 + math.ceil(backward))
+    return round(PICOSECONDS * (once * (1 + backward) + call * calls) + summed)
+
+
+def _is_ours(work: Work, keeps_weights: bool) -> bool:
+    """Say whether compiled C of ours multiplies a linear, of a weight that trains or is kept."""
+    if work.sizes is None:
+        return False
+    pays = panels_pay if keeps_weights else small_linear_pays
+    return (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes)
 
 
 def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = False) -> int:
     """Return what one cast of ``value`` takes between float32 and ``dtype``, without that of its gradient.
 
-    ``within``: an operation makes it as it promotes its operand, without a call of its own.
+    ``within``: an operation makes it as it promotes its operand, without a call of its own. Nothing for a parameter of
+    which a copy is kept.
     """
+    if machine.keeps_weights and isinstance(captured(value), torch.nn.Parameter):
+        return 0
     count = sum(map(numel, tensors(captured(value))))
     once = count * (4 + SIZES[dtype]) / machine.rates["cast"][dtype]
     return round(PICOSECONDS * (once if within else once + machine.call))
@@ -139,7 +164,7 @@ def _family(kind: Classification) -> str:
     names = _names(kind)
     if any("conv" in name for name in names):
         return "convolution"
-    if "scaled_dot_product_attention" in names:
+    if "scaled_dot_product_attention" in names and "linear" not in names:
         return "attention"
     if kind.cls is OpClass.ALLOW or not PRODUCTS.isdisjoint(names):
         return "matmul"
@@ -164,12 +189,37 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
         kernel = next((t for t in given[1:] if t.dim() >= 3), given[0])
         at = given[0] if any("transpose" in name for name in names) else made[0]
         return 2 * numel(at) * math.prod(concrete_size(s) for s in kernel.shape[1:])
+    if "linear" in names and len(names) > 1:  # attention with its projections: those are most of it
+        tokens = numel(given[0]) // concrete_size(given[0].shape[-1])
+        return 2 * tokens * sum(numel(t) for t in given[1:] if t.dim() == 2)
     if "scaled_dot_product_attention" in names and len(given) > 1:
         return 4 * numel(given[0]) * concrete_size(given[1].shape[-2])
     if not RECURRENT.isdisjoint(names):
         steps = numel(given[0]) // concrete_size(given[0].shape[-1])
         return 2 * steps * sum(numel(t) for t in given[1:] if t.dim() == 2)
     return _product_flops(given, made[0])
+
+
+def _calls(kind: Classification, given: list[torch.Tensor]) -> int:
+    """Return how many kernels run one behind the other: a few for each step of a recurrent layer, else one."""
+    if "linear" in _names(kind):
+        return len(_names(kind))
+    if RECURRENT.isdisjoint(_names(kind)) or len(given) < 2 or given[0].dim() < 3:
+        return 1
+    batch = concrete_size(given[1].shape[-2])
+    return max(1, CALLS_OF_A_STEP * numel(given[0]) // (concrete_size(given[0].shape[-1]) * max(1, batch)))
+
+
+def _sizes(kind: Classification, node: Node) -> tuple[int, int, int] | None:
+    """Return rows, outputs and inputs of a linear in sizes that are known."""
+    weight = captured(node.args[1]) if len(node.args) > 1 and isinstance(node.args[1], Node) else None
+    made = captured(node)
+    if _names(kind) != ("linear",) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    if any(type(size) is not int for size in (*weight.shape, *made.shape)):
+        return None
+    outputs, inputs = weight.shape
+    return made.numel() // max(1, outputs), outputs, inputs
 
 
 def _product_flops(given: list[torch.Tensor], made: torch.Tensor) -> int:

@@ -1,10 +1,13 @@
 """Settings of every test: one thread, a fixed seed, and the warnings of other packages."""
 
 import gc
+import math
 import os
 
 import pytest
 import torch
+
+from amp_graph.passes import predict
 
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
@@ -27,6 +30,13 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_worth_it(request, monkeypatch):
+    """Lower the tests' small models whatever that takes, but for what is marked ``by_profit``."""
+    if "by_profit" not in request.keywords:
+        monkeypatch.setattr(predict, "WORTH_IT", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_fp16_products_are_not_faster_on_a_cpu(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("[matmul]", "[mat]"), "exactly machine, matmul"),
+        (("[matmul]", "[mat]"), "exactly machine, product_call, matmul"),
         (("call = ", "calls = "), "exactly name, device"),
         (("bfloat16 = ", "bf16 = "), "float32, bfloat16, float16"),
         (("kept = 1", "kept = -1"), "kept = -1"),

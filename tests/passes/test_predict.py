@@ -1,26 +1,37 @@
-"""The predicted time of a plan over full precision's: counted by hand, and on the right side of one."""
+"""The predicted time of a plan over full precision's, counted by hand; and what is left alone for it."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, PolicyError
+from amp_graph.passes import predict
+from amp_graph.passes.machine import DTYPES, FAMILIES, Machine
+from amp_graph.policy import Policy
 from tests.passes.planning import machine
 
 FLOPS, BYTES = 1e9, 1e8  # of the machine below: a product of n x n x n is not bound by what it moves
+PLAN = "amp_graph.passes.plan_precision.machine_for"
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """A machine with round rates, on which calls cost nothing and bf16 products take half the time."""
-    families = ("matvec", "elementwise", "activation", "normalization")
-    rates = {name: {"float32": BYTES, "bfloat16": BYTES, "float16": BYTES} for name in families}
+    rates = {name: dict.fromkeys(DTYPES, BYTES) for name in FAMILIES}
     rates |= {name: {"float32": FLOPS, "bfloat16": 2 * FLOPS} for name in ("matmul", "convolution", "attention")}
-    rates["cast"] = {"bfloat16": BYTES}
-    made = SimpleNamespace(name="plain", rates=rates, call=0.0, kept=BYTES)
-    monkeypatch.setattr("amp_graph.read_graph.machine_for", lambda device: made)
+    found = Machine("plain", "cuda", "round", 0.0, 0.0, BYTES, True, dict.fromkeys(DTYPES, 0.0), rates)
+    monkeypatch.setattr(PLAN, lambda device: found)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Plan for one of the machines that come with the package."""
+    return lambda name, **other: monkeypatch.setattr(PLAN, lambda device: replace(machine(name), **other))
 
 
 def predicted(model, x, policy="bf16", grad=True):
@@ -48,11 +59,21 @@ def test_a_kept_weight_is_not_cast_at_each_call_without_gradients(plain):
     assert found.ratio == pytest.approx((product / 2 + 2 * N * N * (4 + 2) / BYTES) / product)
 
 
-def test_backward_counts_its_products_and_the_casts_of_gradients(plain):
+def test_backward_counts_its_products_the_casts_of_gradients_and_what_is_kept(plain):
     found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N))
     product = 2 * 2 * N**3 / FLOPS  # the input needs no gradient
     casts = (1 + 2 + 2) * N * N * (4 + 2) / BYTES  # of the input; of weight and output, and of their gradients
-    assert found.ratio == pytest.approx((product / 2 + casts) / product)
+    kept = 2 * N * N * 2 / BYTES  # the low copies of both; in full precision they are there anyway
+    assert found.ratio == pytest.approx((product / 2 + casts + kept) / product)
+
+
+def test_the_call_of_a_graph_counts_but_not_in_a_step(on):
+    on("cpu_bf16", graph=1.0)  # a second
+    assert predicted(nn.Linear(N, N), torch.randn(N, N)).ratio > 20
+    model = nn.Linear(N, N)
+    step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    step(torch.randn(N, N), torch.randn(N, N))
+    assert amp_graph.report(step).graphs[0].predicted.ratio < 1
 
 
 def test_all_in_full_precision_has_no_prediction():
@@ -60,8 +81,8 @@ def test_all_in_full_precision_has_no_prediction():
 
 
 @pytest.mark.parametrize(("batch", "policy", "pays"), [(1, "bf16", False), (512, "bf16", True), (512, "fp16", False)])
-def test_what_does_not_pay_is_said(batch, policy, pays, monkeypatch, tmp_path):
-    monkeypatch.setattr("amp_graph.read_graph.machine_for", lambda device: machine("cpu_bf16"))
+def test_what_does_not_pay_is_said(batch, policy, pays, on, tmp_path):
+    on("cpu_bf16")
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     found = predicted(model, torch.randn(batch, 256), policy)
     assert (found.ratio < 1) == pays
@@ -72,8 +93,148 @@ def test_what_does_not_pay_is_said(batch, policy, pays, monkeypatch, tmp_path):
     assert report.to_dict()["graphs"][0]["predicted"]["ratio"] == found.ratio
 
 
-def test_the_policy_that_it_advises_leaves_alone_what_does_not_pay(monkeypatch):
-    for place in ("amp_graph.read_graph", "amp_graph.passes.plan_precision"):
-        monkeypatch.setattr(f"{place}.machine_for", lambda device: machine("cpu_bf16"))
-    policy = "bf16,skip_unprofitable=true"
-    assert predicted(nn.Linear(256, 256), torch.randn(1, 256), policy) is None
+# -- left alone ---------------------------------------------------------------------------------------------
+
+by_profit = pytest.mark.by_profit
+
+
+def mlp(width=256):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def converted(policy, *shape, grad=True, calls=3):
+    """A model after some calls, its results, and those of the model as it was written."""
+    model, x = mlp(), torch.randn(*shape, 256)
+    with torch.set_grad_enabled(grad):
+        plain = model(x)
+        amp_graph.convert(model, policy)
+        found = [model(x) for _ in range(calls)]
+    return model, found, plain
+
+
+@by_profit
+def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
+    on("cpu_bf16")
+    with pytest.warns(AmpGraphWarning, match="runs in fp32 where bf16 does not pay") as said:
+        model, found, plain = converted("auto", 1)
+    assert len(said) == 1
+    assert Policy.parse(str(said[0].message).rpartition("'")[0].rpartition("'")[2]).dtype == "bf16"
+    assert all(torch.equal(one, plain) for one in found)
+    assert conversion_of(model).runs == 1  # the others do not go by way of the graph
+    (graph,) = amp_graph.report(model).graphs
+    assert graph.predicted.left_alone
+    assert not graph.casts
+    assert {n.precision for n in graph.operations} == {"full"}
+    assert graph.operations[0].reason.startswith("not worth it: with bfloat16 the graph is predicted to take")
+    text = amp_graph.report(model).text()
+    assert "left in full precision: low precision does not pay on cpu_bf16" in text
+    assert "note: calls for which bf16 does not pay run in fp32" in text
+
+
+@by_profit
+@pytest.mark.parametrize("policy", ["bf16", "auto,skip_unprofitable=false", "auto-O2"])
+def test_what_was_asked_for_is_done_whatever_it_takes(on, policy):
+    on("cpu_bf16")
+    model, found, plain = converted(policy, 1)
+    assert not torch.equal(found[0], plain)
+    assert conversion_of(model).runs == 3
+    assert amp_graph.report(model).graphs[0].predicted is None or amp_graph.report(model).graphs[0].predicted.ratio > 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_each_kind_of_call_is_judged_by_itself(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    many = torch.randn(4096, 256)
+    assert not torch.equal(model(many), amp_graph.revert(model)(many))
+    amp_graph.convert(model, "auto")
+    with torch.no_grad():
+        model(torch.randn(2, 256))
+    assert model(many).shape == many.shape
+    left = [g.predicted.left_alone for g in amp_graph.report(model).graphs]
+    assert True in left
+    assert False in left
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_left_alone_a_model_is_what_it_was(on):
+    """Gradients, hooks and edits of its code go as they always did; autocast around it is switched off."""
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    x = torch.randn(1, 256)
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == torch.float32
+    found.sum().backward()
+    assert torch.equal(found, amp_graph.revert(model)(x))
+    assert model[0].weight.grad is not None
+
+
+@by_profit
+def test_fp16_on_a_cpu_is_left_alone_where_that_is_asked_for(on):
+    on("cpu_amx")
+    with pytest.warns(AmpGraphWarning, match="fp16 does not pay"):
+        model, found, plain = converted("fp16,skip_unprofitable=graphs", 512)
+    assert torch.equal(found[-1], plain)
+    assert amp_graph.report(model).graphs[0].predicted.ratio > predict.WORTH_IT
+
+
+@by_profit
+def test_a_whole_step_is_left_alone(on):
+    on("cpu_bf16")
+    model, x = mlp(64), torch.randn(2, 64)
+    exact = mlp(64)
+    step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(AmpGraphWarning, match="runs in fp32 where bf16 does not pay") as said:
+        losses = [step(x, x) for _ in range(3)]
+    assert len(said) == 1
+    optimizer = torch.optim.SGD(exact.parameters(), lr=0.1)
+    for loss in losses:
+        optimizer.zero_grad()
+        expected = F.mse_loss(exact(x), x)
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected)
+
+
+@by_profit
+def test_sizes_that_change_are_low(on):
+    """Of a graph for all sizes the first one says little."""
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "auto", dynamic=True)
+    model(torch.randn(3, 256))
+    assert {n.precision for n in amp_graph.report(model).graphs[0].operations} == {"low"}
+
+
+@by_profit
+@pytest.mark.parametrize("compile", ["aot_eager"])
+def test_what_other_compilers_make_of_it_is_not_known(on, compile):
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "auto", compile=compile)
+    model(torch.randn(1, 256))
+    assert not amp_graph.report(model).graphs[0].predicted.left_alone
+
+
+@by_profit
+def test_what_the_owner_wants_low_is_never_left_alone(on):
+    on("cpu")
+    model = mlp()
+    model[0] = amp_graph.precision("low")(model[0]) or model[0]
+    amp_graph.convert(model, "auto")
+    model(torch.randn(1, 256))
+    assert amp_graph.report(model).graphs[0].casts
+
+
+def test_the_words_of_the_policy():
+    assert Policy().leaves == Policy("fp16", skip_unprofitable="graphs").leaves == "graphs"
+    assert Policy("bf16").leaves == Policy("auto", "O2").leaves == "false"
+    assert Policy("bf16", skip_unprofitable=True) == Policy.parse("bf16,skip_unprofitable=true")
+    assert Policy("auto", skip_unprofitable=False).leaves == "false"
+    with pytest.raises(PolicyError, match="legal: false, graphs, true"):
+        Policy.parse("bf16,skip_unprofitable=some")
+    with pytest.raises(PolicyError, match="lists that reproduce"):
+        Policy.parse("bf16,lists=autocast_cpu,skip_unprofitable=graphs").op_list("cpu")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from amp_graph.backend import Compile, check_compile
+from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.master_weights import lower_parameters, restore_parameters
@@ -77,6 +78,8 @@ def convert(
         let_optimizers_update_masters()
     wrapped = model.__dict__.get("forward")
     Conversion(model, wanted, compile, dynamic, strict, wrapped=wrapped, measured=measured).attach()
+    if compile == "eager" and wanted.level != "O0":
+        compile_ahead(model, wanted.torch_dtype("cpu"))
     return model
 
 

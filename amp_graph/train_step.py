@@ -18,6 +18,7 @@ from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
 from amp_graph.captured_steps import CapturedSteps
 from amp_graph.check_optimizer import refuse_hooks
+from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
@@ -135,6 +136,8 @@ class TrainStep:
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self._recaptures = Recaptures()
+        if compile == "eager" and self.policy.level != "O0":
+            compile_ahead(model, self.policy.torch_dtype("cpu"))
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)

@@ -12,7 +12,9 @@ import platform
 import shlex
 import shutil
 import subprocess
+import threading
 import uuid
+from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,6 +33,10 @@ INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
+# Two threads do not compile the same: one waits for what the other makes. A child of a fork has no other thread.
+_locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(threading.Lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
 class CompilerError(AmpGraphError):
@@ -43,6 +49,11 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
 
     Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
     """
+    with _locks[source, macros]:
+        return _loaded(source, macros)
+
+
+def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
     headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
     told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))

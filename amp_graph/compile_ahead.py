@@ -1,0 +1,69 @@
+"""Compile the C that a model will want, once a machine, while the model is captured: that takes longer.
+
+Before: passes that wait for a C compiler, up to a second a source. After: ``compile_ahead(model, low)``, threads that
+have some of them done by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from amp_graph.passes import attention_kernel, batch_norm_ops, cross_entropy_kernel, linear_kernel, norm_ops
+from amp_graph.passes.native_code import CompilerError
+from amp_graph.passes.torch_private import cpu_has_bf16
+
+Library = Callable[[], object]
+THREAD = "amp_graph compiles"
+COMPILERS = 2  # at a time: more delay what is wanted first
+MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ours
+_begun: set[str] = set()  # what some thread of this process compiles, or has compiled
+
+
+def compile_ahead(model: nn.Module, low: torch.dtype) -> list[threading.Thread]:
+    """Compile what graphs of ``model`` on the CPU may call, and nothing has begun to, in the threads returned."""
+    wanted = [(name, library) for name, library in _wanted(model, low) if name not in _begun]
+    _begun.update(name for name, _ in wanted)
+    left: queue.SimpleQueue[Library] = queue.SimpleQueue()
+    for _, library in wanted:
+        left.put(library)
+    threads = [
+        threading.Thread(target=_load, args=(left,), name=THREAD, daemon=True)
+        for _ in range(min(COMPILERS, len(wanted)))
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _load(left: queue.SimpleQueue[Library]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            library = left.get_nowait()
+            with contextlib.suppress(CompilerError):  # said where the code is wanted
+                library()
+
+
+def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
+    """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
+    if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
+        return
+    parts = list(model.modules())
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
+    norms = any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
+    batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+    if linears and norms and low == torch.bfloat16:
+        yield "attention", attention_kernel.library  # takes longest
+    if linears and norms:
+        yield f"norms, {low}", lambda: norm_ops.library(low)
+    if batch_norms:
+        yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
+    if any(part.out_features >= MANY_CLASSES for part in linears):
+        yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
+    if linears and low == torch.bfloat16:
+        yield "linears", linear_kernel.library  # wanted last: over few rows alone

@@ -1,0 +1,118 @@
+"""C that a model will want is compiled while it is captured: what it wants, once, and nobody compiles it beside."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph import compile_ahead
+from amp_graph.compile_ahead import compile_ahead as begin
+from amp_graph.passes import native_code
+from amp_graph.passes.native_code import CompilerError
+
+BF16 = torch.bfloat16
+KERNELS = {
+    "linears": "linear_kernel",
+    "attention": "attention_kernel",
+    "norms": "norm_ops",
+    "batch norms": "batch_norm_ops",
+    "cross entropy": "cross_entropy_kernel",
+}
+TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+MODELS = {
+    "mlp": (nn.Linear(8, 8), {"linears"}),
+    "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
+    "language model": (nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)), {*KERNELS} - {"batch norms"}),
+    "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
+    "on another device": (nn.Linear(8, 8, device="meta"), set()),
+    "nothing": (nn.ReLU(), set()),
+}
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What is loaded, in order, in a process that has begun nothing."""
+    found = []
+    monkeypatch.setattr(compile_ahead, "_begun", set())
+    monkeypatch.setattr(compile_ahead, "cpu_has_bf16", lambda: True)
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(getattr(compile_ahead, module), "library", lambda *low, name=name: found.append(name))
+    return found
+
+
+def joined(threads):
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_wants_is_compiled_once(loaded, name):
+    model, wanted = MODELS[name]
+    joined(begin(model, BF16))
+    assert set(loaded) == wanted
+    assert begin(model, BF16) == []
+
+
+def test_fp16_has_no_products_of_ours(loaded):
+    joined(begin(TRANSFORMER, torch.float16))
+    assert loaded == ["norms"]
+
+
+def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch):
+    def fails(low):
+        raise CompilerError("no compiler")
+
+    monkeypatch.setattr(compile_ahead.norm_ops, "library", fails)
+    joined(begin(TRANSFORMER, BF16))  # an error in a thread would fail this test
+    assert set(loaded) == {"linears", "attention"}
+
+
+@pytest.mark.parametrize("make", ["convert", "TrainStep"])
+def test_it_begins_with_the_model(loaded, make):
+    model = nn.Linear(8, 8)
+    if make == "convert":
+        amp_graph.convert(model, "bf16")
+    else:
+        amp_graph.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    joined([thread for thread in threading.enumerate() if thread.name == compile_ahead.THREAD])
+    assert loaded == ["linears"]
+
+
+@pytest.mark.parametrize("options", [{"policy": "bf16-O0"}, {"policy": "bf16", "compile": "aot_eager"}])
+def test_nothing_is_compiled_that_will_not_run(loaded, options):
+    amp_graph.convert(nn.Linear(8, 8), **options)
+    assert not compile_ahead._begun
+
+
+def test_who_wants_what_is_being_compiled_waits_for_it(monkeypatch, tmp_path):
+    """The control: without the lock two threads compile at once."""
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }")
+    monkeypatch.setenv(native_code.FOLDER, str(tmp_path / "made"))
+    plain, begun = native_code._compile, []
+
+    def slow(*args):
+        begun.append(args)
+        time.sleep(0.3)
+        plain(*args)
+
+    monkeypatch.setattr(native_code, "_compile", slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(native_code.load(source).answer())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [42] * 3
+    assert len(begun) == 1
+
+    monkeypatch.setattr(native_code, "_locks", {(source, ("-DOTHER",)): threading.Semaphore(3)})
+    threads = [threading.Thread(target=native_code.load, args=(source, ("-DOTHER",))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 4

@@ -22,7 +22,7 @@ def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch
     warnings.warn(
         f"amp_graph: {type(model).__name__} runs in fp32 where {low} does not pay: a call like this one is predicted "
         f"to take {found.ratio:.2f} of fp32's time on {found.machine}\n"
-        f"  fix:   name the dtype to have it low all the same: '{low}'",
+        f"  fix:   policy '{low}' has it low all the same",
         AmpGraphWarning,
         stacklevel=5,
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend import Compile, Runner
 from amp_graph.capture_log import CaptureLog
@@ -124,13 +125,13 @@ class Conversion:
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its captured graph; captures one where no guard set fits."""
-        if self._alone and not is_autocast_on() and self._kind_of(args, kwargs) in self._alone:
-            return self._wide(*args, **kwargs)
         if being_traced():
             raise CaptureError(
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
                 "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
             )
+        if self._alone and not is_autocast_on() and self._kind_of(args, kwargs) in self._alone:
+            return self._wide(*args, **kwargs)
         if is_autocast_on():
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -171,15 +172,29 @@ class Conversion:
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one as they are written from now on: in its graph nothing is low."""
-        self._alone.add(self._kind_of(args, kwargs))
+        kind = self._kind_of(args, kwargs)
+        if kind is not None and self.policy.level not in HELD_LOW:  # a backward that recomputes would find them low
+            self._alone.add(kind)
         left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
         self.said.left_alone(left.gm, left.dtype)
 
-    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what calls have in common that run as they are written; which is right for any: time is at stake."""
+    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return what calls have in common that run as they are written; None where their sizes are not plain numbers.
+
+        As they are written is right for any call: time is at stake.
+        """
         given = (*args, *kwargs.values()) if kwargs else args
-        sizes = [a.shape if isinstance(a, torch.Tensor) else type(a) for a in given]
-        return (self.model.training, torch.is_grad_enabled(), *sizes)
+        if any(type(a) in (list, tuple, dict) for a in given):
+            given = tuple(tree_leaves(given))
+        kind: list[Any] = [self.model.training, torch.is_grad_enabled()]
+        for one in given:
+            if isinstance(one, torch.Tensor):
+                if one.is_nested or any(type(size) is not int for size in one.shape):
+                    return None
+                kind.append(one.shape)
+            else:
+                kind.append(one if isinstance(one, bool) else type(one))
+        return tuple(kind)
 
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""

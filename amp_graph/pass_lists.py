@@ -31,7 +31,7 @@ from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
-from amp_graph.passes.machine import own_file
+from amp_graph.passes.machine import class_of, machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.overwrite_logits import OverwriteLogits
 from amp_graph.passes.pack_weights import PackWeights
@@ -68,7 +68,7 @@ def passes_for(
         fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
     on_cpu = (policy.device or device) == "cpu"
     keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
-    counts = on_cpu or own_file() is not None  # rates of GPUs were read, not measured
+    counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")

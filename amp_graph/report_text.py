@@ -154,11 +154,11 @@ def predicted_lines(graph: GraphReport) -> list[str]:
     if found.left_alone:
         return [
             f"  left in full precision: low precision does not pay on {found.machine}, {time}",
-            "    a policy that names the dtype lowers it all the same",
+            "    a policy that names the dtype, without skip_unprofitable=graphs, lowers it all the same",
         ]
     return [
         f"  low precision does not pay on {found.machine}: {time}",
-        "    policy 'auto', which does not name the dtype, leaves alone what does not pay",
+        "    policy 'auto', or the policy word skip_unprofitable=graphs, leaves alone what does not pay",
     ]
 
 

@@ -132,7 +132,7 @@ def _folders(inside: Path) -> dict[str, str]:
 def warm_up(device: str, compiled: bool) -> None:
     """Let what a process does once (imports, a compiler's own start) not be part of the first model's first call."""
     model, x = torch.nn.Linear(4, 4).to(device), torch.zeros(4, 4, device=device)
-    amp_graph.convert(model, compile="inductor" if compiled else "eager")(x).sum().backward()
+    amp_graph.convert(model, "bf16", compile="inductor" if compiled else "eager")(x).sum().backward()
     torch._dynamo.reset()
 
 

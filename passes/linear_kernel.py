@@ -92,6 +92,8 @@ def _run(
 ) -> None:
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
+    if bias is not None and not (bias.numel() == sizes[1] and bias.is_contiguous()):
+        bias = bias.expand(sizes[1]).contiguous()
     added = 0 if bias is None else bias.data_ptr()
     table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *a.stride(), *b_steps, in_panels, relu)
     if compiled.product(array("q", table).tobytes()):

@@ -24,15 +24,17 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
         return F.linear(x, weight, bias)
-    found: Tensor = _Linear.apply(x, weight, bias)
-    return found
+    # Reshaped out here: a view that a Function returns cannot be written in place.
+    found: Tensor = _Linear.apply(as_rows(x), weight, bias)
+    return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _multiplied(as_rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return _multiplied(x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -40,10 +42,10 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
         multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
-        grad, rows = as_rows(grad), as_rows(x)
+        grad = as_rows(grad)
         return (
-            multiply(grad, weight).view(x.shape) if of_x else None,
-            multiply(grad.t(), rows) if of_weight else None,
+            multiply(grad, weight) if of_x else None,
+            multiply(grad.t(), x) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )
 

@@ -67,7 +67,7 @@ def tensors(val: Any) -> list[torch.Tensor]:
 
 
 def has_symbols(gm: GraphModule) -> bool:
-    """Say whether some size in ``gm`` is known when it runs alone."""
+    """Say whether some size in ``gm`` is known only when it runs."""
     return any(type(size) is not int for node in gm.graph.nodes for t in tensors(value(node)) for size in t.shape)
 
 

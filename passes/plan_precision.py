@@ -25,6 +25,7 @@ from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.paint import paint
+from amp_graph.passes.pieces import PIECE
 from amp_graph.passes.predict import LEFT_ALONE, PREDICTED, left_alone, predicted
 from amp_graph.passes.problem import AS_CAPTURED, FULL, Choice, Problem
 from amp_graph.passes.read_dtypes import RAISES, raised_by_read_dtypes
@@ -123,12 +124,13 @@ class PlanPrecision(Pass):
     def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
         """Return a plan, or the one in which all is full where that is predicted to be as fast, and may be left so.
 
-        Not for sizes that change from call to call: other ones may be worth it.
+        Not for sizes that change from call to call: other ones may be worth it. Nor for a piece, whose neighbours run
+        under autocast and round what goes between.
         """
         machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
         found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
         leaves = self.leaves == "graphs" and self.counts and self.lists.unlisted == "opaque"
-        if not leaves or found.is_worth_it or has_symbols(problem.gm):
+        if not leaves or found.is_worth_it or has_symbols(problem.gm) or PIECE in problem.gm.meta:
             return chosen
         problem.gm.meta[LEFT_ALONE] = found
         return left_alone(problem, found, machine, dtype)

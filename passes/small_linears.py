@@ -54,4 +54,6 @@ def _fits(node: Node) -> bool:
     if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
         return False
     outputs, inputs = weight.shape
+    if any(tuple(t.shape) != (outputs,) for t in given[2:]):  # linear broadcasts a bias
+        return False
     return small_linear_pays(made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs)

@@ -137,8 +137,10 @@ def autograd_inside() -> Iterator[None]:
 
 
 def concrete_size(size: Any) -> int:
-    """Return a number for a symbolic size: its hint, or 4 for each symbol that has none."""
+    """Return a number for a symbolic size: its hint, or 4 for each symbol that has none, and where it differs."""
     if isinstance(size, torch.SymInt):
+        if size.node.is_nested_int():  # the ragged dimension of a nested tensor
+            return 4
         if size.node.hint is not None:
             return int(size.node.hint)
         expression = size.node.expr

@@ -17,6 +17,7 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.facts import is_view
 from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import is_trained
@@ -107,7 +108,7 @@ def _is_ours(work: Work, keeps_weights: bool) -> bool:
     if work.sizes is None:
         return False
     pays = panels_pay if keeps_weights else small_linear_pays
-    return (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes)
+    return (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes) and library() is not None
 
 
 def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = False) -> int:
@@ -190,12 +191,12 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
         at = given[0] if any("transpose" in name for name in names) else made[0]
         return 2 * numel(at) * math.prod(concrete_size(s) for s in kernel.shape[1:])
     if "linear" in names and len(names) > 1:  # attention with its projections: those are most of it
-        tokens = numel(given[0]) // concrete_size(given[0].shape[-1])
+        tokens = _rows(given[0])
         return 2 * tokens * sum(numel(t) for t in given[1:] if t.dim() == 2)
     if "scaled_dot_product_attention" in names and len(given) > 1:
         return 4 * numel(given[0]) * concrete_size(given[1].shape[-2])
     if not RECURRENT.isdisjoint(names):
-        steps = numel(given[0]) // concrete_size(given[0].shape[-1])
+        steps = _rows(given[0])
         return 2 * steps * sum(numel(t) for t in given[1:] if t.dim() == 2)
     return _product_flops(given, made[0])
 
@@ -207,7 +208,11 @@ def _calls(kind: Classification, given: list[torch.Tensor]) -> int:
     if RECURRENT.isdisjoint(_names(kind)) or len(given) < 2 or given[0].dim() < 3:
         return 1
     batch = concrete_size(given[1].shape[-2])
-    return max(1, CALLS_OF_A_STEP * numel(given[0]) // (concrete_size(given[0].shape[-1]) * max(1, batch)))
+    return max(1, CALLS_OF_A_STEP * _rows(given[0]) // max(1, batch))
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return math.prod(map(concrete_size, tensor.shape[:-1]))
 
 
 def _sizes(kind: Classification, node: Node) -> tuple[int, int, int] | None:
@@ -230,6 +235,8 @@ def _product_flops(given: list[torch.Tensor], made: torch.Tensor) -> int:
     factors = sorted((t for t in given if t.dim() > 1), key=numel, reverse=True)[:2]
     if len(factors) < 2:
         return 2 * max(map(numel, given))
+    if not numel(made):
+        return 0
     product = math.sqrt(math.prod(map(numel, factors)) * numel(made))
     if all(t.dim() > 2 for t in factors):
         product /= math.sqrt(math.prod(concrete_size(s) for s in made.shape[:-2]))

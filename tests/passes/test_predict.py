@@ -1,5 +1,6 @@
 """The predicted time of a plan over full precision's, counted by hand; and what is left alone for it."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.errors import AmpGraphWarning, PolicyError
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import predict
-from amp_graph.passes.machine import DTYPES, FAMILIES, Machine
+from amp_graph.passes.machine import DTYPES, FAMILIES, Machine, machine_text
+from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.policy import Policy
 from tests.passes.planning import machine
 
@@ -238,3 +241,94 @@ def test_the_words_of_the_policy():
         Policy.parse("bf16,skip_unprofitable=some")
     with pytest.raises(PolicyError, match="lists that reproduce"):
         Policy.parse("bf16,lists=autocast_cpu,skip_unprofitable=graphs").op_list("cpu")
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_checkpoints_of_low_parameters_that_are_left_alone(on):
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "bf16,O2,skip_unprofitable=graphs")
+    for _ in range(3):
+        torch.utils.checkpoint.checkpoint(model, torch.randn(1, 256), use_reentrant=False).sum().backward()
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_sizes_in_containers_are_looked_at(on):
+    on("cpu_bf16")
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, batch):
+            return self.layer(batch["x"])
+
+    model = amp_graph.convert(Takes())
+    with torch.no_grad():
+        for _ in range(3):
+            model({"x": torch.randn(1, 256)})
+        runs = conversion_of(model).runs
+        model({"x": torch.randn(4096, 256)})
+    assert conversion_of(model).runs == runs + 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_left_alone_a_model_is_not_traced_without_a_word(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    with pytest.raises(CaptureError, match="cannot be traced"):
+        torch.export.export(model, (torch.randn(1, 256),))
+
+
+@by_profit
+def test_pieces_are_low(on):
+    """What goes between them is rounded, so that they would lose on both counts."""
+    on("cpu_bf16")
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.one(x)
+            torch._dynamo.graph_break()
+            return self.two(h)
+
+    model = amp_graph.convert(Broken())
+    model(torch.randn(2, 64))
+    assert not any(graph.predicted and graph.predicted.left_alone for graph in amp_graph.report(model).graphs)
+
+
+@pytest.mark.parametrize("sizes", [((0, 4, 8), (0, 8, 4)), ((3, 0, 8), (3, 8, 0)), ((2, 4, 0), (2, 0, 4))], ids=str)
+def test_products_of_nothing_take_no_time(sizes):
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return torch.bmm(a, b)
+
+    given = [torch.randn(size) for size in sizes]
+    assert torch.equal(amp_graph.convert(Product(), "bf16")(*given), torch.bmm(*given))
+
+
+def test_ragged_tensors_without_gradients():
+    given = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        exact = model(given).values()
+        found = amp_graph.convert(model, "bf16")(given).values()
+    assert (found - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_rates_of_another_device_are_not_those_of_a_gpu(monkeypatch, tmp_path):
+    file = tmp_path / "machine.toml"
+    file.write_text(machine_text(machine("cpu_bf16")))
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(file))
+    plans = next(p for p in passes_for(Policy.parse("auto"), "cuda", eager=True) if isinstance(p, PlanPrecision))
+    assert not plans.counts
+    file.write_text(machine_text(replace(machine("cpu_bf16"), device="cuda")))
+    os.utime(file, (1, 1))
+    plans = next(p for p in passes_for(Policy.parse("auto"), "cuda", eager=True) if isinstance(p, PlanPrecision))
+    assert plans.counts

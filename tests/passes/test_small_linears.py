@@ -159,6 +159,81 @@ def test_what_needs_no_gradient_is_left_to_packing():
         assert not through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(8, 64), w=W, b=B)[1].modified
 
 
+def with_bias(of):
+    """Return a model whose second linear has the bias that ``of`` makes of the first one's result and parameters."""
+
+    def forward(m, x):
+        h = F.linear(x, m.w, m.b)
+        return F.linear(h, m.w, of(m, h))
+
+    return forward
+
+
+BIASES = {
+    "one for all": lambda m, h: m.b[:1],
+    "a scalar": lambda m, h: m.b[0],
+    "expanded": lambda m, h: m.b[:1].expand(64),
+    "a row for each": lambda m, h: h * 2,
+    "strided": lambda m, h: F.linear(h, m.w).view(-1, 64, 2)[0, :, 0],
+    "a row of results expanded": lambda m, h: h[0, :1].expand(64),
+}
+
+
+def train(model, x):
+    out = model(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))]
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def check_like_torchs_kernels(function, x):
+    exact = train(Called(function), x)
+    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=small_linears")]
+    for true, one, theirs in zip(exact, *given, strict=True):
+        assert one.shape == true.shape
+        assert (one - true).norm() <= 1.1 * (theirs - true).norm()
+        assert (theirs - true).norm() <= 0.02 * true.norm()
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_is_broadcast_as_torch_does_it(bias):
+    check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
+
+
+EDITS = {
+    "relu": lambda y: y.relu_(),
+    "sum": lambda y: y.add_(1),
+    "row": lambda y: y.index_fill_(0, torch.tensor([0]), 0.5),
+    "columns": lambda y: (y[..., :32].mul_(2), y)[1],
+}
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_results_may_be_written_in_place(edit, shape):
+    check_like_torchs_kernels(
+        lambda m, x: F.linear(EDITS[edit](F.linear(x, m.w, m.b)), m.w, m.b), drawn(*shape).float()
+    )
+
+
+@pytest.mark.parametrize(("x_trains", "weight_trains"), [(True, False), (False, True), (True, True)])
+def test_what_no_gradient_needs_is_not_saved(x_trains, weight_trains):
+    x, weight = drawn(32, 64).requires_grad_(x_trains), drawn(64, 64).requires_grad_(weight_trains)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        linear_low(x, weight)
+    assert len(saved) == x_trains + weight_trains
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,9 +4,8 @@
    Before: a call of a library, which looks itself up and lays out what it multiplies, for as long as it multiplies. After:
    the product alone, of operands as they lie; or of one in panels (`lay_out`), where it is multiplied often. */
 
-#include <stdlib.h>
-
 #include "kernel.h"
+#include "thread_memory.h"
 
 #ifdef MATRIX_UNITS
 #include "matrix_tiles.h"
@@ -63,18 +62,6 @@ static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t dep
       turn(r);
       for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (n + i) * row + k, r[i]);
     }
-}
-
-/* Memory of the thread, for as long as it lives: taken anew, it would cost what the product does. Null where there is none. */
-static Low *own_memory(int64_t wanted) {
-  static __thread Low *memory = 0;
-  static __thread int64_t held = 0;
-  if (held < wanted) {
-    free(memory);
-    memory = aligned_alloc(64, ROOMY(wanted * sizeof(Low), 64));
-    held = memory ? wanted : 0;
-  }
-  return memory;
 }
 
 /* Rows of a as tiles read them, of a whole depth, and whole tiles of them where a tile reads these: where they lie, or in

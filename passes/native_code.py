@@ -5,6 +5,7 @@ Before: a file ``update_kernel.c`` and macros. After: ``load(source, ("-DRULE=AD
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import time
 import uuid
 from collections import defaultdict
 from functools import lru_cache
@@ -89,6 +91,7 @@ def folder() -> Path:
 def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
     """Write ``made`` as a whole: another process may be about to load it."""
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _forget_parts(made.parent)
     part = made.with_name(f"{made.stem}.{uuid.uuid4().hex}.part")
     command = [*_compiler(), *options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}"]
     command += [str(source), "-o", str(part), "-lm"]
@@ -101,6 +104,14 @@ def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
         raise _refusal(f"{command[0]} took more than {SECONDS} seconds", "another compiler: CC=gcc") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _forget_parts(inside: Path) -> None:
+    """Remove what a process left that ended while it compiled."""
+    for part in inside.glob("*.part"):
+        with contextlib.suppress(OSError):  # another process removes it
+            if time.time() - part.stat().st_mtime > SECONDS:
+                part.unlink()
 
 
 def _compiler() -> list[str]:

@@ -18,7 +18,7 @@ from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is d
 from amp_graph.passes.operators import define_operator
 
 SOURCE = Path(__file__).with_name("small_product.c")
-HEADERS = (HEADER, HEADER.with_name("tiles.h"))  # in the order in which they are included
+HEADERS = (HEADER, HEADER.with_name("thread_memory.h"), HEADER.with_name("tiles.h"))  # in the order of their includes
 FILES = (__file__, str(SOURCE), *map(str, HEADERS))  # what the kernel is made of
 POINTERS = ("const at::BFloat16*",) * 3 + ("at::BFloat16*",)
 NUMBERS = ("const int64_t",) * 12

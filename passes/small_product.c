@@ -5,9 +5,8 @@
    small_product.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
    AVX512_BF16 the loops at the end say the same. */
 
-#include <stdlib.h>
-
 #include "kernel.h"
+#include "thread_memory.h"
 
 typedef struct {
   const Low *a, *b, *bias; /* bias: null for none */
@@ -49,15 +48,8 @@ INLINE void block(const Product *p, const Low *a, int64_t a_row, int64_t a_pair,
 static void multiply(const Product *p) {
   const int64_t pairs = (p->depth + 1) / 2, padded = (p->rows + 31) / 32 * 32;
   const int as_it_lies = p->a_column == 1 && p->depth % 2 == 0;
-  /* Memory of the thread, for as long as it lives: taken anew, it would cost what the product does. */
-  static __thread Low *memory = 0;
-  static __thread int64_t held = 0;
-  const int64_t panel = 2 * pairs * PANEL, wanted = panel + (as_it_lies ? 0 : 2 * pairs * padded);
-  if (held < wanted) {
-    free(memory);
-    memory = (Low *)aligned_alloc(64, (size_t)((wanted * 2 + 63) / 64 * 64));
-    held = wanted;
-  }
+  const int64_t panel = 2 * pairs * PANEL;
+  Low *memory = own_memory(panel + (as_it_lies ? 0 : 2 * pairs * padded));
   const Low *a = p->a;
   int64_t a_row = p->a_row, a_pair = 2;
   if (!as_it_lies) {

@@ -1,5 +1,6 @@
 """C that a model will want is compiled while it is captured: what it wants, once, and nobody compiles it beside."""
 
+import os
 import threading
 import time
 
@@ -116,3 +117,15 @@ def test_who_wants_what_is_being_compiled_waits_for_it(monkeypatch, tmp_path):
     for thread in threads:
         thread.join()
     assert len(begun) == 4
+
+
+def test_what_a_process_left_that_ended_while_it_compiled_is_removed(monkeypatch, tmp_path):
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }")
+    monkeypatch.setenv(native_code.FOLDER, str(tmp_path))
+    left, being_made = tmp_path / "left.part", tmp_path / "being_made.part"
+    for part in (left, being_made):
+        part.touch()
+    os.utime(left, (1, 1))
+    assert native_code.load(source).answer() == 42
+    assert [part.name for part in tmp_path.glob("*.part")] == ["being_made.part"]

@@ -1,6 +1,8 @@
 """A linear over few rows in compiled C: any size and layout, sums in fp32 rounded once, NaN through the relu."""
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,21 @@ def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
     assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="asks Linux how much memory is held")
+def test_memory_of_threads_ends_with_them():
+    def held():  # bytes
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def multiply():
+        kernel.product(x, weight.t())
+
+    x, weight = torch.randn(64, 2047).to(BF16), torch.randn(64, 2047).to(BF16)  # which is laid out: 0.3 MB
+    multiply()
+    before = held()
+    for _ in range(200):
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    assert held() - before < 20e6

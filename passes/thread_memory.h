@@ -1,0 +1,22 @@
+/* Memory of a thread, for as long as it lives: taken anew at each call, it would cost what a small product does. */
+
+#include <stdlib.h>
+
+static pthread_key_t own_key;
+static int has_own_key;
+static pthread_once_t own_once = PTHREAD_ONCE_INIT;
+static void make_own_key(void) { has_own_key = !pthread_key_create(&own_key, free); }
+
+/* Memory for `wanted` elements, freed as the thread ends; null where there is none. Behind kernel.h. */
+static Low *own_memory(int64_t wanted) {
+  static __thread Low *memory = 0;
+  static __thread int64_t held = 0;
+  if (held < wanted) {
+    pthread_once(&own_once, make_own_key);
+    free(memory);
+    memory = (Low *)aligned_alloc(64, (size_t)((wanted * 2 + 63) / 64 * 64));
+    held = memory ? wanted : 0;
+    if (has_own_key) pthread_setspecific(own_key, memory); /* there are not many: without one, it is kept */
+  }
+  return memory;
+}

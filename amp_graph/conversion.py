@@ -191,7 +191,7 @@ class Conversion:
             if isinstance(one, torch.Tensor):
                 if one.is_nested or any(type(size) is not int for size in one.shape):
                     return None
-                kind.append(one.shape)
+                kind += [one.shape, one.device]
             else:
                 kind.append(one if isinstance(one, bool) else type(one))
         return tuple(kind)

@@ -31,6 +31,7 @@ from amp_graph.passes.torch_private import (
     Find,
     capture_with_dynamo,
     compiled_frames,
+    is_autocast_on,
     own_code_object,
     weakly,
 )
@@ -149,7 +150,7 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # the plan decides precision
+        if is_autocast_on():  # the plan decides precision
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._step(batch)
         return self._step(batch)

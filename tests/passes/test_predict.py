@@ -276,6 +276,16 @@ def test_sizes_in_containers_are_looked_at(on):
 
 @by_profit
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_moved_a_model_is_judged_anew(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    runs = conversion_of(model).runs
+    assert model.to("meta")(torch.randn(1, 256, device="meta")).shape == (1, 256)
+    assert conversion_of(model).runs == runs + 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 def test_left_alone_a_model_is_not_traced_without_a_word(on):
     on("cpu_bf16")
     model, _, _ = converted("auto", 1)

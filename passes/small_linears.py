@@ -54,6 +54,7 @@ def _fits(node: Node) -> bool:
     if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
         return False
     outputs, inputs = weight.shape
-    if any(tuple(t.shape) != (outputs,) for t in given[2:]):  # linear broadcasts a bias
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if isinstance(bias, Node) and tuple(value(bias).shape) != (outputs,):  # linear broadcasts it
         return False
     return small_linear_pays(made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs)

@@ -2,7 +2,7 @@
    bf16. Sums are fp32 and rounded once; subnormal elements count as zero. Elements of a lie a_row and a_column
    apart, those of b likewise; of each operand, one of the two is 1.
 
-   small_product.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
+   product_kernel.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
    AVX512_BF16 the loops at the end say the same. */
 
 #include "kernel.h"

@@ -59,6 +59,8 @@ def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -
         if variant.name in seconds:
             against = seconds.get(baselines[False]), seconds.get(baselines[variant.compiled])
             rows[variant.name] |= timed(seconds[variant.name], limit.ms, *against)
+            if variant.policy and not variant.compiled and baselines[True] is not None:
+                rows[variant.name]["against_compiled"] = ratio(seconds[variant.name], seconds[baselines[True]])
     return {
         "baseline": baselines[False],
         "compiled_baseline": baselines[True],

@@ -22,10 +22,8 @@ Results = dict[str, Any]
 
 def machine(device: str) -> dict[str, object]:
     """Return what the figures depend on: the processor, and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     found = {
-        "processor": models[0] if models else platform.machine(),
+        "processor": processor(Path("/proc/cpuinfo")) or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
         "amx": torch.cpu._is_amx_tile_supported(),
@@ -35,6 +33,14 @@ def machine(device: str) -> dict[str, object]:
         "python": platform.python_version(),
     }
     return found | ({"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if device == "cuda" else {})
+
+
+def processor(cpuinfo: Path) -> str:
+    """Return the processor's name, family and model: one name can stand for cores of which one is twice as fast."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    first = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    numbers = [f"{word} {first[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in first]
+    return first.get("model name", "") + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def opened(path: Path, about: dict[str, object]) -> Results:

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SOURCE, README = ROOT / "benchmarks" / "results" / "speed.json", ROOT / "README.md"
 BEGIN, END = "<!-- speed: written by benchmarks/tables.py -->", "<!-- end of speed -->"
-SAME, EAGER = "against_same_mode", "against_autocast"
+SAME, EAGER, COMPILED_AUTOCAST = "against_same_mode", "against_autocast", "against_compiled"
 COMPILED = "Inductor"
 COSTS = """\
 The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
@@ -44,6 +44,7 @@ def markdown(held: Results) -> str:
     for run in held["runs"]:
         if run["results"]:
             lines += ["", f"## {title(run['options'])}", "", options_text(run["options"], " [quartiles]")]
+            lines += rates_text(run["results"])
         for mode, results in run["results"].items():
             lines += [*speed_table(mode, results), *cost_table(mode, results)]
     return "\n".join(lines) + "\n"
@@ -80,18 +81,38 @@ def options_text(options: Results, spread: str = "") -> str:
     )
 
 
+def rates_text(results: Results) -> list[str]:
+    """Return what the machine did while a run was measured, from the slowest to the fastest of its models."""
+    rates = [e["rates"] for models in results.values() for e in models.values() if "rates" in e]
+    if not rates:
+        return []
+    products = [
+        f"{_from_to([r['gemm'][dtype] for r in rates])} GFLOP/s in {dtype}"
+        for dtype in dict.fromkeys(d for r in rates for d in r["gemm"])
+    ]
+    return ["", f"Large products: {', '.join(products)}. Copies: {_from_to([r['copy'] for r in rates])} GB/s."]
+
+
+def _from_to(values: Sequence[float]) -> str:
+    low, high = f"{min(values) / 1e9:.0f}", f"{max(values) / 1e9:.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def speed_table(mode: str, results: Results) -> list[str]:
-    """Return the ratios of a mode, a row a model and a column a variant; last, the compiled against eager autocast."""
+    """Return the ratios of a mode, a row a model and a column a variant; last, those against autocast's other mode."""
     names = columns(results)
-    compiled = [n for n in names if COMPILED in n]
-    heads = [*names, *(f"{n}, against eager autocast" for n in compiled)]
+    others = [(n, EAGER, "eager autocast") for n in names if COMPILED in n]
+    rows = [r for entry in results.values() for r in entry["variants"].items()]
+    met = {n for n, row in rows if row.get(COMPILED_AUTOCAST)}
+    others += [(n, COMPILED_AUTOCAST, "autocast + Inductor") for n in names if n in met]
+    heads = [*names, *(f"{n}, against {baseline}" for n, _, baseline in others)]
     lines = ["", f"### {mode.capitalize()}", "", f"| model | autocast, ms | {' | '.join(heads)} |"]
     lines.append("|---|---:|" + "---|" * len(heads))
     for model, entry in results.items():
         cells = [_spread(entry["variants"].get(n), SAME) for n in names]
-        cells += [_spread(entry["variants"].get(n), EAGER) for n in compiled]
+        cells += [_spread(entry["variants"].get(n), which) for n, which, _ in others]
         lines.append(f"| {model} | {_baseline(entry)} | {' | '.join(cells)} |")
-    means = [mean(results, n, SAME) for n in names] + [mean(results, n, EAGER) for n in compiled]
+    means = [mean(results, n, SAME) for n in names] + [mean(results, n, which) for n, which, _ in others]
     return [*lines, f"| **geometric mean** | | {' | '.join(f'**{m}**' for m in means)} |"]
 
 

@@ -126,6 +126,39 @@ def test_what_is_compiled_is_told_against_both(tmp_path):
     assert "| gpt | 10.0 | 1.00 [0.90-1.10] | 1.60 [1.50-1.70] | 2.00 [1.90-2.10] |" in lines
 
 
+def test_what_is_not_compiled_is_told_against_the_compiled_rival(tmp_path):
+    from tables import markdown
+
+    made = entry(amp_graph=1.0, TrainStep=2.0)
+    made["compiled_baseline"] = "autocast + Inductor"
+    made["variants"]["autocast + Inductor"] = row(8.0, 1.25)
+    made["variants"]["TrainStep"]["against_compiled"] = {"ratio": 1.6, "p25": 1.5, "p75": 1.7}
+    lines = markdown(filled(tmp_path / "s.json", gpt=made)).splitlines()
+    assert "| model | autocast, ms | amp_graph | TrainStep | TrainStep, against autocast + Inductor |" in lines
+    assert "| gpt | 10.0 | 1.00 [0.90-1.10] | 2.00 [1.90-2.10] | 1.60 [1.50-1.70] |" in lines
+
+
+def test_what_the_machine_did_is_told_with_the_figures(tmp_path):
+    from tables import markdown
+
+    slow = entry() | {"rates": {"gemm": {"fp32": 70e9, "bf16": 180e9}, "copy": 16e9}}
+    fast = entry() | {"rates": {"gemm": {"fp32": 90e9, "bf16": 180e9}, "copy": 25e9}}
+    lines = markdown(filled(tmp_path / "s.json", gpt=slow, vit=fast)).splitlines()
+    assert "Large products: 70 to 90 GFLOP/s in fp32, 180 GFLOP/s in bf16. Copies: 16 to 25 GB/s." in lines
+
+
+def test_processors_of_one_name_are_told_apart(tmp_path):
+    from result_file import processor
+
+    cpuinfo = tmp_path / "cpuinfo"
+    core = "processor : 0\ncpu family : 25\nmodel : {}\nmodel name : Some CPU\n\n"
+    cpuinfo.write_text(core.format(17) * 2)
+    assert processor(cpuinfo) == "Some CPU (family 25, model 17)"
+    cpuinfo.write_text(core.format(2))
+    assert processor(cpuinfo) == "Some CPU (family 25, model 2)"
+    assert processor(tmp_path / "none") == ""
+
+
 def committed():
     return json.loads((ROOT / "benchmarks" / "results" / "speed.json").read_text())
 

@@ -36,6 +36,7 @@ from amp_graph.passes.torch_private import (
     being_traced,
     capture_with_dynamo,
     compiled_frames,
+    dynamo_listens,
     in_transform,
     is_autocast_on,
     is_sharded,
@@ -122,21 +123,24 @@ class Conversion:
             )
         return self._wide
 
-    @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its captured graph; captures one where no guard set fits."""
+        if dynamo_listens() is not None:
+            return self._with_dynamo_off(*args, **kwargs)
         if being_traced():
             raise CaptureError(
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
                 "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
             )
-        if self._alone and not is_autocast_on() and self._kind_of(args, kwargs) in self._alone:
-            return self._wide(*args, **kwargs)
         if is_autocast_on():
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
+        if self._alone and self._kind_of(args, kwargs) in self._alone:
+            return self._wide(*args, **kwargs)
         return self._call(args, kwargs)
+
+    _with_dynamo_off = outside_dynamo(__call__)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
@@ -183,18 +187,25 @@ class Conversion:
 
         As they are written is right for any call: time is at stake.
         """
-        given = (*args, *kwargs.values()) if kwargs else args
-        if any(type(a) in (list, tuple, dict) for a in given):
-            given = tuple(tree_leaves(given))
         kind: list[Any] = [self.model.training, torch.is_grad_enabled()]
-        for one in given:
+        for one in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(one, torch.Tensor):
-                if one.is_nested or any(type(size) is not int for size in one.shape):
+                if one.is_nested:
                     return None
-                kind += [one.shape, one.device]
+                kind += (one.shape, one.device)
+            elif type(one) in (list, tuple, dict):
+                inside = self._kind_of(tuple(tree_leaves(one)), {})
+                if inside is None:
+                    return None
+                kind.append(inside)
             else:
                 kind.append(one if isinstance(one, bool) else type(one))
-        return tuple(kind)
+        found = tuple(kind)
+        try:
+            hash(found)
+        except TypeError:  # a symbolic size
+            return None
+        return found
 
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""

@@ -57,7 +57,8 @@ def passes_for(
 ) -> list[Pass]:
     """Return the passes of ``policy``, in order; ``eager``: with those for graphs that run as they are.
 
-    What those do, compilers do by themselves. ``in_step``: the graph will be a part of that of a whole step.
+    What those do, compilers do by themselves. ``in_step``: the graph will be a part of that of a whole step, into which
+    kernels of ours for images are traced whoever compiles it: Inductor's batch norms and 1x1 convolutions are slower.
     """
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
@@ -70,7 +71,7 @@ def passes_for(
     keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
-    pointwise: list[Pass] = [PointwiseConv(folds)] if eager else []
+    pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     # What is to be computed again stays torch's: its bits are then those of saving it; a whole residual block with it.
     norms = FuseNorm(layer_norms=policy.recomputes == "some")
@@ -84,6 +85,7 @@ def passes_for(
         Convolution(),
         AlignShapes(policy.device or device),
         *([LinearCrossEntropy(), batch_norms, again, norms, SmallLinears()] if eager else []),
+        *([batch_norms] if in_step and not eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

@@ -361,12 +361,13 @@ def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
     assert "compiling for this CPU" in result.skips[0].reason
 
 
-def trained(policy, whole):
+def trained(policy, how):
+    """Losses of three steps, the state after them and the text of the step's graph: "convert", or a whole step."""
     model = made().to(memory_format=LAST)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
     loss = lambda out: out.square().mean()  # noqa: E731
-    if whole:
-        step = amp_graph.TrainStep(model, loss, optimizer, policy)
+    if how != "convert":
+        step = amp_graph.TrainStep(model, loss, optimizer, policy, compile=how)
         losses = [float(step(IMAGES)) for _ in range(3)]
         return losses, dict(model.state_dict()), step.graph_text()
     amp_graph.convert(model, policy)
@@ -379,13 +380,15 @@ def trained(policy, whole):
     return [float(one.detach()) for one in losses], dict(model.state_dict()), ""
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_training_moves_running_statistics_and_weights_as_without(whole):
-    losses, state, text = trained("bf16", whole)
-    plain_losses, plain, _ = trained("bf16" + WITHOUT, whole)
-    _, exact, _ = trained("bf16-O0", whole)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
+@pytest.mark.parametrize("how", ["convert", "eager", "inductor"])
+def test_training_moves_running_statistics_and_weights_as_without(how):
+    losses, state, text = trained("bf16", how)
+    others = how.replace("inductor", "eager")
+    plain_losses, plain, _ = trained("bf16" + WITHOUT, others)
+    _, exact, _ = trained("bf16-O0", others)
     assert torch.allclose(torch.tensor(losses), torch.tensor(plain_losses), rtol=0.02)
-    assert ("batch_norm_relu_backward" in text) is whole
+    assert ("batch_norm_relu_backward" in text) is (how != "convert")
     for name, value in plain.items():
         if "num_batches" in name:
             assert torch.equal(state[name], value)

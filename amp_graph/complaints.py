@@ -5,13 +5,12 @@ Before: a call under a dispatch mode. After: "called under FlopCounterMode, ..."
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.errors import CaptureError, warn
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.policy import word_of
 
@@ -19,12 +18,10 @@ from amp_graph.policy import word_of
 def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch.dtype) -> None:
     """Say that ``gm``, a graph of ``model``, is left in fp32, as ``dtype`` does not pay there."""
     low, found = word_of(dtype), gm.meta[LEFT_ALONE]
-    warnings.warn(
+    warn(
         f"amp_graph: {type(model).__name__} runs in fp32 where {low} does not pay: a call like this one is predicted "
         f"to take {found.ratio:.2f} of fp32's time on {found.machine}\n"
         f"  fix:   policy '{low}' has it low all the same",
-        AmpGraphWarning,
-        stacklevel=5,
     )
 
 
@@ -45,7 +42,7 @@ class Complaints:
         if not any(note.startswith(what) for note in self.notes):  # the causes grow from call to call
             self.note(told)
             if warned:
-                warnings.warn(text, AmpGraphWarning, stacklevel=4)
+                warn(text)
 
     def note(self, what: str) -> None:
         """Have it in the report."""
@@ -65,9 +62,7 @@ class Complaints:
             f"{name} was written without a trace in its version counter (through .data, say): weights are cast at each "
             "call from now on, until amp_graph.drop_weight_copies(model)"
         )
-        warnings.warn(
+        warn(
             f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
             "  fix:   write under torch.no_grad() to the parameter itself, or policy 'weight_copies=false'",
-            AmpGraphWarning,
-            stacklevel=5,
         )

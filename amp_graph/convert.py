@@ -6,7 +6,6 @@ Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, t
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from amp_graph.backend import Compile, check_compile
 from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.table_gradient import POOL
@@ -188,11 +187,9 @@ def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
     """Say where ``keep_fp32`` matches no module: what should have been kept will not be."""
     if policy.keep_fp32 and not any(re.fullmatch(policy.keep_fp32, name) for name, _ in model.named_modules()):
         paths = [name for name, part in model.named_modules() if name and not list(part.children())]
-        warnings.warn(
+        warn(
             f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so nothing is "
             f"kept by it\n  legal: a regular expression that matches a whole path, such as {_few(paths)}",
-            AmpGraphWarning,
-            stacklevel=3,
         )
 
 

@@ -5,6 +5,9 @@ Each message says what, where (node, module path, the user's line), what is lega
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 from amp_graph.lists import AmpGraphError as AmpGraphError
 from amp_graph.lists import ListError as ListError
 from amp_graph.passes.base import PassError as PassError
@@ -30,3 +33,11 @@ class AllocatorError(AmpGraphError, ValueError):
 
 class AmpGraphWarning(UserWarning):
     """Something ran otherwise than asked, and the numbers are still right."""
+
+
+def warn(text: str) -> None:
+    """Give ``text`` as an AmpGraphWarning of the user's line: the nearest one outside of amp_graph and torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, AmpGraphWarning, stacklevel=level)

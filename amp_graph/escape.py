@@ -11,7 +11,6 @@ import dataclasses
 import re
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.backend import Runner
-from amp_graph.errors import AmpGraphWarning
+from amp_graph.errors import warn
 from amp_graph.passes.torch_private import CaptureListener
 
 HINT = (
@@ -193,7 +192,7 @@ def explain(error: Exception, kind: str, dtype: torch.dtype) -> None:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
     else:
-        warnings.warn(text, AmpGraphWarning, stacklevel=2)
+        warn(text)
 
 
 def without_autocast(run: Runner, kind: str) -> Runner:

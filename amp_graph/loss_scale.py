@@ -7,7 +7,6 @@ Source of the method: Micikevicius et al., Mixed Precision Training, 2018, secti
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.errors import AmpGraphWarning, ScaleError
+from amp_graph.errors import ScaleError, warn
 from amp_graph.scale_ops import OPS
 
 STUCK = 20  # bad steps in a row at the floor before it is said
@@ -283,4 +282,4 @@ def complain_of_floor(who: str, steps: int, floor: float, culprit: str, at_floor
     )
     if at_floor == "error":
         raise ScaleError(text)
-    warnings.warn(text, AmpGraphWarning, stacklevel=5)
+    warn(text)

@@ -6,14 +6,13 @@ the number, and says that a tensor may change without one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from amp_graph.errors import AmpGraphWarning
+from amp_graph.errors import warn
 
 WARNED_AT = 16  # captures: variants of a batch, train and eval take some
 
@@ -33,7 +32,7 @@ class Recaptures:
             self.given.setdefault(f"batch{keystr(path)}", set()).add(seen)
         self.count += 1
         if self.count == WARNED_AT:
-            warnings.warn(self._told(), AmpGraphWarning, stacklevel=5)
+            warn(self._told())
 
     def _told(self) -> str:
         place, seen = max(self.given.items(), key=lambda item: len(item[1]), default=("batch", set()))

@@ -6,7 +6,6 @@ After: the next step is traced anew.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.check_optimizer import refuse_hooks, refuse_state_of_another_model
-from amp_graph.errors import AmpGraphWarning
+from amp_graph.errors import warn
 from amp_graph.fused_update import GroupUpdate, why_not_fused
 from amp_graph.passes.torch_private import steps_otherwise
 
@@ -107,13 +106,11 @@ class WatchedOptimizer:
 
     def _leave_graphs(self, names: Sequence[str]) -> None:
         self.why_outside = f"{SCHEDULED}{', '.join(names)}"
-        warnings.warn(
+        warn(
             f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} steps "
             "in a row, each of which was traced anew: from now on optimizer.step() is called behind the graph\n"
             "  fix:   nothing, or leave them as they are: cycle_momentum=False for OneCycleLR and CyclicLR. Learning "
             "rates may change at any step",
-            AmpGraphWarning,
-            stacklevel=7,
         )
 
     def owned(self) -> set[int]:

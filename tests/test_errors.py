@@ -1,12 +1,14 @@
 """Every bad input is refused with what, where and the fix, and leaves the model exactly as it was."""
 
+import linecache
+
 import pytest
 import torch
 from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.errors import AmpGraphError, CaptureError, ListError, PolicyError
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError, ListError, PolicyError
 from tests.corpus import make
 
 
@@ -315,3 +317,14 @@ def test_a_failing_pass_names_itself_and_leaves_the_model(monkeypatch):
     model(x)
     assert conversion_of(model).runs == 1
     assert torch.equal(amp_graph.revert(model)(x), plain)
+
+
+# -- warnings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [Net(), nn.DataParallel(Net())], ids=["model", "inside of a wrapper"])
+def test_a_warning_is_of_the_users_line_and_not_of_ours(model):
+    with pytest.warns(AmpGraphWarning, match="matches no module") as said:
+        amp_graph.convert(model, "bf16,keep_fp32=third")  # this line
+    assert said[0].filename == __file__
+    assert linecache.getline(__file__, said[0].lineno).endswith("# this line\n")

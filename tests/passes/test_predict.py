@@ -122,6 +122,7 @@ def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
     with pytest.warns(AmpGraphWarning, match="runs in fp32 where bf16 does not pay") as said:
         model, found, plain = converted("auto", 1)
     assert len(said) == 1
+    assert said[0].filename == __file__  # the user's line, behind torch's modules, and not one of ours
     assert Policy.parse(str(said[0].message).rpartition("'")[0].rpartition("'")[2]).dtype == "bf16"
     assert all(torch.equal(one, plain) for one in found)
     assert conversion_of(model).runs == 1  # the others do not go by way of the graph

@@ -3,7 +3,7 @@
    apart, those of b likewise; of each operand, one of the two is 1.
 
    product_kernel.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
-   AVX512_BF16 the loops at the end say the same. */
+   AVX512_BF16, or there is no memory, loops do the same. */
 
 #include "kernel.h"
 #include "thread_memory.h"
@@ -14,6 +14,16 @@ typedef struct {
   int64_t rows, columns, depth, a_row, a_column, b_row, b_column;
   int relu;
 } Product;
+
+static void multiply_by_loops(const Product *p) {
+  for (int64_t i = 0; i < p->rows; i++)
+    for (int64_t j = 0; j < p->columns; j++) {
+      float sum = p->bias ? widen(p->bias[j]) : 0.0f;
+      for (int64_t k = 0; k < p->depth; k++)
+        sum += widen(p->a[i * p->a_row + k * p->a_column]) * widen(p->b[k * p->b_row + j * p->b_column]);
+      p->out[i * p->columns + j] = narrow(p->relu && sum < 0.0f ? 0.0f : sum);
+    }
+}
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(PLAIN_LOOPS)
 #define TALL 4 /* few rows are what this is for */
@@ -50,6 +60,10 @@ static void multiply(const Product *p) {
   const int as_it_lies = p->a_column == 1 && p->depth % 2 == 0;
   const int64_t panel = 2 * pairs * PANEL;
   Low *memory = own_memory(panel + (as_it_lies ? 0 : 2 * pairs * padded));
+  if (!memory) {
+    multiply_by_loops(p);
+    return;
+  }
   const Low *a = p->a;
   int64_t a_row = p->a_row, a_pair = 2;
   if (!as_it_lies) {
@@ -78,14 +92,6 @@ static void multiply(const Product *p) {
 
 #else
 
-static void multiply(const Product *p) {
-  for (int64_t i = 0; i < p->rows; i++)
-    for (int64_t j = 0; j < p->columns; j++) {
-      float sum = p->bias ? widen(p->bias[j]) : 0.0f;
-      for (int64_t k = 0; k < p->depth; k++)
-        sum += widen(p->a[i * p->a_row + k * p->a_column]) * widen(p->b[k * p->b_row + j * p->b_column]);
-      p->out[i * p->columns + j] = narrow(p->relu && sum < 0.0f ? 0.0f : sum);
-    }
-}
+static void multiply(const Product *p) { multiply_by_loops(p); }
 
 #endif

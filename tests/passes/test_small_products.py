@@ -38,12 +38,20 @@ def drawn(*shape, dtype=BF16):
 # -- the kernel -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["vectors", "plain loops"])
+DEFINES = {
+    "vectors": "",
+    "plain loops": "#define PLAIN_LOOPS\n",
+    "without memory": "#include <stdlib.h>\nstatic void *none(...) { return 0; }\n#define aligned_alloc none\n",
+}
+
+
+@pytest.fixture(scope="module", params=DEFINES)
 def kernel(request):
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    define = "" if request.param == "vectors" else "#define PLAIN_LOOPS\n"
-    return CppPythonBindingsCodeCache.load_pybinding([*POINTERS, *NUMBERS], define + source_of("kernel"))
+    return CppPythonBindingsCodeCache.load_pybinding(
+        [*POINTERS, *NUMBERS], DEFINES[request.param] + source_of("kernel")
+    )
 
 
 def multiplied(kernel, left, right, bias=None, relu=False):

@@ -610,8 +610,7 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     ``dynamo_listens`` is not None, and is then called again with nobody listening.
     """
     disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
-    for mark in ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive"):
-        setattr(function, mark, getattr(disabled, mark))
+    vars(function).update({k: v for k, v in vars(disabled).items() if k.startswith("_torchdynamo_disable")})
     torch._dynamo.eval_frame.skip_code(function.__code__)
     return disabled
 

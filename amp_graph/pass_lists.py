@@ -73,9 +73,9 @@ def passes_for(
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
-    # What is to be computed again stays torch's: its bits are then those of saving it; a whole residual block with it.
+    # Layer norms that are to be computed again stay torch's: their bits are then those of saving them.
     norms = FuseNorm(layer_norms=policy.recomputes == "some")
-    batch_norms = FuseBatchNorm(sums=policy.recomputes == "some")
+    batch_norms = FuseBatchNorm()
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),

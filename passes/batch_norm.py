@@ -6,6 +6,7 @@ Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from amp_graph.passes.batch_norm_ops import (
     OPS,
     batch_norm_add_relu,
+    batch_norm_add_relu_again,
     batch_norm_add_relu_backward,
     batch_norm_relu,
     batch_norm_relu_again,
@@ -59,6 +61,21 @@ def norm_add_relu(
     return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True)
 
 
+def norm_add_relu_asking(
+    x: Tensor,
+    other: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    ask: Callable[[Any], Tensor],
+) -> Tensor:
+    """``norm_add_relu`` that does not save its result; its backward asks for it: ``ask(node)``, of autograd's node."""
+    return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True, ask)
+
+
 def _made(
     x: Tensor,
     other: Tensor | None,
@@ -69,6 +86,7 @@ def _made(
     momentum: float,
     eps: float,
     relu: bool,
+    ask: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     if x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
@@ -77,7 +95,7 @@ def _made(
         plain = plain if other is None else plain + other
         return F.relu(plain) if relu else plain
     given = (x, other, running_mean, running_var, weight, bias, momentum, eps, relu)
-    made = _NormAndRelu.apply(*given) if torch.is_grad_enabled() else _normed(*given)
+    made = _NormAndRelu.apply(ask, *given) if torch.is_grad_enabled() else _normed(*given)
     out: Tensor = made[0]
     return out
 
@@ -92,6 +110,15 @@ def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tenso
     return found
 
 
+def added_again(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor, eps: float, stats: Tensor | None) -> Tensor:
+    """Return the result of ``norm_add_relu`` once more, by its statistics or by taking them again."""
+    if stats is None:
+        return _normed(x, other, None, None, weight, bias, 0.0, eps, True)[0]
+    kernel = OPS.batch_norm_add_relu_again.default if is_seen(x) else batch_norm_add_relu_again
+    found: Tensor = kernel(x, other, weight, bias, stats)
+    return found
+
+
 def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None) -> Tensor:
     """Return the result of ``norm_and_relu`` once more, by its statistics or by taking them again."""
     if stats is None:
@@ -103,10 +130,11 @@ def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
 
 class _NormAndRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ask: Any, x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
         out, stats = _normed(x, other, *given)
         *_, weight, bias, _, ctx.eps, ctx.relu = given
-        ctx.save_for_backward(x, weight, bias, stats, None if other is None else out)
+        ctx.adds, ctx.ask = other is not None, ask
+        ctx.save_for_backward(x, weight, bias, stats, out if ctx.adds and ask is None else None)
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         return out, stats
@@ -114,10 +142,16 @@ class _NormAndRelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
         if grad is None:
-            return (None,) * 9
+            return (None,) * 10
         by_torch = torch.is_grad_enabled() or is_batched(grad)
         dx, dother, dweight, dbias = (_gradients_by_torch if by_torch else _gradients)(ctx, grad)
-        return dx, dother, None, None, dweight, dbias, None, None, None
+        return None, dx, dother, None, None, dweight, dbias, None, None, None
+
+
+def _result(ctx: Any, saved: Tensor | None) -> Tensor | None:
+    """Return the result behind a sum, whose sign is the relu's mask; None where there is no sum."""
+    found: Tensor | None = ctx.ask(ctx) if ctx.adds and saved is None else saved
+    return found
 
 
 # Of x, of what is added, of weight and bias; None where it is not wanted.
@@ -126,7 +160,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 def _gradients(ctx: Any, grad: Tensor) -> Gradients:
     x, weight, bias, stats, out = ctx.saved_tensors
-    need = ctx.needs_input_grad
+    need, out = ctx.needs_input_grad[1:], _result(ctx, out)
     dother = None
     if out is None:
         kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
@@ -140,7 +174,7 @@ def _gradients(ctx: Any, grad: Tensor) -> Gradients:
 def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
     """Return the gradients by operations that have a second derivative, for ``create_graph=True``."""
     x, weight, bias, _, total = ctx.saved_tensors
-    need = ctx.needs_input_grad
+    need, total = ctx.needs_input_grad[1:], _result(ctx, total)
     inputs = [(x, need[0]), (weight, need[4]), (bias, need[5])]
     with torch.enable_grad():
         if total is not None:

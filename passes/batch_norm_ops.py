@@ -64,6 +64,15 @@ def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor
     return out
 
 
+def batch_norm_add_relu_again(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor, stats: Tensor) -> Tensor:
+    """Return what ``batch_norm_add_relu`` made of ``x`` and ``other`` with these statistics, bit for bit."""
+    x, other = (t.contiguous(memory_format=LAST) for t in (x, other))
+    out = empty_like(x)
+    table = _table(x, weight, bias, stats, out, True, other=other)
+    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
+    return out
+
+
 def batch_norm_add_relu(
     x: Tensor,
     other: Tensor,
@@ -196,7 +205,7 @@ def _fake_sum(x: Tensor, other: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=LAST), given[2].new_empty((2, x.shape[1]))
 
 
-def _fake_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
+def _fake_again(x: Tensor, *given: Any) -> Tensor:
     return torch.empty_like(x, memory_format=LAST)
 
 
@@ -229,6 +238,11 @@ define_operator(
 define_operator(
     "batch_norm_relu_again(Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
     batch_norm_relu_again,
+    _fake_again,
+)
+define_operator(
+    "batch_norm_add_relu_again(Tensor x, Tensor other, Tensor weight, Tensor bias, Tensor stats) -> Tensor",
+    batch_norm_add_relu_again,
     _fake_again,
 )
 define_operator(

@@ -44,10 +44,8 @@ class FuseBatchNorm(Pass):
     relu, or the sum that it alone reads, reads the norm. A norm without a relu stays: torch's takes as long. Exactness:
     rounding-equal, of a sum one rounding less; statistics and gradients are summed in fp32 by blocks and in fp64 over
     them, and the result and the input's gradient are computed in fp32 and rounded once, as torch's are. Only where C
-    can be compiled, and from a size on that pays. ``sums``: these, too, whose result has to be saved.
+    can be compiled, and from a size on that pays.
     """
-
-    sums: bool = True
 
     name: ClassVar[str] = "fuse-batch-norm"
     writes: ClassVar[Writes] = Writes.ABSORBED
@@ -59,7 +57,7 @@ class FuseBatchNorm(Pass):
             if not _is_trained_batch_norm(node):
                 continue
             given = batch_norm_arguments(node)
-            found = _relu_behind(node, self.sums)
+            found = _relu_behind(node)
             reason = _why_not(node, given) if found is not None else "no relu alone reads it"
             if found is None or reason:
                 skips.append(Skip(node.name, reason))
@@ -111,15 +109,15 @@ class Behind:
     other: Node | None = None
 
 
-def _relu_behind(node: Node, sums: bool) -> Behind | None:
-    """Return the relu that alone reads ``node``, or, with ``sums``, the sum that alone does."""
+def _relu_behind(node: Node) -> Behind | None:
+    """Return the relu that alone reads ``node``, or that alone reads the sum that alone does."""
     user = _only_reader(node)
     if user is None:
         return None
     if names_of(user) in RELUS:
         return Behind(user)
     name, operands = operation(user)
-    if not sums or name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
+    if name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
         return None
     other, relu = operands[1 - operands.index(node)], _only_reader(user)
     if relu is None or names_of(relu) not in RELUS or not isinstance(other, Node) or other is node:

@@ -15,8 +15,13 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.batch_norm import norm_and_relu
-from amp_graph.passes.batch_norm_again import norm_and_relu_computed_again
+from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
+from amp_graph.passes.batch_norm_again import (
+    SUMMED,
+    norm_add_relu_computed_again,
+    norm_add_relu_kept,
+    norm_and_relu_computed_again,
+)
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.fuse_batch_norm import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.identify_ops import names_of
@@ -50,6 +55,7 @@ KINDS = {
 SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
 NORMS = (batch_norm_computed_again, norm_and_relu, norm_and_relu_computed_again)
+FUSED: dict[Any, Any] = {norm_and_relu: norm_and_relu_computed_again, norm_add_relu: norm_add_relu_computed_again}
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class RecomputeActivations(Pass):
         """Visit every activation and norm, in order."""
         work = _Work(self, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
-            if node.target in (relu_computed_again, norm_and_relu_computed_again):
+            if node.target in (relu_computed_again, *FUSED.values()):
                 work.note(node)
             elif kind := _kind(node):
                 work.visit(node, kind)
@@ -95,7 +101,9 @@ class _Work:
 
     def visit(self, node: Node, kind: str) -> None:
         """Let one value be computed again where the law allows it and it pays."""
-        made = self._makers(node.args[0]) if kind == "relu" and node.target is not norm_and_relu else ()
+        if node.target is norm_add_relu and not self.options.thorough:
+            return
+        made = self._makers(_before(node)) if kind == "relu" and node.target is not norm_and_relu else ()
         if made is None:
             return
         found = readers_of(node)
@@ -138,7 +146,7 @@ class _Work:
 
     def _depth(self, node: Any) -> int:
         """Return how many relus in a row are computed to have that of ``node``, itself included."""
-        stack, deepest = [node.args[0]], 0
+        stack, deepest = [_before(node)], 0
         while stack:
             one = stack.pop()
             if names_of(one) in SUMS:
@@ -156,6 +164,8 @@ class _Work:
             return None
         if source in self.depths:
             return ()
+        if source.target in SUMMED and is_trained(source):
+            return (source,)
         if names_of(source) in RELUS and is_trained(source):
             return (source,)
         if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
@@ -166,7 +176,7 @@ class _Work:
 
 def _kind(node: Node) -> str:
     """Return what ``node`` makes, "" where that is nothing to compute again."""
-    names = ("aten.relu",) if node.target is norm_and_relu else names_of(node)
+    names = ("aten.relu",) if node.target in FUSED else names_of(node)
     if len(names) != 1 or names[0] not in KINDS or _is_ours(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
@@ -177,8 +187,15 @@ def _kind(node: Node) -> str:
 
 def _is_ours(node: Node) -> bool:
     """Say whether ``node`` calls already what has its value computed again."""
-    ours = node.target is norm_and_relu_computed_again
-    return ours or getattr(node.target, "__module__", "") == recompute_makers.__name__
+    return (
+        node.target in (*FUSED.values(), norm_add_relu_kept)
+        or getattr(node.target, "__module__", "") == recompute_makers.__name__
+    )
+
+
+def _before(relu: Node) -> Any:
+    """Return what a relu reads; of one that is fused with a norm and a sum, what is added to the norm."""
+    return relu.args[1 if relu.target in SUMMED else 0]
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -207,8 +224,9 @@ def _replace(node: Node, relu: Any) -> None:
     """Let ``node`` call what has its value computed again, a relu ``relu``."""
     if _is_ours(node):
         return
-    if node.target is norm_and_relu:
-        node.target = norm_and_relu_computed_again
+    if node.target in FUSED:
+        kept = node.target is norm_add_relu and relu is relu_kept
+        node.target = norm_add_relu_kept if kept else FUSED[node.target]
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)

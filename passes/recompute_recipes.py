@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import normed_again
+from amp_graph.passes.batch_norm import added_again, normed_again
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
 SHARED_CAST = "_SharedCastBackward"
 CASTS = ("ToCopyBackward0", SHARED_CAST)
+SUM_AND_RELU = "_NormAndReluBackward"
 
 
 @dataclass(eq=False)
@@ -101,8 +102,13 @@ def _layer_norm_low(node: Any) -> Tensor:
 
 def _norm_and_relu(node: Any) -> Tensor:
     inputs = node.metadata[KEY].inputs
-    x, weight, bias, *stats = inputs() if inputs else node.saved_tensors
-    return normed_again(x, weight, bias, node.eps, node.relu, next(iter(stats), None))
+    x, *given = inputs() if inputs else node.saved_tensors
+    if not given:  # its own result, saved by hooks
+        return x
+    weight, bias, stats = (*given, None)[:3]
+    if node.adds:
+        return added_again(x, value_of(node.next_functions[1][0]), weight, bias, node.eps, stats)
+    return normed_again(x, weight, bias, node.eps, node.relu, stats)
 
 
 def _activated(node: Any) -> Tensor:
@@ -136,7 +142,7 @@ def _cast(node: Any) -> Tensor:
 
 COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
-    "_NormAndReluBackward": _norm_and_relu,
+    SUM_AND_RELU: _norm_and_relu,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
     "GeluBackward0": _activated,
@@ -144,6 +150,12 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "ReluBackward0": _relu,
     "AddBackward0": _add,
     **dict.fromkeys(CASTS, _cast),
+}
+
+# What saved its own result, where nothing is said of computing it again.
+KEPT: dict[str, Callable[[Any], Tensor]] = {
+    "ReluBackward0": lambda node: node._saved_result,
+    SUM_AND_RELU: lambda node: node.saved_tensors[4],
 }
 
 
@@ -155,8 +167,8 @@ def before_of(node: Any) -> Any:
 def value_of(node: Any) -> Tensor:
     """Return the result of a node for which ``is_known`` holds, without gradients."""
     again, name = node.metadata.get(KEY), node.name()
-    if again is None and name == "ReluBackward0":  # it saved its result
-        kept: Tensor = node._saved_result
+    if again is None and name in KEPT:
+        kept: Tensor = KEPT[name](node)
         return kept
     return COMPUTE[name](node) if again is None else again.given(lambda: COMPUTE[name](node))
 
@@ -173,8 +185,8 @@ def is_known(node: Any) -> bool:
         return False
     if node.name() == "AddBackward0" and KEY not in node.metadata:
         return node._saved_alpha == 1 and all(is_known(source) for source, _ in node.next_functions)
-    kept = node.name() == "ReluBackward0" and outer_saved_tensors_hooks() is None
-    return kept or KEY in node.metadata
+    kept = node.name() == "ReluBackward0" or (node.name() == SUM_AND_RELU and node.adds)
+    return KEY in node.metadata or (kept and outer_saved_tensors_hooks() is None)
 
 
 def sources_of(node: Any) -> Iterator[Again]:

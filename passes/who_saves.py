@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.batch_norm import norm_add_relu
+from amp_graph.passes.batch_norm_again import SUMMED
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
@@ -77,7 +77,7 @@ def _why_kept(node: Node, user: Node) -> str:
         return "it is returned"
     if _is_apart(user):
         return f"{user.name} is in a checkpoint or in the user's own autocast"
-    if user.target is norm_add_relu and user.args[0] is not node:
+    if user.target in SUMMED and user.args[0] is not node:
         return ""
     return "" if names_of(user) and SAVES_NOTHING.issuperset(names_of(user)) else f"{user.name} saves it"
 

@@ -72,10 +72,10 @@ def passes_for(
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
+    batch_norms: list[Pass] = [FuseBatchNorm()] if eager or in_step else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     # Layer norms that are to be computed again stay torch's: their bits are then those of saving them.
     norms = FuseNorm(layer_norms=policy.recomputes == "some")
-    batch_norms = FuseBatchNorm()
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -84,8 +84,8 @@ def passes_for(
         *pointwise,
         Convolution(),
         AlignShapes(policy.device or device),
-        *([LinearCrossEntropy(), batch_norms, again, norms, SmallLinears()] if eager else []),
-        *([batch_norms] if in_step and not eager else []),
+        *batch_norms,
+        *([LinearCrossEntropy(), again, norms, SmallLinears()] if eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

@@ -16,7 +16,6 @@ from torch import Tensor
 from amp_graph.passes.batch_norm_ops import (
     OPS,
     batch_norm_add_relu,
-    batch_norm_add_relu_again,
     batch_norm_add_relu_backward,
     batch_norm_relu,
     batch_norm_relu_again,
@@ -53,26 +52,14 @@ def norm_add_relu(
     bias: Tensor,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    ask: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     """Return ``F.relu(F.batch_norm(x, ..., training=True) + other)``, rounded once.
 
-    other: of the shape and dtype of ``x``; all else as for ``norm_and_relu``.
+    other: of the shape and dtype of ``x``; ask: who has the result for backward, which then is not saved, given
+    autograd's node; all else as for ``norm_and_relu``.
     """
-    return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True)
-
-
-def norm_add_relu_asking(
-    x: Tensor,
-    other: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float,
-    eps: float,
-    ask: Callable[[Any], Tensor],
-) -> Tensor:
-    """``norm_add_relu`` that does not save its result; its backward asks for it: ``ask(node)``, of autograd's node."""
     return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True, ask)
 
 
@@ -110,21 +97,17 @@ def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tenso
     return found
 
 
-def added_again(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor, eps: float, stats: Tensor | None) -> Tensor:
-    """Return the result of ``norm_add_relu`` once more, by its statistics or by taking them again."""
-    if stats is None:
-        return _normed(x, other, None, None, weight, bias, 0.0, eps, True)[0]
-    kernel = OPS.batch_norm_add_relu_again.default if is_seen(x) else batch_norm_add_relu_again
-    found: Tensor = kernel(x, other, weight, bias, stats)
-    return found
+def normed_again(
+    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None
+) -> Tensor:
+    """Return the result of ``norm_and_relu``, or with ``other`` of ``norm_add_relu``, once more.
 
-
-def normed_again(x: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None) -> Tensor:
-    """Return the result of ``norm_and_relu`` once more, by its statistics or by taking them again."""
+    By its statistics, or by taking them again.
+    """
     if stats is None:
-        return _normed(x, None, None, None, weight, bias, 0.0, eps, relu)[0]
+        return _normed(x, other, None, None, weight, bias, 0.0, eps, relu)[0]
     kernel = OPS.batch_norm_relu_again.default if is_seen(x) else batch_norm_relu_again
-    found: Tensor = kernel(x, weight, bias, stats, relu)
+    found: Tensor = kernel(x, other, weight, bias, stats, relu)
     return found
 
 

@@ -10,45 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import norm_add_relu, norm_add_relu_asking, norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.recompute_makers import marked
 from amp_graph.passes.recompute_recipes import KEY, computed, is_known, may_hook, sources_of, value_of
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
 
-def norm_and_relu_computed_again(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    relu: bool = True,
-) -> Tensor:
+def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:
     """``norm_and_relu`` whose result can be computed again."""
-    out = norm_and_relu(x, running_mean, running_var, weight, bias, momentum, eps, relu)
-    return marked(out, (x, weight, bias))
+    return marked(norm_and_relu(x, *given), (x, *_parameters(given)))
 
 
-def norm_add_relu_computed_again(
-    x: Tensor,
-    other: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tensor:
     """``norm_add_relu`` that saves ``x`` alone where ``other`` can be computed again, or is kept by who made it."""
-    given, before = (x, other, running_mean, running_var, weight, bias, momentum, eps), other.grad_fn
+    before = other.grad_fn
     if not may_hook() or not is_known(before):
-        return norm_add_relu(*given)
-    out = norm_add_relu_asking(*given, _asked)
+        return norm_add_relu(x, other, *given)
+    out = norm_add_relu(x, other, *given, ask=_asked)
     if getattr(out.grad_fn, "ask", None) is not _asked:  # torch's own, in a transform
         return out
-    node: Any = marked(out, (x, weight, bias)).grad_fn
+    node: Any = marked(out, (x, *_parameters(given))).grad_fn
     for source in (node.metadata[KEY], *sources_of(before)):
         source.readers += 1
     return out
@@ -62,6 +43,11 @@ def norm_add_relu_kept(x: Tensor, other: Tensor, *given: Any) -> Tensor:
 
 # Who reads what it adds to a norm and does not save that.
 SUMMED = (norm_add_relu, norm_add_relu_computed_again, norm_add_relu_kept)
+
+
+def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return weight and bias, which are behind the running statistics."""
+    return given[2:4]
 
 
 def _asked(node: Any) -> Tensor:

@@ -55,20 +55,16 @@ def batch_norm_relu(
     return _forward(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
 
 
-def batch_norm_relu_again(x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool) -> Tensor:
-    """Return what ``batch_norm_relu`` made of ``x`` with the statistics that it returned, bit for bit."""
-    x = x.contiguous(memory_format=LAST)
-    out = empty_like(x)
-    table = _table(x, weight, bias, stats, out, relu)
-    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
-    return out
+def batch_norm_relu_again(
+    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool
+) -> Tensor:
+    """Return what ``batch_norm_relu`` made of ``x`` with the statistics that it returned, bit for bit.
 
-
-def batch_norm_add_relu_again(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor, stats: Tensor) -> Tensor:
-    """Return what ``batch_norm_add_relu`` made of ``x`` and ``other`` with these statistics, bit for bit."""
-    x, other = (t.contiguous(memory_format=LAST) for t in (x, other))
+    other: what ``batch_norm_add_relu`` added, or None.
+    """
+    x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
     out = empty_like(x)
-    table = _table(x, weight, bias, stats, out, True, other=other)
+    table = _table(x, weight, bias, stats, out, relu, other=other)
     _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
     return out
 
@@ -236,13 +232,8 @@ define_operator(
     _fake_sum,
 )
 define_operator(
-    "batch_norm_relu_again(Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
+    "batch_norm_relu_again(Tensor x, Tensor? other, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
     batch_norm_relu_again,
-    _fake_again,
-)
-define_operator(
-    "batch_norm_add_relu_again(Tensor x, Tensor other, Tensor weight, Tensor bias, Tensor stats) -> Tensor",
-    batch_norm_add_relu_again,
     _fake_again,
 )
 define_operator(

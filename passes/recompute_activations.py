@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts, recompute_makers
+from amp_graph.passes import batch_norm_again, facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_again import (
@@ -164,9 +164,7 @@ class _Work:
             return None
         if source in self.depths:
             return ()
-        if source.target in SUMMED and is_trained(source):
-            return (source,)
-        if names_of(source) in RELUS and is_trained(source):
+        if (source.target in SUMMED or names_of(source) in RELUS) and is_trained(source):
             return (source,)
         if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
             return None
@@ -187,10 +185,7 @@ def _kind(node: Node) -> str:
 
 def _is_ours(node: Node) -> bool:
     """Say whether ``node`` calls already what has its value computed again."""
-    return (
-        node.target in (*FUSED.values(), norm_add_relu_kept)
-        or getattr(node.target, "__module__", "") == recompute_makers.__name__
-    )
+    return getattr(node.target, "__module__", "") in (recompute_makers.__name__, batch_norm_again.__name__)
 
 
 def _before(relu: Node) -> Any:

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import added_again, normed_again
+from amp_graph.passes.batch_norm import normed_again
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
 SHARED_CAST = "_SharedCastBackward"
 CASTS = ("ToCopyBackward0", SHARED_CAST)
-SUM_AND_RELU = "_NormAndReluBackward"
+NORM_AND_RELU = "_NormAndReluBackward"
 
 
 @dataclass(eq=False)
@@ -106,9 +106,8 @@ def _norm_and_relu(node: Any) -> Tensor:
     if not given:  # its own result, saved by hooks
         return x
     weight, bias, stats = (*given, None)[:3]
-    if node.adds:
-        return added_again(x, value_of(node.next_functions[1][0]), weight, bias, node.eps, stats)
-    return normed_again(x, weight, bias, node.eps, node.relu, stats)
+    other = value_of(node.next_functions[1][0]) if node.adds else None
+    return normed_again(x, other, weight, bias, node.eps, node.relu, stats)
 
 
 def _activated(node: Any) -> Tensor:
@@ -142,7 +141,7 @@ def _cast(node: Any) -> Tensor:
 
 COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
-    SUM_AND_RELU: _norm_and_relu,
+    NORM_AND_RELU: _norm_and_relu,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
     "GeluBackward0": _activated,
@@ -155,7 +154,7 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
 # What saved its own result, where nothing is said of computing it again.
 KEPT: dict[str, Callable[[Any], Tensor]] = {
     "ReluBackward0": lambda node: node._saved_result,
-    SUM_AND_RELU: lambda node: node.saved_tensors[4],
+    NORM_AND_RELU: lambda node: node.saved_tensors[4],
 }
 
 
@@ -185,7 +184,7 @@ def is_known(node: Any) -> bool:
         return False
     if node.name() == "AddBackward0" and KEY not in node.metadata:
         return node._saved_alpha == 1 and all(is_known(source) for source, _ in node.next_functions)
-    kept = node.name() == "ReluBackward0" or (node.name() == SUM_AND_RELU and node.adds)
+    kept = node.name() == "ReluBackward0" or (node.name() == NORM_AND_RELU and node.adds)
     return KEY in node.metadata or (kept and outer_saved_tensors_hooks() is None)
 
 

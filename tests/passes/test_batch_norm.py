@@ -1,5 +1,7 @@
 """A batch norm that trains and its relu as one operation: as exact as torch's by fp64, computed again or not."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,13 @@ import amp_graph
 from amp_graph.pass_lists import passes_for
 from amp_graph.passes import batch_norm_ops, native_code, what_pays
 from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
-from amp_graph.passes.batch_norm_again import norm_add_relu_computed_again, norm_and_relu_computed_again
+from amp_graph.passes.batch_norm_again import (
+    norm_add_relu_computed_again,
+    norm_add_relu_kept,
+    norm_and_relu_computed_again,
+)
 from amp_graph.passes.batch_norm_ops import OPS
+from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_readers import computing_again
@@ -154,7 +161,7 @@ def test_nan_and_infinity_come_through_the_relu():
 def test_the_same_bits_again_and_with_several_threads():
     x, _, _, weight, bias = inputs((4, 40, 100, 40))
     out, stats = batch_norm_ops.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)
-    assert torch.equal(batch_norm_ops.batch_norm_relu_again(x, weight, bias, stats, True), out)
+    assert torch.equal(batch_norm_ops.batch_norm_relu_again(x, None, weight, bias, stats, True), out)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -206,8 +213,8 @@ def test_the_operators_fakes_are_truthful():
     torch.library.opcheck(OPS.batch_norm_add_relu.default, (x, x + 1, mean, var, weight, bias, 0.1, EPS))
     for wants_x in (True, False):
         torch.library.opcheck(OPS.batch_norm_add_relu_backward.default, (x, x, x, weight, bias, stats, wants_x))
-    torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, weight, bias, stats, True))
-    torch.library.opcheck(OPS.batch_norm_add_relu_again.default, (x, x, weight, bias, stats))
+    for other in (None, x):
+        torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, other, weight, bias, stats, True))
 
 
 # -- the pass ---------------------------------------------------------------------------------------------
@@ -306,11 +313,32 @@ def test_a_sum_computed_again_changes_no_bit_of_any_derivative_and_is_not_saved(
     assert any(g.float().norm() > 0 for g in found[-6:]), "control: there is a second derivative"
 
 
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_sum_that_is_kept_serves_the_one_behind_it_whoever_saves_it(hooks):
+    one_each = iter([norm_add_relu_kept, norm_add_relu_computed_again])
+    with hooks():
+        _, _, plain = two_sums(norm_add_relu)
+        first, second, found = two_sums(lambda *given: next(one_each)(*given))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert torch.equal(first.grad_fn.saved_tensors[4], first)
+    assert second.grad_fn.saved_tensors[4] is None
+
+
 def test_a_sum_with_what_nobody_can_compute_again_is_saved():
     x, other = (drawn(2, 32, 6, 6, seed=k, dtype=BF16).requires_grad_() for k in range(2))
     weight, bias = drawn(32, seed=3), drawn(32, seed=4)
     out = norm_add_relu_computed_again(x, other * 2, None, None, weight, bias)
     assert torch.equal(out.grad_fn.saved_tensors[4], out)
+
+
+@pytest.mark.parametrize(
+    ("in_step", "wanted"), [(True, {norm_and_relu, norm_add_relu, pointwise_conv}), (False, set())]
+)
+def test_a_whole_step_has_kernels_of_ours_whoever_compiles_it(in_step, wanted, monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    gm = capture(made(), IMAGES).fresh()
+    run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", in_step=in_step), checked=True)
+    assert {norm_and_relu, norm_add_relu, pointwise_conv} & set(targets(gm)) == wanted
 
 
 def test_running_twice_changes_nothing():

@@ -14,6 +14,7 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.convolution import Convolution
+from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
@@ -64,7 +65,7 @@ def passes_for(
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
-    fusions: list[Pass] = [DropEmpty(), FuseGelu(), FuseRmsNorm()] if ours else []
+    fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm()] if ours else []
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
         fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
     on_cpu = (policy.device or device) == "cpu"
@@ -74,8 +75,6 @@ def passes_for(
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
     batch_norms: list[Pass] = [FuseBatchNorm()] if eager or in_step else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
-    # Layer norms that are to be computed again stay torch's: their bits are then those of saving them.
-    norms = FuseNorm(layer_norms=policy.recomputes == "some")
     kernels: list[Pass] = [
         Attention(),
         LstmBackward(),
@@ -85,7 +84,7 @@ def passes_for(
         Convolution(),
         AlignShapes(policy.device or device),
         *batch_norms,
-        *([LinearCrossEntropy(), again, norms, SmallLinears()] if eager else []),
+        *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

@@ -27,13 +27,13 @@ from amp_graph.passes.norm_ops import library
 from amp_graph.passes.plan_precision import MARK, marks
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.residual_norm import add_norm
-from amp_graph.passes.runtime import shared_cast
+from amp_graph.passes.runtime import layer_norm_low, shared_cast
 from amp_graph.passes.torch_private import OpOverload, numel
 from amp_graph.passes.what_pays import norm_in_one_pass_pays
 
 LAYER_NORM, RMS_NORM = torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default
 NORMS: dict[Any, OpOverload] = {
-    **dict.fromkeys((F.layer_norm, torch.layer_norm), LAYER_NORM),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm, layer_norm_low), LAYER_NORM),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
 }
 LOWS = (torch.bfloat16, torch.float16)
@@ -46,14 +46,12 @@ class FuseNorm(Pass):
     """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, by one ``add_norm``.
 
     Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm; or it
-    is an RMS norm of low values, which torch computes by way of two casts. Nobody writes to sum or norm; all is in
-    one checkpoint, and in no region of the user's. Without a sum of its own, what else reads the normed value joins in,
-    so that gradients meet in the kernel. Exactness: rounding-different; the sum is bit-exact, norm and gradients are
-    fp32 inside and rounded once, at most in the last place from torch's fp32 norm and cast. Only where C can be
-    compiled, and from a size on that pays. ``layer_norms``: these, too.
+    is low, and normed by an RMS norm, which torch computes by way of two casts, or by a layer norm that trains. Nobody
+    writes to sum or norm; all is in one checkpoint, and in no region of the user's. Without a sum of its own, what else
+    reads the normed value joins in, so that gradients meet in the kernel. Exactness: rounding-different; the sum is
+    bit-exact, norm and gradients are fp32 inside and rounded once, at most in the last place from torch's fp32 norm and
+    cast. Only where C can be compiled, and from a size on that pays.
     """
-
-    layer_norms: bool = True
 
     name: ClassVar[str] = "fuse-norm"
 
@@ -63,7 +61,7 @@ class FuseNorm(Pass):
         changes, skips = [], []
         for node in list(gm.graph.nodes):
             found = _found(node)
-            if found is None or (found.centered and not self.layer_norms):
+            if found is None:
                 continue
             reason = _why_not(found, memory)
             if reason:
@@ -135,8 +133,8 @@ def _found(node: Node) -> Found | None:
     given = {"bias": None} | facts.schema_arguments(op, node.args, dict(node.kwargs))
     total = given["input"]
     x, branch = _summands(node, given)
-    if value(total).dtype == value(node).dtype in LOWS and op is RMS_NORM:
-        return Found(node, x, branch, given, value(node).dtype, (), centered=False)
+    if value(total).dtype == value(node).dtype in LOWS and (op is RMS_NORM or is_trained(node)):
+        return Found(node, x, branch, given, value(node).dtype, (), op is LAYER_NORM)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
     casts = tuple(user for user in node.users if _lowers(user) and place_of(user) == place_of(node))

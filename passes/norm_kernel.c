@@ -85,11 +85,12 @@ INLINE void forward_rows(const Share* mine, const Forward* f) {
 }
 
 /* The usual kinds are told to the compiler, which takes half the time for them. */
-INLINE void usual_forward(const Share* mine, Forward f, Kind branch, Kind full) {
-  f.x.kind = f.weight.kind = f.bias.kind = FULL;
+INLINE void usual_forward(const Share* mine, Forward f, Kind x, Kind branch, Kind full) {
+  f.x.kind = x;
+  f.weight.kind = f.bias.kind = FULL;
   f.low.kind = LOW;
   f.branch.kind = branch;
-  f.sum.kind = branch == NONE ? NONE : FULL;
+  f.sum.kind = branch == NONE ? NONE : x;
   f.full.kind = full;
   forward_rows(mine, &f);
 }
@@ -97,11 +98,13 @@ INLINE void usual_forward(const Share* mine, Forward f, Kind branch, Kind full) 
 static void* forward_share(void* given) {
   const Share* mine = given;
   const Forward* f = mine->given;
-  const int usual = f->x.kind == FULL && f->weight.kind == FULL && f->bias.kind == FULL && f->low.kind == LOW;
-  const int has_branch = f->branch.kind == LOW, has_full = f->full.kind == FULL;
-  if (usual && has_branch && !has_full) usual_forward(mine, *f, LOW, NONE);
-  else if (usual && has_branch) usual_forward(mine, *f, LOW, FULL);
-  else if (usual && f->branch.kind == NONE && !has_full) usual_forward(mine, *f, NONE, NONE);
+  const int usual = f->weight.kind == FULL && f->bias.kind == FULL && f->low.kind == LOW;
+  const int is_full = f->x.kind == FULL, has_branch = f->branch.kind == LOW, has_full = f->full.kind == FULL;
+  if (usual && is_full && has_branch && !has_full) usual_forward(mine, *f, FULL, LOW, NONE);
+  else if (usual && is_full && has_branch) usual_forward(mine, *f, FULL, LOW, FULL);
+  else if (usual && is_full && f->branch.kind == NONE && !has_full) usual_forward(mine, *f, FULL, NONE, NONE);
+  else if (usual && !is_full && has_branch && !has_full) usual_forward(mine, *f, LOW, LOW, NONE);
+  else if (usual && !is_full && f->branch.kind == NONE && !has_full) usual_forward(mine, *f, LOW, NONE, NONE);
   else forward_rows(mine, f);
   return 0;
 }
@@ -166,12 +169,14 @@ INLINE void backward_rows(const Share* mine, const Backward* b) {
   }
 }
 
-INLINE void usual_backward(const Share* mine, Backward b, int is_alone) {
-  b.weight.kind = b.sum.kind = b.dsum.kind = FULL;
+INLINE void usual_backward(const Share* mine, Backward b, Kind sum, int is_alone) {
+  b.weight.kind = FULL;
+  b.sum.kind = sum;
+  b.dsum.kind = sum == FULL ? FULL : NONE;
   b.dlow.kind = LOW;
   if (is_alone) {
     b.grad.kind = LOW;
-    b.grad_sum.kind = FULL;
+    b.grad_sum.kind = sum;
     b.count = 0;
   }
   backward_rows(mine, &b);
@@ -180,10 +185,12 @@ INLINE void usual_backward(const Share* mine, Backward b, int is_alone) {
 static void* backward_share(void* given) {
   const Share* mine = given;
   const Backward* b = mine->given;
-  const int usual = b->weight.kind == FULL && b->sum.kind == FULL && b->dsum.kind == FULL && b->dlow.kind == LOW;
-  const int is_alone = !b->count && b->grad.kind == LOW && b->grad_sum.kind == FULL;
-  if (usual && b->dweight && b->dbias && is_alone) usual_backward(mine, *b, 1);
-  else if (usual && b->dweight && b->dbias) usual_backward(mine, *b, 0);
+  const int usual = b->weight.kind == FULL && b->dlow.kind == LOW && b->dweight && b->dbias;
+  const int is_full = b->sum.kind == FULL && b->dsum.kind == FULL, is_low = b->sum.kind == LOW && b->dsum.kind == NONE;
+  const int is_alone = !b->count && b->grad.kind == LOW && b->grad_sum.kind == b->sum.kind;
+  if (usual && is_full && is_alone) usual_backward(mine, *b, FULL, 1);
+  else if (usual && is_full) usual_backward(mine, *b, FULL, 0);
+  else if (usual && is_low && is_alone) usual_backward(mine, *b, LOW, 1);
   else backward_rows(mine, b);
   return 0;
 }

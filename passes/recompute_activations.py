@@ -29,6 +29,7 @@ from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.recompute_makers import (
+    add_norm_computed_again,
     batch_norm_computed_again,
     gelu_computed_again,
     layer_norm_computed_again,
@@ -39,6 +40,7 @@ from amp_graph.passes.recompute_makers import (
 )
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays import computing_again_is_seen, computing_again_pays
@@ -106,7 +108,8 @@ class _Work:
         made = self._makers(_before(node)) if kind == "relu" and node.target is not norm_and_relu else ()
         if made is None:
             return
-        found = readers_of(node)
+        aliases = _aliases(node)
+        found = readers_of(*aliases)
         if not found.readers:
             return
         reason = self._why_not(node, kind, found)
@@ -121,7 +124,7 @@ class _Work:
             reader.target = computing_again(target)
         if kind == "relu":
             self.note(node)
-        node.meta[SPARED] = numel(value(node)) * value(found.readers[0]).dtype.itemsize
+        node.meta[SPARED] = numel(value(aliases[0])) * value(found.readers[0]).dtype.itemsize
         names = ", ".join(r.name for r in found.readers)
         self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
 
@@ -132,11 +135,13 @@ class _Work:
     def _why_not(self, node: Node, kind: str, found: Readers) -> str:
         if found.reason:
             return found.reason
-        if self.memory.is_written_after(node):
+        aliases = _aliases(node)
+        elements = numel(value(aliases[0]))
+        if any(self.memory.is_written_after(n) for n in (node, *aliases)):
             return "it is written to later"
-        if not computing_again_pays(kind == "relu", found.products, numel(value(node)), self.options.thorough):
+        if not computing_again_pays(kind == "relu", found.products, elements, self.options.thorough):
             return "it is small, or what reads it takes too little time to compute it twice"
-        if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, numel(value(node))):
+        if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
             return "what reads it takes too little time to compute it twice, with recompute=most"
         if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
             return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
@@ -175,12 +180,22 @@ class _Work:
 def _kind(node: Node) -> str:
     """Return what ``node`` makes, "" where that is nothing to compute again."""
     names = ("aten.relu",) if node.target in FUSED else names_of(node)
+    names = ("aten.layer_norm",) if node.target is add_norm and _aliases(node) else names
     if len(names) != 1 or names[0] not in KINDS or _is_ours(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
         return ""
     plain = node.op == "call_function" or KINDS[names[0]] == "relu"
     return KINDS[names[0]] if plain and node.args else ""
+
+
+def _aliases(node: Node) -> tuple[Node, ...]:
+    """Return what has the value of ``node`` that is computed again: of ``add_norm`` the parts in low precision."""
+    if node.target is not add_norm:
+        return (node,)
+    parts: list[Any] = list(node.users)
+    full, keep = map(bool, node.args[8:10])
+    return tuple(part for part in parts if part.args[1] >= full + keep)  # behind the sum, and the norm in fp32
 
 
 def _is_ours(node: Node) -> bool:
@@ -222,6 +237,9 @@ def _replace(node: Node, relu: Any) -> None:
     if node.target in FUSED:
         kept = node.target is norm_add_relu and relu is relu_kept
         node.target = norm_add_relu_kept if kept else FUSED[node.target]
+        return
+    if node.target is add_norm:
+        node.target = add_norm_computed_again
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)

@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import normed_again
+from amp_graph.passes import batch_norm, residual_norm
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
 SHARED_CAST = "_SharedCastBackward"
 CASTS = ("ToCopyBackward0", SHARED_CAST)
 NORM_AND_RELU = "_NormAndReluBackward"
+ADD_NORM = "_AddNormBackward"
 
 
 @dataclass(eq=False)
@@ -33,12 +34,13 @@ class Again:
     """One value that is computed again, for all who did not save it; the last to ask in a backward lets it go.
 
     extra: what computing it takes beside what autograd saved. inputs: returns what its operation was given, where
-    hooks save that, which may be asked once only for what they save: checkpoints are. Holds no node: the node of the
-    value holds this.
+    hooks save that, which may be asked once only for what they save: checkpoints are. first: the place of the value
+    among its operation's results, of whose last it may be an alias. Holds no node: the node of the value holds this.
     """
 
     extra: Any = None
     inputs: Callable[[], list[Any]] | None = None
+    first: int = 0
     readers: int = 0
     left: int = 0
     made: Tensor | None = None
@@ -107,7 +109,13 @@ def _norm_and_relu(node: Any) -> Tensor:
         return x
     weight, bias, stats = (*given, None)[:3]
     other = value_of(node.next_functions[1][0]) if node.adds else None
-    return normed_again(x, other, weight, bias, node.eps, node.relu, stats)
+    return batch_norm.normed_again(x, other, weight, bias, node.eps, node.relu, stats)
+
+
+def _add_norm(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    total, weight, bias = inputs() if inputs else (node.saved_tensors[i] for i in (0, 2, 3))
+    return residual_norm.normed_again(total, weight, bias, node.form)
 
 
 def _activated(node: Any) -> Tensor:
@@ -144,6 +152,7 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     NORM_AND_RELU: _norm_and_relu,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
+    ADD_NORM: _add_norm,
     "GeluBackward0": _activated,
     "SiluBackward0": _activated,
     "ReluBackward0": _relu,

@@ -17,6 +17,9 @@ from amp_graph.passes.norm_ops import OPS, residual_norm, residual_norm_backward
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
 
+# The place of the norm's first alias in low precision: behind the sum, and the norm in fp32.
+LOWS = 2
+
 
 def add_norm(
     x: Tensor,
@@ -71,6 +74,13 @@ def _results(
     wide = next(rest) if form.full else None
     copies = () if cast is None else (cast, *[cast.view_as(cast) for _ in range(form.low - 1)])
     return stats, (total, wide, *copies)
+
+
+def normed_again(total: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
+    """Return the norm in low precision of what ``add_norm`` normed once more: the same bits."""
+    alone = form._replace(low=1, full=False, keep=False)
+    found: Any = _results(total, None, weight, bias, alone)[1][LOWS]
+    return found
 
 
 # What gives the sum's gradient in a dtype, and the gradients of weight and bias.

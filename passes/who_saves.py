@@ -19,7 +19,9 @@ from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
+from amp_graph.passes.recompute_makers import add_norm_computed_again
 from amp_graph.passes.regions import REGION
+from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import concrete_size, numel
 
@@ -30,6 +32,7 @@ POOLS = frozenset(f"aten.{kind}_pool2d" for kind in ("max", "avg", "adaptive_avg
 READERS = PRODUCTS | CONVOLUTIONS | TRANSPOSED | POOLS
 SAVES_NOTHING = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "cat", "stack", "mean", "sum"))
 CASTS = frozenset({"aten.to", "aten._to_copy"})
+SUMS_AND_NORMS = (add_norm, add_norm_computed_again)
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class Readers:
     reason: str = ""
 
 
-def readers_of(node: Node) -> Readers:
-    """Find out who saves the value of ``node``."""
+def readers_of(*aliases: Node) -> Readers:
+    """Find out who saves the value of a node, or of several that share its memory."""
     readers: list[Node] = []
     reasons: list[str] = []
-    stack = [(node, True)]
+    stack = [(alias, True) for alias in aliases]
     while stack:
         source, whole = stack.pop()
         for user in source.users:
@@ -59,7 +62,7 @@ def readers_of(node: Node) -> Readers:
             elif reason := _why_kept(source, user):
                 reasons.append(reason)
     found = tuple(dict.fromkeys(readers))
-    products = sum(_products(r) for r in found) / max(1, numel(value(node)))
+    products = sum(_products(r) for r in found) / max(1, numel(value(aliases[0])))
     return Readers(found, products, reasons[0] if reasons else "")
 
 
@@ -78,6 +81,8 @@ def _why_kept(node: Node, user: Node) -> str:
     if _is_apart(user):
         return f"{user.name} is in a checkpoint or in the user's own autocast"
     if user.target in SUMMED and user.args[0] is not node:
+        return ""
+    if user.target in SUMS_AND_NORMS and user.args[1] is not None:  # they save the sum
         return ""
     return "" if names_of(user) and SAVES_NOTHING.issuperset(names_of(user)) else f"{user.name} saves it"
 

@@ -14,6 +14,7 @@ from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.residual_norm import add_norm
+from amp_graph.passes.who_saves import SUMS_AND_NORMS
 from amp_graph.policy import Policy
 from tests.passes.graphs import BF16, FP32, capture_function, run_step
 
@@ -274,11 +275,6 @@ def test_a_reproduction_of_autocast_keeps_torchs_norms():
     assert not any(isinstance(p, FuseNorm) for p in passes)
 
 
-def test_layer_norms_that_are_computed_again_stay_torchs():
-    assert not calls(graphs(pre_norm, "bf16,recompute=all")[0])
-    assert len(calls(graphs(rms_norms, "bf16,recompute=all")[0])) == 2
-
-
 def low_rms_norms(s, x):
     x = x @ s.u  # the stream is low from here on
     s1 = x + F.rms_norm(x, (WIDTH,), s.g, 1e-6) @ s.w
@@ -286,14 +282,22 @@ def low_rms_norms(s, x):
     return s1 + (h @ s.v) * (h @ s.u)
 
 
+def low_layer_norms(s, x):
+    x = x @ s.u
+    s1 = x + norm(s, x) @ s.w
+    h = F.layer_norm(s1, (WIDTH,), s.g)
+    return s1 + (h @ s.v) * (h @ s.u)
+
+
 @pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "fp16,accuracy=fast"])
-def test_rms_norms_of_a_low_stream_are_one_pass_without_a_cast(policy):
-    gm, plain, given, _ = graphs(low_rms_norms, policy)
-    first, second = calls(gm)
+@pytest.mark.parametrize("program", [low_rms_norms, low_layer_norms])
+def test_norms_of_a_low_stream_are_one_pass_without_a_cast(program, policy):
+    gm, plain, given, _ = graphs(program, policy)
+    first, second = [n for n in gm.graph.nodes if n.target in SUMS_AND_NORMS]
     assert (first.args[1], second.args[1] is not None) == (None, True)
     low = Policy.parse(policy).torch_dtype("cpu")
     assert [value(n).dtype for n in (first.args[0], *second.args[:2])] == [low] * 3
-    ours, before, exact = run_step(gm, given), run_step(plain, given), exact_step(low_rms_norms, given)
+    ours, before, exact = run_step(gm, given), run_step(plain, given), exact_step(program, given)
     for mine, other, true in zip(
         ours.outputs + ours.grads, before.outputs + before.grads, exact.outputs + exact.grads, strict=True
     ):
@@ -302,6 +306,12 @@ def test_rms_norms_of_a_low_stream_are_one_pass_without_a_cast(policy):
             continue
         assert mine.dtype == other.dtype
         assert error(mine, true) <= 1.25 * error(other, true) + 1e-6
+
+
+def test_layer_norms_of_a_low_stream_stay_torchs_without_gradients():
+    with torch.no_grad():
+        assert not calls(graphs(low_layer_norms, "bf16,accuracy=fast")[0])
+        assert len(calls(graphs(low_rms_norms, "bf16,accuracy=fast")[0])) == 2
 
 
 def test_control_a_branch_that_is_forgotten_is_seen(monkeypatch):

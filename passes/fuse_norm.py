@@ -133,7 +133,7 @@ def _found(node: Node) -> Found | None:
     given = {"bias": None} | facts.schema_arguments(op, node.args, dict(node.kwargs))
     total = given["input"]
     x, branch = _summands(node, given)
-    if value(total).dtype == value(node).dtype in LOWS and (op is RMS_NORM or is_trained(node)):
+    if value(total).dtype == value(node).dtype in LOWS and (op is RMS_NORM or (is_trained(node) and _is_large(total))):
         return Found(node, x, branch, given, value(node).dtype, (), op is LAYER_NORM)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
@@ -178,9 +178,14 @@ def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
     return [part for part in parts if part not in wide], wide
 
 
+def _is_large(node: Node) -> bool:
+    """Say whether one pass over the value of ``node`` pays."""
+    return norm_in_one_pass_pays(value(node).device.type, numel(value(node)))
+
+
 def _why_not(found: Found, memory: Memory) -> str:
     """Return why a norm stays as it is, "" where it does not."""
-    val, weights = value(found.total), [found.arguments[name] for name in ("weight", "bias")]
+    weights = [found.arguments[name] for name in ("weight", "bias")]
     if REGION in found.norm.meta:
         return "inside of a region that has a say in what is computed"
     if memory.is_written(found.total) or memory.is_written(found.norm):
@@ -189,7 +194,8 @@ def _why_not(found: Found, memory: Memory) -> str:
         return "its sizes are not known"
     if any(isinstance(w, Node) and value(w).dtype not in (torch.float32, found.dtype) for w in weights):
         return f"its weights are neither fp32 nor {found.dtype}"
-    if not norm_in_one_pass_pays(val.device.type, numel(val)):
+    if not _is_large(found.total):
+        val = value(found.total)
         return f"torch's operations are as fast for {tuple(val.shape)} on {val.device.type}"
     try:
         library(found.dtype)

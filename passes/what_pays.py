@@ -103,6 +103,8 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
 MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20
 MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL = 1 << 21, 1 << 18
 MOST_OF_FEW_BY_UNITS = 1 << 22  # with matrix units, which were not timed: what a call of oneDNN costs is seen
+# Rows over which a weight of any size is read from memory faster than oneDNN does, with so many threads; ours is one.
+MOST_ROWS_OF_ANY = {1: 16, 2: 2}
 
 
 def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
@@ -110,12 +112,16 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
 
     bf16 on CPU with dot products, one thread, weights packed on both sides (``benchmarks/linears.py``): 2.7 to 3.4
     times as fast up to 32 rows of 64 x 64, 2.5 to 1.4 times for 1 to 32 of 256 x 256, 1.6 to 1.1 for 4 to 32 of
-    768 x 768, 1.05 from 64 on; 0.98 for one row of 768 x 3072. With two threads 1.1 times for 32 of 256 x 256, 0.93
-    for one of 768 x 768.
+    768 x 768, 1.05 from 64 on. Weights that no cache holds, 768 x 3072 to 4096 x 4096: 1.7 times for one row (25 GB/s,
+    oneDNN 14), 2.0 for 2, 1.3 to 1.5 for 4, 0.9 to 1.1 for 6, 1.3 for 8, 1.1 for 12 and 1.0 to 1.1 for 16 and 32
+    (``--cold``). With two threads 1.1 to 1.3 times for 1 and 2 of those, 0.9 to 1.1 for 4, 0.6 to 0.8 for more; 1.1 for
+    32 of 256 x 256, 0.93 for one of 768 x 768.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
         return False
     most, of_a_weight = MOST_OF_FEW_BY_UNITS if cpu_has_amx() else MOST_OF_FEW, MOST_OF_A_WEIGHT
+    if not cpu_has_amx() and rows <= MOST_ROWS_OF_ANY.get(torch.get_num_threads(), 0):
+        return rows * outputs * inputs > 0
     if torch.get_num_threads() > 1:
         most, of_a_weight = MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL
     return 0 < rows * outputs * inputs <= most and outputs * inputs <= of_a_weight

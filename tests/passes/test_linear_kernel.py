@@ -150,11 +150,19 @@ def test_where_it_pays(monkeypatch):
     assert not what_pays.panels_pay("cuda", BF16, 32, 256, 256)
     assert not what_pays.panels_pay("cpu", torch.float16, 32, 256, 256)
     assert not what_pays.panels_pay("cpu", BF16, 1024, 768, 768)
-    assert not what_pays.panels_pay("cpu", BF16, 1, 3072, 768)
+    assert what_pays.panels_pay("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
+    assert not what_pays.panels_pay("cpu", BF16, 17, 3072, 768)
     assert not what_pays.panels_pay("cpu", BF16, 0, 256, 256)
+    with monkeypatch.context() as with_units:
+        with_units.setattr(what_pays, "cpu_has_amx", lambda: True)
+        assert what_pays.panels_pay("cpu", BF16, 1, 768, 768)
+        assert not what_pays.panels_pay("cpu", BF16, 1, 3072, 768)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
-    assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768)
+    assert what_pays.panels_pay("cpu", BF16, 2, 768, 768)
+    assert not what_pays.panels_pay("cpu", BF16, 3, 768, 768)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="asks Linux how much memory is held")

@@ -16,9 +16,9 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
+from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.inductor import compile_with_inductor
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.torch_private import plain_forward
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
@@ -69,7 +69,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, poli
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
-        return plain_forward(gm)
+        return direct_calls(gm)
     tag_checkpoints(gm)
     run_passes(gm, passes_for_compilers(policy))
     return compiler_of(compile, policy, device_of(gm))(gm, list(example_inputs))

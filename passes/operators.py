@@ -13,6 +13,7 @@ import torch
 
 LIBRARY = torch.library.Library("amp_graph", "DEF")
 OPS: Any = torch.ops.amp_graph
+FUNCTIONS: dict[str, Callable[..., Any]] = {}  # what each operator runs, by its overload's name
 
 
 def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -20,6 +21,7 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    FUNCTIONS[f"amp_graph.{name}.default"] = function
     torch.library.register_fake(f"amp_graph::{name}", fake, lib=LIBRARY)
 
 

@@ -1,0 +1,58 @@
+"""Leave out dropout that drops nothing.
+
+Before: ``linear(dropout(gelu(x), 0.1, training=False), w)``. After: ``linear(gelu(x), w)``: a call less, and whoever
+fuses or computes activations again sees what is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+
+# Where each takes how much it drops, and whether it does, with what it takes for that where nothing is said.
+DROPOUTS: dict[Any, tuple[tuple[str, Any], tuple[str, Any]]] = {
+    F.dropout: (("p", 0.5), ("training", True)),
+    torch.dropout: (("p", None), ("train", None)),
+}
+
+
+@dataclass(frozen=True)
+class DropDropout(Pass):
+    """Replaces ``dropout(x, p, training)`` by ``x`` where it does not train, or ``p`` is 0.
+
+    Law: torch itself returns its argument then, the very tensor (aten/src/ATen/native/Dropout.cpp), so whatever is
+    done to one is done to the other; one that is told to write in place stays. Exactness: bit-exact.
+    """
+
+    name: ClassVar[str] = "drop-dropout"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every dropout."""
+        changes = []
+        for node in list(gm.graph.nodes):
+            source = _given_back(node)
+            if source is not None:
+                changes.append(Change(self.name, "left out", node.name, "it drops nothing"))
+                node.replace_all_uses_with(source)
+                gm.graph.erase_node(node)
+        return PassResult(gm, tuple(changes))
+
+
+def _given_back(node: Node) -> Node | None:
+    """Return what ``node`` returns as it is, None where it makes something."""
+    if node.op != "call_function" or node.target not in DROPOUTS:
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    p, trains = (
+        node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+        for place, (name, default) in enumerate(DROPOUTS[node.target], 1)
+    )
+    drops_nothing = trains is False or (p == 0 and trains is True)
+    in_place = any((*node.args[3:], node.kwargs.get("inplace")))
+    return source if isinstance(source, Node) and drops_nothing and not in_place else None

@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from amp_graph.passes import attention_kernel, batch_norm_ops, cross_entropy_kernel, linear_kernel, norm_ops
+from amp_graph.passes import (
+    attention_kernel,
+    batch_norm_ops,
+    cross_entropy_kernel,
+    linear_kernel,
+    lstm_kernel,
+    norm_ops,
+)
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.torch_private import cpu_has_bf16
 
@@ -61,6 +68,8 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
         yield f"norms, {low}", lambda: norm_ops.library(low)
+    if low == torch.bfloat16 and any(isinstance(part, nn.LSTM) for part in parts):
+        yield "lstm", lstm_kernel.library
     if batch_norms:
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
     if any(part.out_features >= MANY_CLASSES for part in linears):

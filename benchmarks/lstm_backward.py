@@ -1,8 +1,8 @@
-"""The backward of an LSTM layer, and a product with its bias: oneDNN's and torch's calls against ours.
+"""An LSTM layer that trains, and a product with its bias: oneDNN's and torch's calls against ours.
 
-bf16, forward and backward of one layer, by its sizes; and ``addmm(b, x, w.t())`` against one call that adds the bias. A
-round runs both in turn, in process CPU time; medians [quartiles] of the ratios: above 1 ours is faster. Where they pay,
-``passes/what_pays.py`` says.
+bf16, forward and backward of one layer, by its sizes: with backward by large products, and by compiled C as a whole;
+and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time; medians
+[quartiles] of the ratios: above 1 ours is faster. Where they pay, ``passes/what_pays.py`` says.
 
     python benchmarks/lstm_backward.py [--rounds 15] [--threads 1]
 """
@@ -15,11 +15,16 @@ import torch
 from interleaved import interleaved, quartiles
 from torch import Tensor
 
-from amp_graph.passes.recurrent import _LstmByProducts, _LstmLayer
+from amp_graph.passes import lstm_kernel
+from amp_graph.passes.recurrent import _LstmByKernel, _LstmByProducts, _LstmLayer
 from amp_graph.passes.torch_private import linear_pointwise
 
 LOW = torch.bfloat16
-LAYERS = ((64, 8, 512), (64, 16, 512), (64, 32, 512), (30, 32, 1024), (35, 20, 256))  # length, batch, size
+# Length, batch, size.
+LAYERS = (
+    (64, 4, 64), (64, 32, 128), (35, 20, 256), (64, 8, 512), (64, 16, 512), (64, 32, 512), (64, 64, 512),
+    (64, 128, 512), (30, 32, 1024),
+)  # fmt: skip
 PRODUCTS = ((32, 256, 256), (512, 768, 3072), (788, 384, 1536), (1024, 512, 256))  # rows, inputs, outputs
 
 
@@ -55,7 +60,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for sizes in LAYERS:
         given, grad = layer(*sizes)
-        calls = {"theirs": training(_LstmLayer, given, grad), "ours": training(_LstmByProducts, given, grad)}
+        calls = {"theirs": training(_LstmLayer, given, grad), "by products": training(_LstmByProducts, given, grad)}
+        if lstm_kernel.library() is not None:
+            calls["compiled"] = training(_LstmByKernel, given, grad)
         _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options.rounds)
     for sizes in PRODUCTS:
         with torch.no_grad():
@@ -64,8 +71,11 @@ def main() -> None:
 
 def _print(what: str, calls: dict[str, Callable[[], object]], rounds: int) -> None:
     seconds = interleaved(calls, rounds, time.process_time, 0.02)
-    low, middle, high = quartiles(seconds["theirs"], seconds["ours"])
-    print(f"{what}: {middle:.2f} [{low:.2f}-{high:.2f}]", flush=True)
+    told = []
+    for name in list(calls)[1:]:
+        low, middle, high = quartiles(seconds["theirs"], seconds[name])
+        told.append(f"{name} {middle:.2f} [{low:.2f}-{high:.2f}]")
+    print(f"{what}: {', '.join(told)}", flush=True)
 
 
 if __name__ == "__main__":

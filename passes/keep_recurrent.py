@@ -16,10 +16,10 @@ from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import value
+from amp_graph.passes.recurrent import is_faster_than_onednn
 from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.passes.what_pays import lstm_backward_pays
 
 ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
 NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
@@ -61,19 +61,19 @@ class KeepRecurrent(Pass):
 class LstmBackward(KeepRecurrent):
     """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and ``what_pays`` says so.
 
-    Law: as for ``KeepRecurrent``. Exactness: forward bit-exact; gradients rounding-equal, by products summed in fp32,
-    with gates and cell states in fp32, where oneDNN's kernel rounds more often.
+    Law: as for ``KeepRecurrent``. Exactness: rounding-different, with gates' sums, gates and cells in fp32, where
+    oneDNN's kernel rounds more often; forward bit-exact where only backward is ours, with several threads or AMX.
     """
 
     name: ClassVar[str] = "lstm-backward"
-    why: ClassVar[str] = "its gradients are a few large products, where oneDNN goes step by step"
+    why: ClassVar[str] = "it trains faster than by oneDNN, whose gradients go step by step"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
         """Say whether this is an LSTM in training whose backward by products is faster."""
         if kind != "lstm" or not is_trained(node) or any(value(h).shape != value(hidden[0]).shape for h in hidden):
             return False
         batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
-        return lstm_backward_pays(value(x).device.type, value(x).dtype, batch, size)
+        return is_faster_than_onednn(value(x).device.type, value(x).dtype, batch, size)
 
 
 def _recurrent(node: Node) -> Any:

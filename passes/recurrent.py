@@ -1,4 +1,4 @@
-"""LSTM layers of oneDNN in a graph that holds its own backward, and those with a faster one.
+"""LSTM layers of oneDNN in a graph that holds its own backward, and faster ones.
 
 Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, and the backward beside it has nothing to read.
 After: ``amp_graph::mkldnn_rnn_layer`` makes it.
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.lstm_backward import lstm_backward
+from amp_graph.passes.lstm_kernel import library
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import keeps_lstm_workspaces, outside_modes
-from amp_graph.passes.what_pays import lstm_backward_pays
+from amp_graph.passes.what_pays import lstm_backward_pays, lstm_kernel_pays
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM = 2  # ideep::rnn_kind::LSTM
@@ -46,7 +47,7 @@ def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
         and x.dtype in (torch.float32, torch.bfloat16)
         and all(type(n) is int and n > 0 for n in sizes)
         and hidden[0].shape == hidden[1].shape
-        and (keeps_lstm_workspaces() or lstm_backward_pays(x.device.type, x.dtype, *hidden[0].shape[-2:]))
+        and (keeps_lstm_workspaces() or is_faster_than_onednn(x.device.type, x.dtype, *hidden[0].shape[-2:]))
     )
 
 
@@ -64,14 +65,27 @@ def lstm_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
 
-    x: [length, batch, width], contiguous; h, c: [batch, size]. Backward is by large products where those are faster.
+    x: [length, batch, width], contiguous; h, c: [batch, size]. By compiled C where that is faster, and else backward by
+    large products where those are.
     """
-    by_products = lstm_backward_pays(x.device.type, x.dtype, *h.shape)
-    layer = _LstmByProducts if by_products else _LstmLayer
+    layer = _layer_for(x.device.type, x.dtype, *h.shape)
+    if layer is not _LstmLayer and not has_biases:  # what stands for them says nothing
+        b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
     found: tuple[Tensor, Tensor, Tensor] = layer.apply(
         x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
     )
     return found
+
+
+def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
+    """Say whether an LSTM layer that trains is better not left to oneDNN, with ``batch`` states of ``size``."""
+    return _layer_for(device, dtype, batch, size) is not _LstmLayer
+
+
+def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
+    if lstm_kernel_pays(device, dtype) and library() is not None:
+        return _LstmByKernel
+    return _LstmByProducts if lstm_backward_pays(device, dtype, batch, size) else _LstmLayer
 
 
 class _LstmLayer(torch.autograd.Function):
@@ -109,6 +123,23 @@ class _LstmByProducts(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiably(ctx, grads, tensors)
         made = OPS.lstm_backward(*grads, *tensors, out, ctx.how[0])
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
+
+
+class _LstmByKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        out, h, c, *kept = OPS.lstm_forward(*tensors, ctx.how[0])
+        ctx.save_for_backward(*tensors, out, *kept)
+        return out, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w_ih, w_hh, b_ih, b_hh, h, c, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiably(ctx, grads, (x, w_ih, w_hh, b_ih, b_hh, h, c))
+        made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.how[0])
         return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
 
 

@@ -1,6 +1,7 @@
 """Recurrent layers in compiled models: whole calls, whose results and gradients are those of the eager model."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import lstm_backward, recurrent, recurrent_layers, what_pays
+from amp_graph.passes import lstm_backward, lstm_kernel, recurrent, recurrent_layers, what_pays
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.torch_private import keeps_lstm_workspaces
 from tests.measure import DtypeLog
@@ -29,7 +30,11 @@ WHOLE = (
     OPS.mkldnn_rnn_layer.default,
     OPS.recurrent_backward.default,
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
+    OPS.lstm_forward.default,
+    OPS.lstm_backward_of_sums.default,
 )
+NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
+needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C on one thread with dot products, without AMX")
 
 
 class Net(nn.Module):
@@ -78,8 +83,16 @@ def watching(graphs):
 X = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(params=["as here", "by onednn"])
+def anyhow(request, monkeypatch):
+    """LSTMs by compiled C where that pays, and as where it does not."""
+    if request.param == "by onednn":
+        monkeypatch.setattr(recurrent, "lstm_kernel_pays", lambda *given: False)
+    return request.param
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_and_gradients_are_those_of_the_eager_model(kind):
+def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
     wanted = step(amp_graph.convert(built(kind), "bf16"), X)
     graphs = []
     got = step(amp_graph.convert(built(kind), "bf16", compile=watching(graphs)), X)
@@ -88,9 +101,13 @@ def test_results_and_gradients_are_those_of_the_eager_model(kind):
         assert (a - b).norm() <= 1e-6 * b.norm(), "more than another order of two summands"
     whole, nodes = counted(graphs)
     layers = 2 * (2 if "both" in kind else 1)
-    one_a_layer = kind.startswith("LSTM") and "proj" not in kind and keeps_lstm_workspaces()
+    one_a_layer = kind.startswith("LSTM") and "proj" not in kind and is_taken_by_layers(anyhow)
     assert whole == 2 * (layers if one_a_layer else 1)
     assert nodes < 20 * layers * 8, "the layers were taken apart"
+
+
+def is_taken_by_layers(anyhow):
+    return keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
@@ -107,7 +124,7 @@ def test_without_gradients_all_layers_are_one_call(kind):
 
 def test_without_the_pass_the_steps_are_taken_apart():
     graphs = []
-    step(amp_graph.convert(built("LSTM"), "bf16,skip=keep_recurrent", compile=watching(graphs)), X)
+    step(amp_graph.convert(built("LSTM"), "bf16,skip=keep_recurrent|lstm_backward", compile=watching(graphs)), X)
     whole, nodes = counted(graphs)
     assert whole == 0
     assert nodes > 20 * 8
@@ -137,7 +154,7 @@ def test_inductor_compiles_them(kind):
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_a_compiled_training_step(kind):
+def test_a_compiled_training_step(kind, anyhow):
     found = []
     for compile in ("eager", "aot_eager"):
         model = built(kind)
@@ -149,7 +166,7 @@ def test_a_compiled_training_step(kind):
         found.append(losses)
         if compile != "eager":
             assert counted([train.captured[0].steps[True].gm])[0] == (
-                4 if kind == "LSTM" and keeps_lstm_workspaces() else 2
+                4 if kind == "LSTM" and is_taken_by_layers(anyhow) else 2
             )
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)
     assert found[0][2] < found[0][0]
@@ -178,19 +195,20 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(whole, (x, *model.parameters()))
 
 
-def gradients(dtype, reverse=False, seed=0):
-    """The gradients of an LSTM layer by products, by torch's kernel, and in fp64, for all that it takes."""
+def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
+    """What an LSTM layer of ours makes, what torch's kernel does, and in fp64: results, and the gradients of all."""
     torch.manual_seed(seed)
-    model = nn.LSTM(24, 40, bidirectional=reverse).to(dtype)
+    length, batch, width, size = sizes
+    model = nn.LSTM(width, size, bidirectional=reverse).to(dtype)
     weights = list(model.parameters())[4:] if reverse else list(model.parameters())
-    x, h, c = (torch.randn(*shape).to(dtype) for shape in ((9, 5, 24), (5, 40), (5, 40)))
+    x, h, c = (torch.randn(*shape).to(dtype) for shape in ((length, batch, width), (batch, size), (batch, size)))
     given = [x, *weights, h, c]
-    dout, dh, dc = (torch.randn(*shape).to(dtype) for shape in ((9, 5, 40), (5, 40), (5, 40)))
+    seeds = [torch.randn(*shape).to(dtype) for shape in ((length, batch, size), (batch, size), (batch, size))]
 
     def by(layer, dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in given]
         outs = layer(*leaves)
-        return torch.autograd.grad(outs, leaves, [t.to(dtype) for t in (dout, dh, dc)])
+        return [*outs, *torch.autograd.grad(outs, leaves, [t.to(dtype) for t in seeds])]
 
     def wide(x, w_ih, w_hh, b_ih, b_hh, h, c):
         x = x.flip(0) if reverse else x
@@ -200,28 +218,92 @@ def gradients(dtype, reverse=False, seed=0):
     def ours(layer):
         return lambda *leaves: layer.apply(*leaves, reverse, True, reverse)
 
-    return by(ours(recurrent._LstmByProducts), dtype), by(ours(recurrent._LstmLayer), dtype), by(wide, torch.float64)
+    return by(ours(kind), dtype), by(ours(recurrent._LstmLayer), dtype), by(wide, torch.float64)
+
+
+LAYERS = [recurrent._LstmByProducts, pytest.param(recurrent._LstmByKernel, marks=needs_kernel)]
+
+
+def is_near(ours, torchs, exact):
+    error = (ours - exact).norm()
+    return error <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm() and error <= 6e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_gradients_by_products_are_at_least_as_near_to_fp64_as_the_kernels(reverse, seed):
-    for ours, torchs, exact in zip(*gradients(torch.bfloat16, reverse, seed), strict=True):
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(kind, reverse, seed):
+    for ours, torchs, exact in zip(*gradients(kind, torch.bfloat16, reverse, seed), strict=True):
         assert ours.dtype == torch.bfloat16
-        assert (ours - exact).norm() <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm()
-        assert (ours - exact).norm() <= 6e-3 * exact.norm()
+        assert ours.shape == torchs.shape
+        assert is_near(ours, torchs, exact)
+
+
+@needs_kernel
+@pytest.mark.parametrize("sizes", [(1, 1, 9, 3), (3, 2, 7, 5), (2, 9, 33, 17), (4, 3, 64, 80), (20, 4, 1, 130)])
+def test_a_compiled_layer_takes_any_size(sizes):
+    for ours, torchs, exact in zip(*gradients(recurrent._LstmByKernel, torch.bfloat16, sizes=sizes), strict=True):
+        assert is_near(ours, torchs, exact)
+
+
+@needs_kernel
+@pytest.mark.parametrize("broken", ["bias", "cells"])
+def test_control_a_layer_without_its_bias_or_first_cells_is_seen(broken, monkeypatch):
+    def without(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse):
+        lost = (b_ih * 0, b_hh * 0, h, c) if broken == "bias" else (b_ih, b_hh, h, c * 0)
+        return lstm_kernel.lstm_forward(x, w_ih, w_hh, *lost, reverse)
+
+    monkeypatch.setattr(recurrent, "OPS", SimpleNamespace(**{**vars_of(OPS), "lstm_forward": without}))
+    found = zip(*gradients(recurrent._LstmByKernel, torch.bfloat16), strict=True)
+    assert not all(is_near(*one) for one in found)
+
+
+def vars_of(operators):
+    return {name: getattr(operators, name) for name in ("lstm_backward_of_sums", "mkldnn_rnn_layer", "lstm_backward")}
+
+
+@needs_kernel
+def test_a_compiled_layer_gives_infinities_and_nans_on():
+    x = torch.randn(3, 2, 16).bfloat16()
+    given = [torch.randn(s).bfloat16() for s in ((64, 16), (64, 16), (64,), (64,), (2, 16), (2, 16))]
+    for value in (float("inf"), float("nan")):
+        x[1, 0, 3] = value
+        ours, torchs = (
+            layer.apply(x, *given, False, True, False)[0] for layer in (recurrent._LstmByKernel, recurrent._LstmLayer)
+        )
+        assert torch.equal(ours.isnan(), torchs.isnan())
+        torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", ["products", pytest.param("kernel", marks=needs_kernel)])
+def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
+    """What stands for absent biases has the shape of the weights."""
+    if by == "products":
+        monkeypatch.setattr(recurrent, "lstm_kernel_pays", lambda *given: False)
+        monkeypatch.setattr(recurrent, "lstm_backward_pays", lambda *given: True)
+    torch.manual_seed(0)
+    model = Net(nn.LSTM, bias=False)
+    model.layers = nn.LSTM(12, 8, 2, batch_first=True, bias=False)
+    x = torch.randn(2, 20, 12)
+    wanted, got = step(copy.deepcopy(model), x), step(amp_graph.convert(model, "bf16"), x)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_gradients_by_products_are_right(reverse, monkeypatch):
     monkeypatch.setattr(lstm_backward, "linear_of_packed_weight", lambda x, packed, bias: F.linear(x, packed, bias))
     monkeypatch.setattr(lstm_backward, "pack_linear_weight", lambda weight: weight)
-    for ours, _, exact in zip(*gradients(torch.float32, reverse), strict=True):
+    for ours, _, exact in zip(*gradients(recurrent._LstmByProducts, torch.float32, reverse), strict=True):
         assert (ours - exact).norm() <= 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])
-def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monkeypatch):
+@pytest.mark.parametrize("name", ["lstm_backward", pytest.param("lstm_backward_of_sums", marks=needs_kernel)])
+def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile, monkeypatch):
+    if name == "lstm_backward":
+        monkeypatch.setattr(recurrent, "lstm_kernel_pays", lambda *given: False)
+    backward = getattr(OPS, name).default
     monkeypatch.setattr(what_pays, "FEWEST_OF_A_STATE", 1)
     monkeypatch.setattr(what_pays, "STATES_OF_A_BATCH", 1)
     monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
@@ -234,12 +316,12 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monk
             optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
             train = amp_graph.TrainStep(plain, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16")
             train(X, torch.ones(2, 20, 3))
-            calls = [n for n in train.captured[0].steps[True].gm.graph.nodes if n.target is OPS.lstm_backward.default]
+            calls = [n for n in train.captured[0].steps[True].gm.graph.nodes if n.target is backward]
         else:
             got = step(amp_graph.convert(plain, "bf16", compile=compile), X)
             for a, b in zip(got, wanted, strict=True):
                 assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
-            calls = [name for name, _ in log.entries if "lstm_backward" in name]
+            calls = [called for called, _ in log.entries if called.split(".")[1] == name]
     assert len(calls) == 2
 
 

@@ -665,8 +665,9 @@ def mode_without_capture() -> str:
 
 
 def is_seen(tensor: torch.Tensor) -> bool:
-    """Say whether a mode or a subclass is to see the operators that are called on ``tensor``: a tracer, a counter."""
-    return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
+    """Say whether somebody is to see the operators that are called on ``tensor``: a tracer, a counter, a profiler."""
+    is_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+    return type(tensor) not in PLAIN or is_mode
 
 
 def is_wrapper(given: Any) -> bool:

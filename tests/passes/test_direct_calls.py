@@ -129,6 +129,9 @@ def test_operators_of_ours_are_called_without_the_dispatcher_unless_somebody_loo
         with Seen() as seen:
             run(a, b)
         assert seen.names == [str(operator)]
+        with torch.profiler.profile() as profile:
+            run(a, b)
+        assert "amp_graph::product_low" in {event.key for event in profile.key_averages()}
     run(a, b)
     assert len(calls) == 1, "with gradients the dispatcher has its say"
 

@@ -18,6 +18,7 @@ from amp_graph.passes.linear_kernel import panels_of
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
 from amp_graph.passes.tiled_code import built
+from amp_graph.passes.torch_private import cpu_has_amx
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
@@ -25,8 +26,11 @@ GATES = 4
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16."""
-    found = built(SOURCE)
+    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16.
+
+    None with matrix units, too, whose panels are others.
+    """
+    found = None if cpu_has_amx() else built(SOURCE)
     if found is not None:
         found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p,)
     return found

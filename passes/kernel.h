@@ -107,8 +107,36 @@ INLINE Halves narrow_all(Vector given) { /* likewise */
 /* How many threads take part where so many are wanted. */
 INLINE int64_t threads_of(int64_t wanted) { return wanted < 1 ? 1 : wanted > MOST_THREADS ? MOST_THREADS : wanted; }
 
+/* The OpenMP that torch runs on, where this process has one. Its threads are there, and look for work for so long after
+   the last that another thread, on as many cores, would share one with them. */
+typedef struct {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned); /* GOMP_parallel */
+  int (*number)(void), (*count)(void);                          /* omp_get_thread_num, omp_get_num_threads */
+} OpenMP;
+static OpenMP openmp;
+#ifndef __cplusplus
+void use_openmp(const OpenMP* given) { openmp = *given; }
+#endif
+
+typedef struct {
+  char* shares;
+  size_t size;
+  int64_t count;
+  void* (*work)(void*);
+} Shares;
+
+static inline void do_some(void* given) {
+  const Shares* all = (const Shares*)given;
+  for (int64_t t = openmp.number(); t < all->count; t += openmp.count()) all->work(all->shares + t * all->size);
+}
+
 /* Does `count` shares of `size` bytes each, one a thread: the first, and those that get none, in the caller's. */
 static inline void do_shares(void* shares, size_t size, int64_t count, void* (*work)(void*)) {
+  if (count > 1 && openmp.parallel) {
+    Shares all = {(char*)shares, size, count, work};
+    openmp.parallel(do_some, &all, (unsigned)count, 0);
+    return;
+  }
   pthread_t ids[MOST_THREADS];
   int started[MOST_THREADS] = {0};
   for (int64_t t = count - 1; t >= 0; --t) {

@@ -37,8 +37,13 @@ INSTRUCTIONS = {
 }
 # Two threads do not compile the same: one waits for what the other makes. A child of a fork has no other thread.
 _locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(threading.Lock)
+# What torch's OpenMP is asked for, by these names whether it is GNU's or another that stands in for it.
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_on_openmp: list[ctypes.CDLL] = []
+_is_forked = False
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)
+    os.register_at_fork(after_in_child=lambda: _leave_openmp())
 
 
 class CompilerError(AmpGraphError):
@@ -63,9 +68,27 @@ def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
         made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
         if not made.is_file():
             _compile(source, options, made)
-        return ctypes.CDLL(str(made))
+        return _sharing_threads(ctypes.CDLL(str(made)))
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
+
+
+def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return ``found``, which runs on the threads of torch's OpenMP from now on; on its own where there is none."""
+    functions = [f for f in map(of_c_library, OPENMP) if f is not None]
+    if hasattr(found, "use_openmp") and len(functions) == len(OPENMP) and not _is_forked:
+        found.use_openmp((ctypes.c_void_p * len(OPENMP))(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions)))
+        _on_openmp.append(found)
+    return found
+
+
+def _leave_openmp() -> None:
+    """Run on threads of our own: those of OpenMP were left behind by a fork, and it would wait for them."""
+    global _is_forked
+    _is_forked = True
+    for found in _on_openmp:
+        found.use_openmp((ctypes.c_void_p * len(OPENMP))())
+    _on_openmp.clear()
 
 
 def of_c_library(name: str) -> ctypes._NamedFuncPointer | None:

@@ -21,7 +21,7 @@ from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
 PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution"}
-RECURRENT = {"aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru", "aten._thnn_fused_lstm_cell"}
+RECURRENT = {"amp_graph.lstm_forward", "aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru", "aten._thnn_fused_lstm_cell"}
 
 
 class Net(nn.Module):

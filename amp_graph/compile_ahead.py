@@ -24,6 +24,7 @@ from amp_graph.passes import (
 )
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.torch_private import cpu_has_bf16
+from amp_graph.passes.what_pays import lstm_kernel_pays
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
@@ -68,7 +69,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
         yield f"norms, {low}", lambda: norm_ops.library(low)
-    if low == torch.bfloat16 and any(isinstance(part, nn.LSTM) for part in parts):
+    if lstm_kernel_pays("cpu", low) and any(isinstance(part, nn.LSTM) for part in parts):
         yield "lstm", lstm_kernel.library
     if batch_norms:
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)

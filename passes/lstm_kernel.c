@@ -58,16 +58,14 @@ INLINE Gate hyperbolic(Vector x) {
 
 /* -- products of a step's rows ----------------------------------------------------------------------------------- */
 
+/* `to` has whole tiles of rows and whole panels of columns, `row` apart; what is beyond is of no use. */
 INLINE void multiply(const Low *a, int64_t a_row, const Low *panels, int64_t rows, int64_t columns, int64_t depth,
                      float *to, int64_t row) {
   const int64_t whole = ROOMY(depth, DEEP);
   for (int64_t n = 0; n < columns; n += PANEL)
     for (int64_t i = 0; i < rows; i += TALL) {
       const int64_t left = rows - i, some = left < TALL ? left : TALL;
-      __m512 sums[TALL][BROAD];
-      tile_of(sums, a + i * a_row, a_row, DEEP, panels + n * whole, whole / DEEP, some, BROAD);
-      for (int64_t k = 0; k < some; k++)
-        for (int j = 0; j < BROAD; j++) _mm512_storeu_ps(to + (i + k) * row + n + 16 * j, sums[k][j]);
+      tile_to(to + i * row + n, row, a + i * a_row, a_row, DEEP, panels + n * whole, whole / DEEP, some);
     }
 }
 
@@ -93,10 +91,10 @@ INLINE void step_row(const Forward *f, const float *made, int64_t at, int64_t ne
 /* Returns 1 where there is no memory. */
 int forward(const Forward *f) {
   const int64_t batch = f->batch, size = f->size, depth = f->width + size, whole = ROOMY(depth, DEEP);
-  const int64_t row = ROOMY(GATES * size, PANEL);
-  float *made = malloc(batch * (row * sizeof(float) + whole * sizeof(Low)));
+  const int64_t row = ROOMY(GATES * size, PANEL), of_made = ROOMY(batch, TALL) * row;
+  float *made = malloc(of_made * sizeof(float) + batch * whole * sizeof(Low));
   if (!made) return 1;
-  Low *seen = (Low *)(made + batch * row);
+  Low *seen = (Low *)(made + of_made);
   memset(seen, 0, batch * whole * sizeof(Low));
   for (int64_t t = 0; t < f->length; t++) {
     const Low *states = t ? f->out + (t - 1) * batch * size : f->h;
@@ -134,7 +132,7 @@ INLINE void back_row(const Backward *w, const float *made, int64_t at, int64_t b
 /* Returns 1 where there is no memory. */
 int backward(const Backward *w) {
   const int64_t batch = w->batch, size = w->size, depth = GATES * size, row = ROOMY(size, PANEL);
-  float *made = malloc(batch * row * sizeof(float));
+  float *made = malloc(ROOMY(batch, TALL) * row * sizeof(float));
   if (!made) return 1;
   for (int64_t b = 0; b < batch; b++) memcpy(made + b * row, w->dh + b * size, size * sizeof(float));
   for (int64_t t = w->length - 1; t >= 0; t--) {

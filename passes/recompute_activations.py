@@ -112,7 +112,7 @@ class _Work:
         found = readers_of(*aliases)
         if not found.readers:
             return
-        reason = self._why_not(node, kind, found)
+        reason = self._why_not(node, kind, found, aliases)
         if reason:
             self.skips.append(Skip(node.name, reason))
             return
@@ -132,10 +132,9 @@ class _Work:
         """Take up that a relu is computed again: others may be computed from it."""
         self.depths[relu] = self._depth(relu)
 
-    def _why_not(self, node: Node, kind: str, found: Readers) -> str:
+    def _why_not(self, node: Node, kind: str, found: Readers, aliases: tuple[Node, ...]) -> str:
         if found.reason:
             return found.reason
-        aliases = _aliases(node)
         elements = numel(value(aliases[0]))
         if any(self.memory.is_written_after(n) for n in (node, *aliases)):
             return "it is written to later"

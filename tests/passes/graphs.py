@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from amp_graph.pass_lists import passes_for
 from amp_graph.passes import regions
-from amp_graph.passes.base import Pass
+from amp_graph.passes.base import Pass, PassResult
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import adopt_values
@@ -94,6 +94,13 @@ def passes_until(last: type[Pass], policy: str = "bf16") -> list[Pass]:
 
 def passes_before(last: type[Pass], policy: str = "bf16") -> list[Pass]:
     return passes_until(last, policy)[:-1]
+
+
+def with_and_without(one: Pass, graph: Capture) -> tuple[GraphModule, GraphModule, tuple[Any, ...], PassResult]:
+    """Return ``graph`` before ``one`` and after it, what it was given, and what the pass did."""
+    plain, ours = (graph.through(passes_before(type(one)))[0] for _ in range(2))
+    (done,) = run_passes(ours, [one], checked=True)
+    return plain, ours, graph.given, done.result
 
 
 def rewritten(captured: Capture, policy: str = "bf16") -> GraphModule:

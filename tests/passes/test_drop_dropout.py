@@ -7,8 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.drop_dropout import DropDropout
-from amp_graph.passes.manager import run_passes
-from tests.passes.graphs import capture, capture_function, differences, passes_before, run_step, standard_passes
+from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes, with_and_without
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -31,10 +30,7 @@ KEPT = {
 
 
 def passed(function):
-    graph = capture_function(function, X, w=W)
-    plain, ours = (graph.through(passes_before(DropDropout))[0] for _ in range(2))
-    (done,) = run_passes(ours, [DropDropout()], checked=True)
-    return plain, ours, graph.given, done.result
+    return with_and_without(DropDropout(), capture_function(function, X, w=W))
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)

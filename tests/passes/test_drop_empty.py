@@ -10,7 +10,7 @@ import amp_graph
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.manager import run_passes
 from tests.measure import CastCounter
-from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step, with_and_without
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -36,10 +36,7 @@ KEPT = {
 
 
 def passed(function):
-    graph = capture_function(function, X, w=W)
-    plain, ours = (graph.through(passes_before(DropEmpty))[0] for _ in range(2))
-    (done,) = run_passes(ours, [DropEmpty()], checked=True)
-    return plain, ours, graph.given, done.result
+    return with_and_without(DropEmpty(), capture_function(function, X, w=W))
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)

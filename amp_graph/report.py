@@ -25,7 +25,7 @@ from amp_graph.passes.text import SHORT
 from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
-from amp_graph.report_text import WIDTH, report_text
+from amp_graph.report_text import WIDTH, report_text, size_text
 from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
@@ -128,8 +128,11 @@ def _of_step(step: TrainStep) -> Report:
 
 
 def _of_passes(captured: CapturedStep) -> Iterator[str]:
-    """Say how a step updates, and what the passes over the whole of it did, each in a line."""
+    """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
+    for traced in captured.steps.values():
+        kept = ", left in the process from step to step (keep_memory=)" if traced.kept_bytes else ""
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())

@@ -21,6 +21,7 @@ from amp_graph.layout import laid_out_as
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
+from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
@@ -54,6 +55,8 @@ class StepGraph:
     update: str = ""  # how it updates, in words; "" where it does not
     copies: Sequence[Copy] = ()  # what it reads of weights, and writes where it updates them
     absent: dict[int, Tensor] = field(default_factory=dict)  # what it trains beside, by the numbers in ``trained``
+    most_bytes: int = 0  # of what it makes, needed at the same time
+    kept_bytes: int = 0  # of the heap, from step to step
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -269,6 +272,7 @@ def trace_step(
         rows_instead_of_tables(gm)
     make_workspaces(gm)
     done = run_passes(gm, passes)
+    most = Lifetimes.of(gm).most_bytes()
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained
@@ -276,7 +280,7 @@ def trace_step(
     state = parts.state()
     parts.args = ()  # the first batch is not to live as long as the graph
     found = StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, parts.updates, done)
-    found.absent = parts.absent
+    found.absent, found.most_bytes = parts.absent, most
     return found
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.torch_private import OpOverload
+from amp_graph.passes.node_value import value
+from amp_graph.passes.torch_private import OpOverload, bytes_of
 
 # It returns its argument's memory, and its schema does not say so.
 UNSAID = (torch.ops.aten._unsafe_view.default,)
@@ -78,6 +80,15 @@ class Lifetimes:
         if old is not new:
             self.joined[old] = new
             self.reads[new] = [*self.reads[new], *self.reads[old]]
+
+    def most_bytes(self) -> int:
+        """Return how many bytes of what the graph makes are needed at the same time, at most."""
+        sizes: dict[int, int] = {}  # what is added at each place, and taken away
+        for root, places in self.reads.items():
+            if root.op == "call_function" and isinstance(found := value(root), torch.Tensor):
+                sizes[self.order[root]] = sizes.get(self.order[root], 0) + bytes_of(found)
+                sizes[max(places) + 1] = sizes.get(max(places) + 1, 0) - bytes_of(found)
+        return max(accumulate(sizes[place] for place in sorted(sizes)), default=0)
 
     def _now(self, root: Node) -> Node:
         while root in self.joined:

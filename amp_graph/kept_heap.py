@@ -1,0 +1,105 @@
+"""Memory that a step leaves free in the heap of the C library, and the next step takes: no new pages at each step.
+
+Before: with a step's last activations the end of the heap is free, glibc gives it back to the system, and the next step
+gets it as new pages, each cleared at the first write to it. After: a small block beyond them keeps the heap as long as
+it is. What is free below serves whoever allocates: it is not set aside for the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from amp_graph.passes.native_code import of_c_library
+
+PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
+BESIDE = 3  # times the results: what kernels allocate beside them, and gaps that nothing fits in
+
+
+class KeptHeap:
+    """Keeps the heap so long that the largest of the needs of all owners that are alive fits in.
+
+    For the thread that asks: glibc gives others heaps of their own. Other C libraries keep memory by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._needs: dict[int, int] = {}
+        self._size = 0
+        self._block = 0  # the address of what stands at the end
+        self._lock = threading.RLock()  # an owner may die, and say so, while another one is taken up
+
+    def keep(self, owner: object, need: int) -> int:
+        """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.
+
+        Pages that nothing has written to are no memory yet: what the need is overestimated by costs nothing.
+        """
+        calls = _allocator()
+        if calls is None or need < PIECE:
+            return 0
+        with self._lock:
+            self._needs[id(owner)] = need
+            weakref.finalize(owner, self._leave, id(owner)).atexit = False
+            if need > self._size:
+                block = _block_beyond(calls, int(need * BESIDE))
+                if not block:
+                    return 0
+                block, self._block = self._block, block
+                self._size = need
+                calls.free(block)
+            return self._size
+
+    def _leave(self, owner: int) -> None:
+        with self._lock:
+            self._needs.pop(owner, None)
+            calls = _allocator()
+            if calls is None or self._needs:
+                return
+            block, self._block, self._size = self._block, 0, 0
+            calls.free(block)
+            calls.malloc_trim(0)  # also what lies between blocks that others have put there meanwhile
+
+
+HEAP = KeptHeap()
+
+
+class _Allocator(NamedTuple):
+    """The C library's functions; addresses are numbers, and 0 is none."""
+
+    malloc: Callable[[int], int | None]
+    free: Callable[[int], None]
+    malloc_trim: Callable[[int], int]
+
+
+@lru_cache
+def _allocator() -> _Allocator | None:
+    """Return glibc's; None where the C library is another."""
+    malloc, free, trim = map(of_c_library, _Allocator._fields)
+    if malloc is None or free is None or trim is None or of_c_library("gnu_get_libc_version") is None:
+        return None
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    free.restype, free.argtypes = None, (ctypes.c_void_p,)
+    trim.argtypes = (ctypes.c_size_t,)
+    return _Allocator(malloc, free, trim)
+
+
+def _block_beyond(calls: _Allocator, size: int) -> int:
+    """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses."""
+    pieces = []
+    for _ in range(-(-size // PIECE) + 1):
+        piece = calls.malloc(PIECE)
+        if piece is None:
+            break
+        pieces.append(piece)
+    else:
+        pieces.sort()
+        last = pieces.pop()
+        for piece in pieces:
+            calls.free(piece)
+        return last
+    for piece in pieces:
+        calls.free(piece)
+    return 0

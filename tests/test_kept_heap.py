@@ -1,0 +1,164 @@
+"""The heap that one step leaves is the next one's: no page faults, given back with the step, and never at a risk."""
+
+import gc
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph import kept_heap
+from amp_graph.kept_heap import BESIDE, PIECE, KeptHeap, _Allocator
+from amp_graph.passes.lifetimes import Lifetimes
+from amp_graph.passes.torch_private import make_fx
+
+# Page faults of a step once the heap has settled, and what is resident before and after the step is dropped: in a
+# process of its own, whose allocator nothing else has touched.
+STEPS = """
+import gc, resource, sys, torch
+import amp_graph
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+step = amp_graph.TrainStep(
+    model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.01), "bf16", keep_memory=%s)
+x = torch.randn(1 << 13, 256)
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+held = resident()
+del step
+torch._dynamo.reset()
+gc.collect()
+print(faults, held - resident())
+"""
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep memory themselves")
+
+
+def faults_and_given_back(keep):
+    code = [sys.executable, "-c", STEPS % keep]
+    done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=300)
+    return tuple(map(int, done.stdout.split()))
+
+
+@needs_glibc
+def test_the_next_step_takes_the_memory_that_the_last_one_freed():
+    faults, given_back = faults_and_given_back(True)
+    assert faults < 50
+    assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more
+    assert faults_and_given_back(False)[0] > 1000
+
+
+class Memory:
+    """An allocator whose blocks are numbers, one after the other; ``most`` blocks at the same time."""
+
+    def __init__(self, most=10**6):
+        self.blocks, self.most, self.longest, self.trims = set(), most, 0, 0
+
+    def malloc(self, size):
+        assert size == PIECE
+        if len(self.blocks) == self.most:
+            return None
+        new = next(i for i in range(1, self.most + 1) if i not in self.blocks)  # in the first gap, as glibc
+        self.blocks.add(new)
+        self.longest = max(self.longest, new)
+        return new
+
+    def free(self, block):
+        self.blocks.discard(block or None)
+
+    def trim(self, keep):
+        self.trims += 1
+        return 1
+
+
+class Owner:
+    pass
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    made = Memory()
+    monkeypatch.setattr(kept_heap, "_allocator", lambda: _Allocator(made.malloc, made.free, made.trim))
+    return made
+
+
+def test_one_block_stands_beyond_the_largest_need_of_all_that_live(memory):
+    heap, small, large = KeptHeap(), Owner(), Owner()
+    assert heap.keep(small, 10 * PIECE) == 10 * PIECE
+    assert memory.blocks == {10 * BESIDE + 1}
+    assert heap.keep(large, 20 * PIECE) == 20 * PIECE
+    assert len(memory.blocks) == 1
+    assert min(memory.blocks) > 20 * BESIDE
+    assert heap.keep(Owner(), 5 * PIECE) == 20 * PIECE  # is part of what is kept anyway, and is gone at once
+    del large
+    assert len(memory.blocks) == 1  # the other one still needs some
+    assert memory.trims == 0
+    del small
+    assert not memory.blocks
+    assert memory.trims == 1
+    assert heap.keep(again := Owner(), PIECE) == PIECE
+    assert len(memory.blocks) == 1
+    del again
+    assert not memory.blocks
+
+
+def test_what_the_system_refuses_is_given_back_and_the_heap_stays_as_it_was(memory):
+    heap, owner, large = KeptHeap(), Owner(), Owner()
+    heap.keep(owner, 10 * PIECE)
+    kept = set(memory.blocks)
+    memory.most = 50
+    assert heap.keep(large, 20 * PIECE) == 0
+    assert memory.blocks == kept
+    del large, owner
+    assert not memory.blocks
+
+
+def test_small_steps_and_other_c_libraries_are_left_alone(memory, monkeypatch):
+    heap, owner = KeptHeap(), Owner()
+    assert heap.keep(owner, PIECE - 1) == 0
+    monkeypatch.setattr(kept_heap, "_allocator", lambda: None)
+    assert heap.keep(owner, 10 * PIECE) == 0
+    del owner
+    assert memory.longest == 0
+
+
+def test_what_is_needed_at_the_same_time_is_added_up_once_each():
+    def work(x):  # of 400 bytes each
+        a = x + 1
+        b = a.view(10, 10)  # the memory of a
+        c = b * 2
+        d = c.sin()  # a is needed to the end, c no longer than here
+        e = d + 1
+        values, places = e.view(-1).sort()  # 400 and 800 bytes, beside a and e
+        return values + a + places
+
+    gm = make_fx(work, tracing_mode="fake")(torch.zeros(100))
+    assert Lifetimes.of(gm).most_bytes() == 5 * 400
+
+
+def step_of(width, keep_memory=True):
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    return amp_graph.TrainStep(model, lambda out: out.sum(), optimizer, "bf16", keep_memory=keep_memory)
+
+
+@needs_glibc
+def test_a_step_says_what_it_keeps_and_keeps_nothing_where_it_is_told_not_to():
+    x = torch.randn(64, 512)
+    kept, plain = step_of(512), step_of(512, keep_memory=False)
+    kept(x), plain(x)
+    assert "of results at a time, left in the process from step to step (keep_memory=)" in amp_graph.report(kept).text()
+    assert "left in the process" not in amp_graph.report(plain).text()
+    assert "memory: at most 1" in amp_graph.report(plain).text()  # MiB: a gradient of 512 x 512 in fp32, and less
+    owners = len(kept_heap.HEAP._needs)
+    del kept
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(kept_heap.HEAP._needs) < owners

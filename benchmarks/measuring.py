@@ -8,8 +8,9 @@ import contextlib
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 from devices import Device
@@ -19,6 +20,7 @@ from result_file import Results
 from step_costs import casts_of, held_by, saved_by
 from variants import Prepared, Setup, Variant, inference_call, training_step
 
+import amp_graph
 from amp_graph.errors import AmpGraphError
 
 LEAST = 0.05  # seconds: of quicker calls, several are timed as one
@@ -37,21 +39,34 @@ class Job:
     anew: bool = True  # whether compilers begin with nothing, so that the first call's seconds say something
 
 
+class Apart(Protocol):
+    """What runs each variant in a process of its own (``apart.py``)."""
+
+    def clock(self) -> float:
+        """Return the seconds that all calls have taken."""
+        ...
+
+    def once(self, job: Job, variant: Variant) -> tuple[Callable[[], object], Results]:
+        """Return what makes one call of a variant, and what is measured once."""
+        ...
+
+
 class OutOfPatience(BaseException):
     """A first call takes too long; no Exception, which Dynamo would take for a failed capture and run on."""
 
 
-def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -> Results:
-    """Measure the variants of one model; a variant that raises gets a row that says so."""
+def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates, apart: Apart | None = None) -> Results:
+    """Measure the variants of one model, in this process or ``apart``; one that raises gets a row that says so."""
     rows: dict[str, Results] = {}
-    ready: dict[str, Prepared] = {}
+    runs: dict[str, Callable[[], object]] = {}
     for variant in every:
         try:
-            ready[variant.name], rows[variant.name] = _once(job, variant, device)
+            found = once(job, variant, device) if apart is None else apart.once(job, variant)
+            runs[variant.name], rows[variant.name] = found
         except (RuntimeError, AmpGraphError, OutOfPatience) as error:  # a kernel that torch lacks, say
             rows[variant.name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
-    runs = {name: made.run for name, made in ready.items()}
-    seconds = interleaved(runs, job.rounds, device.clock, LEAST) if runs else {}
+    clock, least = (device.clock, LEAST) if apart is None else (apart.clock, 0.0)
+    seconds = interleaved(runs, job.rounds, clock, least) if runs else {}
     baselines = {mode: better(mode, every, seconds) for mode in (False, True)}
     saved = rows[baselines[False]]["saved"] if baselines[False] is not None else None
     limit = limit_of(job.name, job.scale, job.training, rates, saved and saved["activations"])
@@ -68,6 +83,13 @@ def measured(job: Job, every: Sequence[Variant], device: Device, rates: Rates) -
         "rates": asdict(rates),
         "variants": rows,
     }
+
+
+def warm_up(device: str, compiled: bool) -> None:
+    """Let what a process does once (imports, a compiler's own start) not be part of the first model's first call."""
+    model, x = torch.nn.Linear(4, 4).to(device), torch.zeros(4, 4, device=device)
+    amp_graph.convert(model, "bf16", compile="inductor" if compiled else "eager")(x).sum().backward()
+    torch._dynamo.reset()
 
 
 def better(compiled: bool, every: Sequence[Variant], seconds: dict[str, list[float]]) -> str | None:
@@ -93,11 +115,11 @@ def ratio(times: list[float], baseline: list[float] | None) -> dict[str, float] 
     return {"ratio": middle, "p25": low, "p75": high}
 
 
-def _once(job: Job, variant: Variant, device: Device) -> tuple[Prepared, Results]:
+def once(job: Job, variant: Variant, device: Device) -> tuple[Callable[[], object], Results]:
     """Prepare a variant, and measure what is measured once."""
     make = training_step if job.training else inference_call
     made = make(job.name, job.scale, variant, job.setup)
-    return made, _first_call(made, device, job.patience, job.anew) | _costs(
+    return made.run, _first_call(made, device, job.patience, job.anew) | _costs(
         made, variant, device, job.setup.cuda_graphs
     )
 

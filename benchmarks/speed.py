@@ -7,6 +7,9 @@ of autocast on contiguous and on channels_last tensors. Beside it, once: casts, 
 and an estimate of what the machine could do (``limits.py``). Writes JSON and Markdown: some models, modes or options
 into what is there, but never results of another machine or version (``result_file.py``).
 
+In one process variants share a heap, and what one leaves there another need not get from the system. With ``--apart``
+each has a process of its own, as where it is used; they take turns as before.
+
     python benchmarks/speed.py [--models mlp,gpt] [--scale 0.5] [--rounds 7] [--compiled] [--threads 1,2] [--cpu-time]
     python benchmarks/speed.py --variants "fp32,amp_graph*" --modes training
     python benchmarks/speed.py --device cuda --dtype fp16 --compiled --cuda-graphs
@@ -21,18 +24,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from devices import Device, prepare
+from apart import apart
+from devices import prepare
 from limits import measured_rates
-from measuring import Job, measured
+from measuring import Job, measured, warm_up
 from models import MODELS, MORE, case
 from result_file import Results, machine, opened, refuse_to_lose, run_of, written
 from tables import markdown, one_line
 from variants import DTYPES, Setup, Variant, chosen, variants
 
-import amp_graph
 from amp_graph.passes.native_code import FOLDER
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,6 +69,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--cpu-time", action="store_true", help="process CPU time, steadier where cores are shared")
     parser.add_argument("--raised-thresholds", action="store_true", help="amp_graph.raise_malloc_thresholds, all sides")
+    parser.add_argument("--apart", action="store_true", help="each variant in a process of its own, in turn")
     parser.add_argument("--no-grad", action="store_true", help="inference under no_grad, not inference_mode")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="on a GPU")
     parser.add_argument("--cuda-graphs", action="store_true", help="on a GPU: Inductor's mode='reduce-overhead'")
@@ -85,15 +90,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def prepared(options: argparse.Namespace) -> Device:
-    """Set the process up as the options say."""
+def of_process(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how a process that measures is set up."""
     names = ("device", "cpu_time", "cudnn_benchmark", "cuda_graphs", "raised_thresholds")
-    return prepare(**{name: getattr(options, name) for name in names})
+    return {name: getattr(options, name) for name in names}
 
 
 def planned(options: argparse.Namespace, setup: Setup, held: Results) -> list[Entry]:
     """Return what to measure, in order; SystemExit where results that are there would be lost."""
-    same = {k: v for k, v in vars(options).items() if k not in CHOICES}
+    same = {k: v for k, v in vars(options).items() if k not in CHOICES and (v or k != "apart")}
     plan = []
     for threads in map(int, options.threads.split(",")):
         run = run_of(held, {"threads": threads, **same})
@@ -129,17 +134,10 @@ def _folders(inside: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(inside.absolute()), FOLDER: str(inside.absolute() / "amp_graph")}
 
 
-def warm_up(device: str, compiled: bool) -> None:
-    """Let what a process does once (imports, a compiler's own start) not be part of the first model's first call."""
-    model, x = torch.nn.Linear(4, 4).to(device), torch.zeros(4, 4, device=device)
-    amp_graph.convert(model, "bf16", compile="inductor" if compiled else "eager")(x).sum().backward()
-    torch._dynamo.reset()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the chosen models with each number of threads; prints as it goes, and writes behind each model."""
     options = parsed(argv)
-    device = prepared(options)
+    device = prepare(**of_process(options))
     setup = Setup(options.device, options.dtype, options.skip, options.no_grad, options.cuda_graphs)
     path = options.output.with_suffix(".json")
     held = opened(path, machine(options.device))
@@ -162,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 options.patience,
                 options.keep_compiled is None,
             )
-            found = measured(job, entry.every, device, rates[threads])
+            with apart(of_process(options), threads) if options.apart else contextlib.nullcontext() as processes:
+                found = measured(job, entry.every, device, rates[threads], processes)
             print(one_line(entry.mode, entry.name, found), flush=True)
             written(path, held, entry.run, entry.mode, entry.name, found)
             options.output.with_suffix(".md").write_text(markdown(held))

@@ -20,6 +20,12 @@ ROOT = Path(__file__).parent.parent
 SOURCE, README = ROOT / "benchmarks" / "results" / "speed.json", ROOT / "README.md"
 BEGIN, END = "<!-- speed: written by benchmarks/tables.py -->", "<!-- end of speed -->"
 SAME, EAGER, COMPILED_AUTOCAST = "against_same_mode", "against_autocast", "against_compiled"
+SAID = (
+    "raised_thresholds",
+    "no_grad",
+    "cudnn_benchmark",
+    "cuda_graphs",
+)  # in a title, where they are set
 COMPILED = "Inductor"
 COSTS = """\
 The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
@@ -64,9 +70,8 @@ def title(options: Results) -> str:
     """Return the heading of one run."""
     plural = "" if options["threads"] == 1 else "s"
     words = [f"{options['dtype']}, {options['device']}, {options['threads']} thread{plural}"]
-    words += [
-        k.replace("_", " ") for k in ("raised_thresholds", "no_grad", "cudnn_benchmark", "cuda_graphs") if options[k]
-    ]
+    words += [k.replace("_", " ") for k in SAID if options.get(k)]
+    words += ["each variant in a process of its own"] if options.get("apart") else []
     return ", ".join(words + ([f"without {options['skip']}"] if options["skip"] else []))
 
 

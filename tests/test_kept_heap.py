@@ -102,7 +102,8 @@ def test_one_block_stands_beyond_the_largest_need_of_all_that_live(memory):
     del small
     assert not memory.blocks
     assert memory.trims == 1
-    assert heap.keep(again := Owner(), PIECE) == PIECE
+    again = Owner()
+    assert heap.keep(again, PIECE) == PIECE
     assert len(memory.blocks) == 1
     del again
     assert not memory.blocks

@@ -58,7 +58,6 @@ class StepBuilder:
     micro_batches: int
     ranks: Ranks | None
     cuda_graph: bool
-    keep_memory: bool
     state: StepState
     watched: WatchedOptimizer
 
@@ -96,7 +95,7 @@ class StepBuilder:
         in_step = self.compile == "eager" and self.policy.level != "O0"
         with one_capture_at_a_time():
             step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
-        if self.keep_memory and device_of(gm) == "cpu":
+        if self.policy.keeps_memory and device_of(gm) == "cpu":
             step.kept_bytes = HEAP.keep(step, step.most_bytes)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)

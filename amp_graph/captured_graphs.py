@@ -16,19 +16,22 @@ from torch.fx import GraphModule
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.capture_log import CaptureLog, Place, break_at, first_line
 from amp_graph.complaints import Complaints
-from amp_graph.devices import device_of_model
+from amp_graph.devices import device_of, device_of_model
 from amp_graph.escape import without_autocast
 from amp_graph.escaped_code import EscapedCode
+from amp_graph.kept_heap import HEAP
 from amp_graph.name_nodes import name_nodes
 from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError
 from amp_graph.passes.facts import source_line
+from amp_graph.passes.lifetimes import bytes_made
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.node_value import has_symbols
 from amp_graph.passes.pieces import adopt_piece
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
-from amp_graph.passes.torch_private import weakly
+from amp_graph.passes.torch_private import bytes_of, weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
@@ -43,6 +46,7 @@ class Captured:
     grad: bool
     break_reason: str = ""
     break_line: str = ""
+    kept_bytes: int = 0  # of the heap, from step to step
 
 
 @dataclass(eq=False)
@@ -90,8 +94,17 @@ class CapturedGraphs:
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
+        record.kept_bytes = self._keep_memory(record)
         run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
         return self._counted(run, LEFT_ALONE in rewritten.gm.meta)
+
+    def _keep_memory(self, record: Captured) -> int:
+        """Keep the heap as long as a training step makes it: all that forward makes, and gradients."""
+        gm = record.rewritten.gm
+        if not record.grad or not self.policy.keeps_memory or device_of(gm) != "cpu" or has_symbols(gm):
+            return 0
+        gradients = sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
+        return HEAP.keep(record, bytes_made(gm) + gradients)
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""

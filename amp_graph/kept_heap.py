@@ -17,7 +17,27 @@ from typing import NamedTuple
 from amp_graph.passes.native_code import of_c_library
 
 PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
-BESIDE = 3  # times the results: what kernels allocate beside them, and gaps that nothing fits in
+BESIDE = 2  # times the results: what kernels allocate beside them, and gaps that nothing fits in
+
+
+class Allocator(NamedTuple):
+    """The C library's functions; addresses are numbers, and 0 is none."""
+
+    malloc: Callable[[int], int | None]
+    free: Callable[[int], None]
+    malloc_trim: Callable[[int], int]
+
+
+@lru_cache
+def glibc() -> Allocator | None:
+    """Return glibc's; None where the C library is another."""
+    malloc, free, trim = map(of_c_library, Allocator._fields)
+    if malloc is None or free is None or trim is None or of_c_library("gnu_get_libc_version") is None:
+        return None
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    free.restype, free.argtypes = None, (ctypes.c_void_p,)
+    trim.argtypes = (ctypes.c_size_t,)
+    return Allocator(malloc, free, trim)
 
 
 class KeptHeap:
@@ -26,7 +46,9 @@ class KeptHeap:
     For the thread that asks: glibc gives others heaps of their own. Other C libraries keep memory by themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: Callable[[], Allocator | None]) -> None:
+        """Take what finds the allocator, at the first need."""
+        self._allocator = allocator
         self._needs: dict[int, int] = {}
         self._size = 0
         self._block = 0  # the address of what stands at the end
@@ -37,7 +59,7 @@ class KeptHeap:
 
         Pages that nothing has written to are no memory yet: what the need is overestimated by costs nothing.
         """
-        calls = _allocator()
+        calls = self._allocator()
         if calls is None or need < PIECE:
             return 0
         with self._lock:
@@ -55,7 +77,7 @@ class KeptHeap:
     def _leave(self, owner: int) -> None:
         with self._lock:
             self._needs.pop(owner, None)
-            calls = _allocator()
+            calls = self._allocator()
             if calls is None or self._needs:
                 return
             block, self._block, self._size = self._block, 0, 0
@@ -63,30 +85,7 @@ class KeptHeap:
             calls.malloc_trim(0)  # also what lies between blocks that others have put there meanwhile
 
 
-HEAP = KeptHeap()
-
-
-class _Allocator(NamedTuple):
-    """The C library's functions; addresses are numbers, and 0 is none."""
-
-    malloc: Callable[[int], int | None]
-    free: Callable[[int], None]
-    malloc_trim: Callable[[int], int]
-
-
-@lru_cache
-def _allocator() -> _Allocator | None:
-    """Return glibc's; None where the C library is another."""
-    malloc, free, trim = map(of_c_library, _Allocator._fields)
-    if malloc is None or free is None or trim is None or of_c_library("gnu_get_libc_version") is None:
-        return None
-    malloc.restype, malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-    free.restype, free.argtypes = None, (ctypes.c_void_p,)
-    trim.argtypes = (ctypes.c_size_t,)
-    return _Allocator(malloc, free, trim)
-
-
-def _block_beyond(calls: _Allocator, size: int) -> int:
+def _block_beyond(calls: Allocator, size: int) -> int:
     """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses."""
     pieces = []
     for _ in range(-(-size // PIECE) + 1):
@@ -103,3 +102,6 @@ def _block_beyond(calls: _Allocator, size: int) -> int:
     for piece in pieces:
         calls.free(piece)
     return 0
+
+
+HEAP = KeptHeap(glibc)

@@ -52,6 +52,8 @@ class Policy:
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
+    keep_memory: leave the memory that a training step frees in the process for the next one (true), or not; see
+    docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
     recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel
@@ -80,6 +82,7 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     weight_copies: bool = True
+    keep_memory: bool = True
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -131,6 +134,11 @@ class Policy:
         """How code that escapes capture runs: ``escaped``, or what an empty one stands for."""
         own = self.deny or self.opaque or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether memory is kept between steps; O0 is as it is."""
+        return self.keep_memory and self.level != "O0"
 
     @property
     def plans_by(self) -> str:

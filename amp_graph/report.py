@@ -30,6 +30,7 @@ from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
+LEFT = "left in the process from step to step (keep_memory=)"
 FAILED = "nothing was captured: every call ran as it is written"
 
 
@@ -104,7 +105,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        tuple(found.said.notes),
+        (*found.said.notes, *_of_memory(found)),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
@@ -131,12 +132,19 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
     """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
     for traced in captured.steps.values():
-        kept = ", left in the process from step to step (keep_memory=)" if traced.kept_bytes else ""
+        kept = f", {LEFT}" if traced.kept_bytes else ""
         yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
         yield f"{timed.name}: {told or 'nothing to do'}"
+
+
+def _of_memory(found: Conversion) -> Iterator[str]:
+    """Say of which graphs memory is kept."""
+    kept = [str(i) for i, graph in enumerate(found.graphs) if graph.kept_bytes]
+    if kept:
+        yield f"memory: what graph {', '.join(kept)} and its backward free is {LEFT}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

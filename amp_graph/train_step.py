@@ -58,7 +58,7 @@ from amp_graph.watch_optimizer import WatchedOptimizer
 # What a step is made for; options of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
-    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "keep_memory"),
+    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update"),
 )
 
 
@@ -81,8 +81,6 @@ class TrainStep:
     update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled
     for the CPU at hand; "torch" takes PyTorch's kernels, between casts; "auto" the former where it pays, and there is a
     compiler. The report says which.
-    keep_memory: on the CPU, with glibc, leave the memory that a step frees in the process for the next one, until this
-    step is gone: it is not cleared anew, page by page, at every step. Whoever allocates may use it between steps.
 
     Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
@@ -111,7 +109,6 @@ class TrainStep:
         at_floor: str = "warn",
         cuda_graph: bool = False,
         update: str = "auto",
-        keep_memory: bool = True,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         others = {*self.__dict__}
@@ -129,7 +126,7 @@ class TrainStep:
         refuse_complex(model, clip_value)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
-        self.process_group, self.reduce_dtype, self.keep_memory = process_group, reduce_dtype, keep_memory
+        self.process_group, self.reduce_dtype = process_group, reduce_dtype
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
@@ -143,10 +140,9 @@ class TrainStep:
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"))
         self._state = StepState()
-        how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks)
+        how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)
-        own = (cuda_graph, keep_memory, self._state, self._watched)
-        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, *own), at_floor)
+        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
         self._run = self._capturing()
         self._own = {*self.__dict__, "_own"} - others
 

@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.node_value import value
-from amp_graph.passes.torch_private import OpOverload, bytes_of
+from amp_graph.passes.node_value import tensors, value
+from amp_graph.passes.torch_private import OpOverload, bytes_of, storage_key
 
 # It returns its argument's memory, and its schema does not say so.
 UNSAID = (torch.ops.aten._unsafe_view.default,)
@@ -109,6 +109,13 @@ class Lifetimes:
         if not isinstance(node.target, OpOverload):
             return own | self._of_all(node.all_input_nodes)
         return self._of_all(_aliased(node, node.target)) or own
+
+
+def bytes_made(gm: GraphModule) -> int:
+    """Return how many bytes a captured graph makes in all, as backward may want each of them: by storages."""
+    own = {storage_key(t) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") for t in tensors(value(n))}
+    made = {storage_key(t): bytes_of(t) for n in gm.graph.nodes for t in tensors(value(n))}
+    return sum(size for key, size in made.items() if key not in own)
 
 
 def _aliased(node: Node, op: OpOverload) -> list[Node]:

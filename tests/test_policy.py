@@ -25,6 +25,7 @@ OTHER = {
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
     "weight_copies": False,
+    "keep_memory": False,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
     "recompute": "all",

@@ -147,3 +147,30 @@ static inline void do_shares(void* shares, size_t size, int64_t count, void* (*w
   for (int64_t t = 1; t < count; ++t)
     if (started[t]) pthread_join(ids[t], 0);
 }
+
+typedef struct {
+  void (*work)(void* of, int64_t from, int64_t to);
+  void* of;
+  int64_t from, to;
+} Part;
+
+static inline void* do_part(void* given) {
+  Part* p = (Part*)given;
+  p->work(p->of, p->from, p->to);
+  return 0;
+}
+
+/* Does places 0 to `count`: each of the threads some, which begin at a multiple of `by`. */
+static inline void do_parts(int64_t threads, int64_t count, int64_t by, void (*work)(void*, int64_t, int64_t), void* of) {
+  const int64_t whole = (count + by - 1) / by, wanted = threads_of(threads), parts = wanted < whole ? wanted : whole;
+  if (parts <= 1) {
+    work(of, 0, count);
+    return;
+  }
+  Part each[MOST_THREADS];
+  for (int64_t t = 0; t < parts; ++t) {
+    const int64_t end = whole * (t + 1) / parts * by;
+    each[t].work = work, each[t].of = of, each[t].from = whole * t / parts * by, each[t].to = end < count ? end : count;
+  }
+  do_shares(each, sizeof(Part), parts, do_part);
+}

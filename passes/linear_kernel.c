@@ -23,6 +23,7 @@ typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth]
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
   int64_t in_panels, relu;
+  int64_t threads;
 } Product;
 
 /* Columns of a panel, and of the depth at a time. */
@@ -93,18 +94,27 @@ INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int
   }
 }
 
-/* Returns 1 where there is no memory. */
-int product(const Product *p) {
-  if (!p->rows) return 0;
-  const int64_t whole = ROOMY(p->depth, DEEP), of_a_panel = whole * PANEL;
-  Low *own = own_memory(of_a_panel + ROOMY(p->rows, 16) * ROOMY(p->depth, 32));
-  if (!own) return 1;
-  int64_t a_row = p->a_row;
-  const Low *a = readable(p, own + of_a_panel, &a_row);
+typedef struct {
+  const Product *p;
+  const Low *a; /* as tiles read it */
+  int64_t a_row;
+  _Atomic int failed;
+} Readable;
+
+static void multiply(void *of, int64_t from, int64_t to) {
+  Readable *r = of;
+  const Product *p = r->p;
+  const Low *a = r->a;
+  const int64_t whole = ROOMY(p->depth, DEEP), a_row = r->a_row;
+  Low *own = p->in_panels ? 0 : own_memory(whole * PANEL); /* what the caller has of it begins with as much */
+  if (!own && !p->in_panels) {
+    r->failed = 1;
+    return;
+  }
 #ifdef MATRIX_UNITS
   const Tiles before = borrow_tiles();
 #endif
-  for (int64_t column = 0; column < p->columns; column += PANEL) {
+  for (int64_t column = from; column < to; column += PANEL) {
     const Low *b = p->b + column * (p->in_panels ? whole : p->b_column);
     if (!p->in_panels) lay_panel(b, p->b_row, p->b_column, p->depth, p->columns - column, own), b = own;
     for (int64_t row = 0; row < p->rows; row += TALL) {
@@ -117,5 +127,16 @@ int product(const Product *p) {
 #ifdef MATRIX_UNITS
   return_tiles(&before);
 #endif
-  return 0;
+}
+
+/* Returns 1 where there is no memory. */
+int product(const Product *p) {
+  if (!p->rows) return 0;
+  const int64_t of_a_panel = ROOMY(p->depth, DEEP) * PANEL;
+  Low *own = own_memory(of_a_panel + ROOMY(p->rows, 16) * ROOMY(p->depth, 32));
+  if (!own) return 1;
+  Readable r = {p, 0, p->a_row, 0};
+  r.a = readable(p, own + of_a_panel, &r.a_row);
+  do_parts(p->threads, p->columns, PANEL, multiply, &r);
+  return r.failed;
 }

@@ -22,6 +22,7 @@ typedef struct {
   const float *bias;          /* [4 size] */
   Low *sums, *out;            /* written: [length, batch, 4 size], and [length, batch, size] */
   float *cells;               /* [length + 1, batch, size]: the first is given, the rest is written */
+  int64_t threads;
 } Forward;
 
 typedef struct {
@@ -30,6 +31,7 @@ typedef struct {
   const float *cells;
   Low *dsums;     /* written: [length, batch, 4 size] */
   float *dh, *dc; /* [batch, size]: gradients of the last states, which become those of the first */
+  int64_t threads;
 } Backward;
 
 /* -- gates ------------------------------------------------------------------------------------------------------- */
@@ -58,14 +60,21 @@ INLINE Gate hyperbolic(Vector x) {
 
 /* -- products of a step's rows ----------------------------------------------------------------------------------- */
 
-/* `to` has whole tiles of rows and whole panels of columns, `row` apart; what is beyond is of no use. */
-INLINE void multiply(const Low *a, int64_t a_row, const Low *panels, int64_t rows, int64_t columns, int64_t depth,
-                     float *to, int64_t row) {
-  const int64_t whole = ROOMY(depth, DEEP);
-  for (int64_t n = 0; n < columns; n += PANEL)
-    for (int64_t i = 0; i < rows; i += TALL) {
-      const int64_t left = rows - i, some = left < TALL ? left : TALL;
-      tile_to(to + i * row + n, row, a + i * a_row, a_row, DEEP, panels + n * whole, whole / DEEP, some);
+typedef struct { /* `to` has whole tiles of rows and whole panels of columns, `row` apart; what is beyond is of no use */
+  const Low *a, *panels;
+  int64_t a_row, rows, depth;
+  float *to;
+  int64_t row;
+} Product;
+
+static void multiply(void *of, int64_t from, int64_t end) {
+  const Product *p = of;
+  const int64_t whole = ROOMY(p->depth, DEEP);
+  for (int64_t n = from; n < end; n += PANEL)
+    for (int64_t i = 0; i < p->rows; i += TALL) {
+      const int64_t left = p->rows - i, some = left < TALL ? left : TALL;
+      const Low *a = p->a + i * p->a_row;
+      tile_to(p->to + i * p->row + n, p->row, a, p->a_row, DEEP, p->panels + n * whole, whole / DEEP, some);
     }
 }
 
@@ -88,6 +97,19 @@ INLINE void step_row(const Forward *f, const float *made, int64_t at, int64_t ne
   });
 }
 
+typedef struct {
+  const void *of; /* a Forward or a Backward */
+  const float *made;
+  int64_t row, t;
+} Step;
+
+static void step_rows(void *of, int64_t from, int64_t to) {
+  const Step *s = of;
+  const Forward *f = s->of;
+  const int64_t at = s->t * f->batch;
+  for (int64_t b = from; b < to; b++) step_row(f, s->made + b * s->row, at + b, at + f->batch + b);
+}
+
 /* Returns 1 where there is no memory. */
 int forward(const Forward *f) {
   const int64_t batch = f->batch, size = f->size, depth = f->width + size, whole = ROOMY(depth, DEEP);
@@ -102,8 +124,10 @@ int forward(const Forward *f) {
       memcpy(seen + b * whole, f->x + (t * batch + b) * f->width, f->width * sizeof(Low));
       memcpy(seen + b * whole + f->width, states + b * size, size * sizeof(Low));
     }
-    multiply(seen, whole, f->weights, batch, GATES * size, depth, made, row);
-    for (int64_t b = 0; b < batch; b++) step_row(f, made + b * row, t * batch + b, (t + 1) * batch + b);
+    Product product = {seen, f->weights, whole, batch, depth, made, row};
+    Step step = {f, made, row, t};
+    do_parts(f->threads, GATES * size, PANEL, multiply, &product);
+    do_parts(f->threads, batch, 1, step_rows, &step);
   }
   free(made);
   return 0;
@@ -129,6 +153,12 @@ INLINE void back_row(const Backward *w, const float *made, int64_t at, int64_t b
   });
 }
 
+static void back_rows(void *of, int64_t from, int64_t to) {
+  const Step *s = of;
+  const Backward *w = s->of;
+  for (int64_t b = from; b < to; b++) back_row(w, s->made + b * s->row, s->t * w->batch + b, b);
+}
+
 /* Returns 1 where there is no memory. */
 int backward(const Backward *w) {
   const int64_t batch = w->batch, size = w->size, depth = GATES * size, row = ROOMY(size, PANEL);
@@ -136,8 +166,10 @@ int backward(const Backward *w) {
   if (!made) return 1;
   for (int64_t b = 0; b < batch; b++) memcpy(made + b * row, w->dh + b * size, size * sizeof(float));
   for (int64_t t = w->length - 1; t >= 0; t--) {
-    for (int64_t b = 0; b < batch; b++) back_row(w, made + b * row, t * batch + b, b);
-    multiply(w->dsums + t * batch * depth, depth, w->weights, batch, size, depth, made, row);
+    Step step = {w, made, row, t};
+    Product product = {w->dsums + t * batch * depth, w->weights, depth, batch, depth, made, row};
+    do_parts(w->threads, batch, 1, back_rows, &step);
+    do_parts(w->threads, size, PANEL, multiply, &product);
   }
   for (int64_t b = 0; b < batch; b++) memcpy(w->dh + b * size, made + b * row, size * sizeof(float));
   free(made);

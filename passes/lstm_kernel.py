@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.linear_kernel import panels_of
+from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
 from amp_graph.passes.tiled_code import built
@@ -22,6 +23,7 @@ from amp_graph.passes.torch_private import cpu_has_amx
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
+OF_AN_ELEMENT = 16  # multiplications in the time that one element of other kernels takes
 
 
 @lru_cache
@@ -91,7 +93,8 @@ def lstm_backward_of_sums(
 def _run(name: str, sizes: tuple[int, ...], *tensors: Tensor) -> None:
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
-    if getattr(compiled, name)(array("q", (*sizes, *(t.data_ptr() for t in tensors))).tobytes()):
+    threads = threads_at_once(sizes[1] * GATES * sizes[-1] * sizes[-1] // OF_AN_ELEMENT)
+    if getattr(compiled, name)(array("q", (*sizes, *(t.data_ptr() for t in tensors), threads)).tobytes()):
         raise MemoryError(f"an LSTM of {sizes[1]} x {sizes[-1]}: no memory for a step's gates")
 
 

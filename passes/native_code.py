@@ -75,11 +75,16 @@ def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
     """Return ``found``, which runs on the threads of torch's OpenMP from now on; on its own where there is none."""
-    functions = [f for f in map(of_c_library, OPENMP) if f is not None]
-    if hasattr(found, "use_openmp") and len(functions) == len(OPENMP) and not _is_forked:
-        found.use_openmp((ctypes.c_void_p * len(OPENMP))(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions)))
+    if hasattr(found, "use_openmp") and has_openmp():
+        functions = [ctypes.cast(f, ctypes.c_void_p).value for f in map(of_c_library, OPENMP) if f is not None]
+        found.use_openmp((ctypes.c_void_p * len(OPENMP))(*functions))
         _on_openmp.append(found)
     return found
+
+
+def has_openmp() -> bool:
+    """Say whether compiled code runs on the threads of torch's OpenMP: not in the child of a fork."""
+    return not _is_forked and None not in map(of_c_library, OPENMP)
 
 
 def _leave_openmp() -> None:
@@ -103,6 +108,11 @@ def of_c_library(name: str) -> ctypes._NamedFuncPointer | None:
 def threads_for(elements: int) -> int:
     """Return how many of torch's threads compiled code may start for so many elements."""
     return max(1, min(torch.get_num_threads(), elements // LEAST_OF_A_THREAD))
+
+
+def threads_at_once(elements: int) -> int:
+    """``threads_for``, of threads that are there: 1 where each would have to be started, as after a fork."""
+    return threads_for(elements) if _on_openmp else 1
 
 
 def folder() -> Path:

@@ -202,15 +202,15 @@ def lstm_backward_pays(device: str, dtype: torch.dtype, batch: int, size: int) -
     return fits and size >= FEWEST_OF_A_STATE and batch * STATES_OF_A_BATCH <= size
 
 
-def lstm_kernel_pays(device: str, dtype: torch.dtype) -> bool:
-    """Say whether an LSTM layer that trains is faster by compiled C, on one thread.
+def lstm_kernel_pays(device: str, dtype: torch.dtype, has_openmp: bool = True) -> bool:
+    """Say whether an LSTM layer that trains is faster by compiled C, which ``has_openmp``'s threads or one.
 
     bf16 on CPU with dot products, forward and backward (``benchmarks/lstm_backward.py``): 1.35 to 1.5 times as fast
     as oneDNN for 64 steps of 32 states of 512, 1.2 to 2.9 for 8 and 16, 1.2 for 64, 1.1 for 128; 1.7 for 32 of 1,024,
-    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64. It does without matrix units, and on one thread.
+    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.1 to 2.2. It does without matrix units.
     """
     known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and not cpu_has_amx()
-    return known and torch.get_num_threads() == 1
+    return known and (has_openmp or torch.get_num_threads() == 1)
 
 
 def folding_pays(device: str, dtype: torch.dtype) -> bool:

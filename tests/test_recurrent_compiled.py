@@ -34,7 +34,7 @@ WHOLE = (
     OPS.lstm_backward_of_sums.default,
 )
 NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
-needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C on one thread with dot products, without AMX")
+needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
 
 
 class Net(nn.Module):
@@ -244,6 +244,29 @@ def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(kind, revers
 def test_a_compiled_layer_takes_any_size(sizes):
     for ours, torchs, exact in zip(*gradients(recurrent._LstmByKernel, torch.bfloat16, sizes=sizes), strict=True):
         assert is_near(ours, torchs, exact)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 64])
+@pytest.mark.parametrize("sizes", [(3, 2, 7, 5), (4, 9, 64, 80)])
+def test_threads_of_a_compiled_layer_change_no_bit(sizes, threads, monkeypatch):
+    alone, *_ = gradients(recurrent._LstmByKernel, torch.bfloat16, sizes=sizes)
+    monkeypatch.setattr(lstm_kernel, "threads_at_once", lambda elements: threads)
+    together, *_ = gradients(recurrent._LstmByKernel, torch.bfloat16, sizes=sizes)
+    assert all(map(torch.equal, alone, together))
+
+
+def test_where_a_compiled_layer_pays(monkeypatch):
+    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    for threads in (1, 2, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, has_openmp=True)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, has_openmp=False) is (threads == 1)
+    assert not what_pays.lstm_kernel_pays("cpu", torch.float16)
+    assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
 
 
 @needs_kernel

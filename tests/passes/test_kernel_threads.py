@@ -39,13 +39,9 @@ def on(request):
     torch.set_num_threads(threads)
 
 
-def has_openmp():
-    return all(native_code.of_c_library(name) is not None for name in native_code.OPENMP)
-
-
 def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
     library = norm_ops.library(torch.bfloat16)
-    assert (library in native_code._on_openmp) is has_openmp()
+    assert (library in native_code._on_openmp) is native_code.has_openmp()
     one, two = on(1), on(2)
     nothing = (native_code.ctypes.c_void_p * len(native_code.OPENMP))()
     library.use_openmp(nothing)
@@ -58,7 +54,7 @@ def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
     assert all(map(torch.equal, one, own))
 
 
-@pytest.mark.skipif(not has_openmp(), reason="torch runs on another library of threads here")
+@pytest.mark.skipif(not native_code.has_openmp(), reason="torch runs on another library of threads here")
 def test_shares_are_handed_to_openmp():
     library, seen = norm_ops.library(torch.bfloat16), []
     ctypes = native_code.ctypes

@@ -165,6 +165,17 @@ def test_where_it_pays(monkeypatch):
     assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
 
 
+@pytest.mark.parametrize("threads", [2, 3, 64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_threads_have_columns_of_their_own_and_change_no_bit(size, threads, monkeypatch):
+    x, weight, bias = operands(*size)
+    alone = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
+    monkeypatch.setattr(kernel, "threads_at_once", lambda elements: threads)
+    together = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="asks Linux how much memory is held")
 def test_memory_of_threads_ends_with_them():
     def held():  # bytes

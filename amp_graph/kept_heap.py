@@ -17,6 +17,11 @@ from typing import NamedTuple
 from amp_graph.passes.native_code import of_c_library
 
 PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
+FEW, LARGE = (
+    128,
+    4 << 20,
+)  # so many pieces, of at most so many bytes, are made where larger ones come from the heap, too
+FAR = 1 << 32  # bytes between the heap and what is mapped are more
 BESIDE = 2  # times the results: what kernels allocate beside them, and gaps that nothing fits in
 
 
@@ -57,7 +62,7 @@ class KeptHeap:
     def keep(self, owner: object, need: int) -> int:
         """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.
 
-        Pages that nothing has written to are no memory yet: what the need is overestimated by costs nothing.
+        Pages that nothing has written to are no memory yet: what the need is overestimated by costs none.
         """
         calls = self._allocator()
         if calls is None or need < PIECE:
@@ -87,21 +92,37 @@ class KeptHeap:
 
 def _block_beyond(calls: Allocator, size: int) -> int:
     """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses."""
-    pieces = []
-    for _ in range(-(-size // PIECE) + 1):
-        piece = calls.malloc(PIECE)
-        if piece is None:
-            break
-        pieces.append(piece)
-    else:
-        pieces.sort()
-        last = pieces.pop()
-        for piece in pieces:
-            calls.free(piece)
-        return last
-    for piece in pieces:
-        calls.free(piece)
-    return 0
+    piece = max(PIECE, min(size // FEW, LARGE))
+    if piece > PIECE:
+        # As of every tensor of that size: once one was freed, glibc takes others from the heap, unless told otherwise.
+        calls.free(calls.malloc(piece))
+    pieces = _pieces(calls, -(-size // piece) + 1, piece)
+    if piece > PIECE and pieces and pieces[-1] - pieces[0] > FAR + 2 * size:  # each mapped on its own
+        _free(calls, pieces)
+        pieces = _pieces(calls, -(-size // PIECE) + 1, PIECE)
+    if not pieces:
+        return 0
+    last = pieces.pop()
+    _free(calls, pieces)
+    calls.malloc_trim(0)  # their first pages; and where the system maps large ones unasked, all
+    return last
+
+
+def _pieces(calls: Allocator, count: int, size: int) -> list[int]:
+    """Return the addresses of so many blocks, one of them small, in order; of none, where not all can be had."""
+    found: list[int] = []
+    while len(found) < count:
+        made = calls.malloc(size if found else PIECE)
+        if made is None:
+            _free(calls, found)
+            return []
+        found.append(made)
+    return sorted(found)
+
+
+def _free(calls: Allocator, blocks: list[int]) -> None:
+    for block in blocks:
+        calls.free(block)
 
 
 HEAP = KeptHeap(glibc)

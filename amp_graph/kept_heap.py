@@ -17,10 +17,8 @@ from typing import NamedTuple
 from amp_graph.passes.native_code import of_c_library
 
 PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
-FEW, LARGE = (
-    128,
-    4 << 20,
-)  # so many pieces, of at most so many bytes, are made where larger ones come from the heap, too
+# Where glibc takes larger blocks from its heap, too: how many pieces are enough, and the largest.
+FEW, LARGE = 128, 4 << 20
 FAR = 1 << 32  # bytes between the heap and what is mapped are more
 BESIDE = 2  # times the results: what kernels allocate beside them, and gaps that nothing fits in
 

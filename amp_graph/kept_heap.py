@@ -27,7 +27,7 @@ class Allocator(NamedTuple):
     """The C library's functions; addresses are numbers, and 0 is none."""
 
     malloc: Callable[[int], int | None]
-    free: Callable[[int], None]
+    free: Callable[[int | None], None]
     malloc_trim: Callable[[int], int]
 
 

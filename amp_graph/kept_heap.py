@@ -1,8 +1,8 @@
-"""Memory that a step leaves free in the heap of the C library, and the next step takes: no new pages at each step.
+"""Memory that a call leaves free in the heap of the C library, and the next one takes: no new pages at each call.
 
 Before: with a step's last activations the end of the heap is free, glibc gives it back to the system, and the next step
-gets it as new pages, each cleared at the first write to it. After: a small block beyond them keeps the heap as long as
-it is. What is free below serves whoever allocates: it is not set aside for the step.
+gets it as new pages, each cleared at the first write to it. After: a block beyond them keeps the heap as long as it is.
+What is free below serves whoever allocates: it is not set aside.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
-LEFT = "left in the process from step to step (keep_memory=)"
+LEFT = "left in the process for the next call (keep_memory=)"
 FAILED = "nothing was captured: every call ran as it is written"
 
 
@@ -144,7 +144,7 @@ def _of_memory(found: Conversion) -> Iterator[str]:
     """Say of which graphs memory is kept."""
     kept = [str(i) for i, graph in enumerate(found.graphs) if graph.kept_bytes]
     if kept:
-        yield f"memory: what graph {', '.join(kept)} and its backward free is {LEFT}"
+        yield f"memory: what graph {', '.join(kept)} frees is {LEFT}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

@@ -21,8 +21,8 @@ from amp_graph.layout import laid_out_as
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
-from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.needed_memory import most_bytes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
 from amp_graph.passes.text import SHORT, type_text
@@ -272,7 +272,7 @@ def trace_step(
         rows_instead_of_tables(gm)
     make_workspaces(gm)
     done = run_passes(gm, passes)
-    most = Lifetimes.of(gm).most_bytes()
+    most = most_bytes(gm)
     run = lower(gm, given)
     outputs: Any = gm.graph.output_node().args[0]
     returns_gradients = parts.options.outside and parts.options.last and parts.trained

@@ -8,14 +8,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.node_value import tensors, value
-from amp_graph.passes.torch_private import OpOverload, bytes_of, storage_key
+from amp_graph.passes.torch_private import OpOverload
 
 # It returns its argument's memory, and its schema does not say so.
 UNSAID = (torch.ops.aten._unsafe_view.default,)
@@ -81,15 +79,6 @@ class Lifetimes:
             self.joined[old] = new
             self.reads[new] = [*self.reads[new], *self.reads[old]]
 
-    def most_bytes(self) -> int:
-        """Return how many bytes of what the graph makes are needed at the same time, at most."""
-        sizes: dict[int, int] = {}  # what is added at each place, and taken away
-        for root, places in self.reads.items():
-            if root.op == "call_function" and isinstance(found := value(root), torch.Tensor):
-                sizes[self.order[root]] = sizes.get(self.order[root], 0) + bytes_of(found)
-                sizes[max(places) + 1] = sizes.get(max(places) + 1, 0) - bytes_of(found)
-        return max(accumulate(sizes[place] for place in sorted(sizes)), default=0)
-
     def _now(self, root: Node) -> Node:
         while root in self.joined:
             root = self.joined[root]
@@ -109,13 +98,6 @@ class Lifetimes:
         if not isinstance(node.target, OpOverload):
             return own | self._of_all(node.all_input_nodes)
         return self._of_all(_aliased(node, node.target)) or own
-
-
-def bytes_made(gm: GraphModule) -> int:
-    """Return how many bytes a captured graph makes in all, as backward may want each of them: by storages."""
-    own = {storage_key(t) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") for t in tensors(value(n))}
-    made = {storage_key(t): bytes_of(t) for n in gm.graph.nodes for t in tensors(value(n))}
-    return sum(size for key, size in made.items() if key not in own)
 
 
 def _aliased(node: Node, op: OpOverload) -> list[Node]:

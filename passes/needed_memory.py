@@ -37,8 +37,8 @@ def bytes_made(gm: GraphModule) -> int:
 
 
 def _storages(gm: GraphModule) -> list[_Storage]:
-    """Return what ``gm`` makes; its inputs, and what views of them are, are not among it."""
-    given: set[int | None] = set()
+    """Return what ``gm`` makes; not its inputs, views of them, and what has no storage (sparse, wrapped tensors)."""
+    given: set[int | None] = {None}
     made: dict[int | None, _Storage] = {}
     for place, node in enumerate(gm.graph.nodes):
         own = tensors(value(node))

@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.tiled_code import best
 
+OF_AN_ELEMENT = 8  # multiplications in the time that one element of other kernels takes
 SOURCE = Path(__file__).with_name("linear_kernel.c")
 
 
@@ -96,7 +97,8 @@ def _run(
     if bias is not None and not (bias.numel() == sizes[1] and bias.is_contiguous()):
         bias = bias.expand(sizes[1]).contiguous()
     added = 0 if bias is None else bias.data_ptr()
-    steps, threads = (*a.stride(), *b_steps), threads_at_once(sizes[1] * sizes[2])
+    threads = threads_at_once(sizes[1] * sizes[2] * max(OF_AN_ELEMENT, sizes[0]) // OF_AN_ELEMENT)
+    steps = (*a.stride(), *b_steps)
     table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, threads)
     if compiled.product(array("q", table).tobytes()):
         raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.linear_kernel import panels_of
+from amp_graph.passes.linear_kernel import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
@@ -23,7 +23,6 @@ from amp_graph.passes.torch_private import cpu_has_amx
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
-OF_AN_ELEMENT = 16  # multiplications in the time that one element of other kernels takes
 
 
 @lru_cache

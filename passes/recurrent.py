@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.lstm_backward import lstm_backward
 from amp_graph.passes.lstm_kernel import library
-from amp_graph.passes.native_code import has_openmp
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import keeps_lstm_workspaces, outside_modes
 from amp_graph.passes.what_pays import lstm_backward_pays, lstm_kernel_pays
@@ -84,7 +83,7 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
 
 
 def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
-    if lstm_kernel_pays(device, dtype, has_openmp()) and library() is not None:
+    if lstm_kernel_pays(device, dtype) and library() is not None:
         return _LstmByKernel
     return _LstmByProducts if lstm_backward_pays(device, dtype, batch, size) else _LstmLayer
 

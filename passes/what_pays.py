@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from amp_graph.passes.native_code import has_openmp, threads_for
 from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
 # Products of queries and keys of one head up to which materializing them beats the CPU's flash backward.
@@ -99,12 +100,12 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
 
 
 # Multiplications up to which a linear over few rows is faster by our kernel, and elements of its weight, which may lie
-# twice: for few rows here, and for many in another graph. With several threads oneDNN spreads it on them.
+# twice: for few rows here, and for many in another graph.
 MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20
-MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL = 1 << 21, 1 << 18
+MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE = 1 << 21, 1 << 18  # where oneDNN spreads it on threads, and we do not
 MOST_OF_FEW_BY_UNITS = 1 << 22  # with matrix units, which were not timed: what a call of oneDNN costs is seen
-# Rows over which a weight of any size is read from memory faster than oneDNN does, with so many threads; ours is one.
-MOST_ROWS_OF_ANY = {1: 16, 2: 2}
+MOST_ROWS_OF_ANY = 16  # over which a weight of any size is read from memory faster than oneDNN does
+OF_A_PANEL = 64  # outputs: a thread has at least so many
 
 
 def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
@@ -114,22 +115,22 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
     times as fast up to 32 rows of 64 x 64, 2.5 to 1.4 times for 1 to 32 of 256 x 256, 1.6 to 1.1 for 4 to 32 of
     768 x 768, 1.05 from 64 on. Weights that no cache holds, 768 x 3072 to 4096 x 4096: 1.7 times for one row (25 GB/s,
     oneDNN 14), 2.0 for 2, 1.3 to 1.5 for 4, 0.9 to 1.1 for 6, 1.3 for 8, 1.1 for 12 and 1.0 to 1.1 for 16 and 32
-    (``--cold``). With two threads 1.1 to 1.3 times for 1 and 2 of those, 0.9 to 1.1 for 4, 0.6 to 0.8 for more; 1.1 for
-    32 of 256 x 256, 0.93 for one of 768 x 768.
+    (``--cold``). With two of OpenMP's threads on both sides 1.2 to 2.6 times up to 32 rows of 1024 x 1024, 1.1 to 1.3
+    from memory for 1 to 8 rows, 0.94 to 1.1 for 6 and 16.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
         return False
     most, of_a_weight = MOST_OF_FEW_BY_UNITS if cpu_has_amx() else MOST_OF_FEW, MOST_OF_A_WEIGHT
-    if not cpu_has_amx() and rows <= MOST_ROWS_OF_ANY.get(torch.get_num_threads(), 0):
+    if torch.get_num_threads() > 1 and (cpu_has_amx() or not has_openmp()):
+        most, of_a_weight = MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE
+    elif not cpu_has_amx() and rows <= MOST_ROWS_OF_ANY and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
         return rows * outputs * inputs > 0
-    if torch.get_num_threads() > 1:
-        most, of_a_weight = MOST_OF_FEW_BY_SEVERAL, MOST_OF_A_WEIGHT_BY_SEVERAL
     return 0 < rows * outputs * inputs <= most and outputs * inputs <= of_a_weight
 
 
-# Multiplications up to which a linear that trains is faster by our kernel, with one thread and with several; elements
-# of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
-MOST_TRAINED, MOST_TRAINED_BY_SEVERAL, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
+# Multiplications up to which a linear that trains is faster by our kernel, and where oneDNN alone has threads;
+# elements of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
+MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
 MOST_TRAINED_BY_UNITS = 1 << 21  # with matrix units, which were not timed
 
 
@@ -138,12 +139,13 @@ def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, 
 
     bf16 on CPU with dot products, one thread, under autograd (``benchmarks/linears.py --training``): 1.6 times as fast
     for 4 to 64 rows of 64 x 64, 1.4 for 256; 1.4 to 1.3 times for 1 to 64 of 256 x 256, 1.1 for 256; 1.2 for 32 of
-    512 x 256, 0.8 for 32 of 768 x 768. With two threads 1.3 times for 16 of 256 x 256, 1.1 for 32.
+    512 x 256, 0.8 for 32 of 768 x 768. With two threads the same, 1.5 for 32 and 64 of 256 x 256.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or rows < 2:
         return False
     most = MOST_TRAINED_BY_UNITS if cpu_has_amx() else MOST_TRAINED
-    most = most if torch.get_num_threads() == 1 else MOST_TRAINED_BY_SEVERAL
+    if torch.get_num_threads() > 1 and (cpu_has_amx() or not has_openmp()):
+        most = MOST_TRAINED_BY_ONE
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= MOST_OF_A_TRAINED_WEIGHT
     return fits and rows * outputs * inputs <= most
 
@@ -202,15 +204,15 @@ def lstm_backward_pays(device: str, dtype: torch.dtype, batch: int, size: int) -
     return fits and size >= FEWEST_OF_A_STATE and batch * STATES_OF_A_BATCH <= size
 
 
-def lstm_kernel_pays(device: str, dtype: torch.dtype, has_openmp: bool = True) -> bool:
-    """Say whether an LSTM layer that trains is faster by compiled C, which ``has_openmp``'s threads or one.
+def lstm_kernel_pays(device: str, dtype: torch.dtype) -> bool:
+    """Say whether an LSTM layer that trains is faster by compiled C, on OpenMP's threads or one.
 
     bf16 on CPU with dot products, forward and backward (``benchmarks/lstm_backward.py``): 1.35 to 1.5 times as fast
     as oneDNN for 64 steps of 32 states of 512, 1.2 to 2.9 for 8 and 16, 1.2 for 64, 1.1 for 128; 1.7 for 32 of 1,024,
-    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.1 to 2.2. It does without matrix units.
+    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.0 to 2.4. It does without matrix units.
     """
     known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and not cpu_has_amx()
-    return known and (has_openmp or torch.get_num_threads() == 1)
+    return known and (torch.get_num_threads() == 1 or has_openmp())
 
 
 def folding_pays(device: str, dtype: torch.dtype) -> bool:

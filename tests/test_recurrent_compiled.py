@@ -261,8 +261,11 @@ def test_where_a_compiled_layer_pays(monkeypatch):
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
     for threads in (1, 2, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, has_openmp=True)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, has_openmp=False) is (threads == 1)
+        monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
+        monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16) is (threads == 1)
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
     assert not what_pays.lstm_kernel_pays("cpu", torch.float16)
     assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16)
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)

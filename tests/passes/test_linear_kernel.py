@@ -157,11 +157,14 @@ def test_where_it_pays(monkeypatch):
         with_units.setattr(what_pays, "cpu_has_amx", lambda: True)
         assert what_pays.panels_pay("cpu", BF16, 1, 768, 768)
         assert not what_pays.panels_pay("cpu", BF16, 1, 3072, 768)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
     assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
-    assert what_pays.panels_pay("cpu", BF16, 2, 768, 768)
-    assert not what_pays.panels_pay("cpu", BF16, 3, 768, 768)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert what_pays.panels_pay("cpu", BF16, 16, 3072, 768)
+    assert not what_pays.panels_pay("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
+    assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
+    assert not what_pays.panels_pay("cpu", BF16, 16, 3072, 768)
     assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
 
 

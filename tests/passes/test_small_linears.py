@@ -292,5 +292,9 @@ def test_sizes_that_pay(monkeypatch):
     assert not pays("cpu", BF16, 2048, 512, 13)
     assert not pays("cpu", BF16, 1024, 256, 256)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert not pays("cpu", BF16, 32, 256, 256)
+    for shared in (True, False):
+        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
+        assert pays("cpu", BF16, 32, 256, 256) is shared
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    assert not pays("cpu", BF16, 32, 256, 256), "not timed"
     assert small_linears.small_linear_pays is pays

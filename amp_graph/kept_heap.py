@@ -1,4 +1,4 @@
-"""Memory that a call leaves free in the heap of the C library, and the next one takes: no new pages at each call.
+"""Memory that a step leaves free in the heap of the C library, and the next one takes: no new pages at each step.
 
 Before: with a step's last activations the end of the heap is free, glibc gives it back to the system, and the next step
 gets it as new pages, each cleared at the first write to it. After: a block beyond them keeps the heap as long as it is.
@@ -20,7 +20,7 @@ PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, wha
 # Where glibc takes larger blocks from its heap, too: how many pieces are enough, and the largest.
 FEW, LARGE = 128, 4 << 20
 FAR = 1 << 32  # bytes between the heap and what is mapped are more
-BESIDE = 2  # times the results: what kernels allocate beside them, and gaps that nothing fits in
+BESIDE = 2  # times what is alive at once: what kernels allocate beside that, and gaps that nothing fits in
 
 
 class Allocator(NamedTuple):
@@ -46,7 +46,7 @@ def glibc() -> Allocator | None:
 class KeptHeap:
     """Keeps the heap so long that the largest of the needs of all owners that are alive fits in.
 
-    For the thread that asks: glibc gives others heaps of their own. Other C libraries keep memory by themselves.
+    Other C libraries than glibc keep memory by themselves.
     """
 
     def __init__(self, allocator: Callable[[], Allocator | None]) -> None:
@@ -60,32 +60,34 @@ class KeptHeap:
     def keep(self, owner: object, need: int) -> int:
         """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.
 
-        Pages that nothing has written to are no memory yet: what the need is overestimated by costs none.
+        Pages that nothing has written to are no memory yet. Threads but the main one have heaps of 64 MiB each: nothing
+        is kept for them.
         """
         calls = self._allocator()
-        if calls is None or need < PIECE:
+        if calls is None or need < PIECE or threading.current_thread() is not threading.main_thread():
             return 0
         with self._lock:
             self._needs[id(owner)] = need
             weakref.finalize(owner, self._leave, id(owner)).atexit = False
             if need > self._size:
-                block = _block_beyond(calls, int(need * BESIDE))
+                block = _block_beyond(calls, need)
                 if not block:
                     return 0
                 block, self._block = self._block, block
                 self._size = need
                 calls.free(block)
-            return self._size
+            return need
 
     def _leave(self, owner: int) -> None:
         with self._lock:
             self._needs.pop(owner, None)
-            calls = self._allocator()
-            if calls is None or self._needs:
+            calls, need = self._allocator(), max(self._needs.values(), default=0)
+            if calls is None or need >= self._size:
                 return
-            block, self._block, self._size = self._block, 0, 0
-            calls.free(block)
+            calls.free(self._block)
             calls.malloc_trim(0)  # also what lies between blocks that others have put there meanwhile
+            self._block = _block_beyond(calls, need) if need else 0
+            self._size = need if self._block else 0
 
 
 def _block_beyond(calls: Allocator, size: int) -> int:

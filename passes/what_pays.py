@@ -84,6 +84,11 @@ def cross_entropy_in_parts_pays(device: str, dtype: torch.dtype, rows: int, clas
     return device == "cpu" and dtype == torch.bfloat16 and rows * classes >= FEWEST_LOGITS and multiplies_bf16()
 
 
+def _shares_threads() -> bool:
+    """Say whether our products run on as many threads as oneDNN's, and were timed so: not with matrix units."""
+    return torch.get_num_threads() == 1 or (has_openmp() and not cpu_has_amx())
+
+
 # A product with fewer outputs runs another kernel, which wants no layout of its own.
 FEWEST_OUTPUTS = 16
 
@@ -121,7 +126,7 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
         return False
     most, of_a_weight = MOST_OF_FEW_BY_UNITS if cpu_has_amx() else MOST_OF_FEW, MOST_OF_A_WEIGHT
-    if torch.get_num_threads() > 1 and (cpu_has_amx() or not has_openmp()):
+    if not _shares_threads():
         most, of_a_weight = MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE
     elif not cpu_has_amx() and rows <= MOST_ROWS_OF_ANY and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
         return rows * outputs * inputs > 0
@@ -144,7 +149,7 @@ def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, 
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or rows < 2:
         return False
     most = MOST_TRAINED_BY_UNITS if cpu_has_amx() else MOST_TRAINED
-    if torch.get_num_threads() > 1 and (cpu_has_amx() or not has_openmp()):
+    if not _shares_threads():
         most = MOST_TRAINED_BY_ONE
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= MOST_OF_A_TRAINED_WEIGHT
     return fits and rows * outputs * inputs <= most
@@ -212,7 +217,7 @@ def lstm_kernel_pays(device: str, dtype: torch.dtype) -> bool:
     1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.0 to 2.4. It does without matrix units.
     """
     known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and not cpu_has_amx()
-    return known and (torch.get_num_threads() == 1 or has_openmp())
+    return known and _shares_threads()
 
 
 def folding_pays(device: str, dtype: torch.dtype) -> bool:

@@ -132,7 +132,7 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
     """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
     for traced in captured.steps.values():
-        kept = f"; {size_text(traced.kept_bytes)} are {LEFT}" if traced.kept_bytes else ""
+        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT}" if traced.kept_bytes else ""
         yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
@@ -144,7 +144,7 @@ def _of_memory(found: Conversion) -> Iterator[str]:
     """Say of which graphs memory is kept."""
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
-            yield f"memory: {size_text(graph.kept_bytes)} of what graph {i} and its backward free are {LEFT}"
+            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} and its backward free are {LEFT}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

@@ -136,8 +136,17 @@ class Conversion:
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
-        if self._alone and self._kind_of(args, kwargs) in self._alone:
-            return self._wide(*args, **kwargs)
+        if self._alone:
+            if len(args) == 1 and not kwargs and type(one := args[0]) is torch.Tensor:
+                # _kind_of written out: to call it would take as long as all else here.
+                try:
+                    alone = (self.model.training, torch.is_grad_enabled(), one.shape, one.device) in self._alone
+                except (RuntimeError, TypeError):  # a nested tensor has no shape, a symbolic size no hash
+                    alone = False
+                if alone:
+                    return self._wide(one)
+            elif self._kind_of(args, kwargs) in self._alone:
+                return self._wide(*args, **kwargs)
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)

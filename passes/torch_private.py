@@ -630,7 +630,10 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    return _tracing_state() is not None or torch.compiler.is_exporting()
+
+
+_tracing_state = torch._C._get_tracing_state
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

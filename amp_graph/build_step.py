@@ -24,7 +24,7 @@ from amp_graph.devices import device_of
 from amp_graph.embedding_rows import tables_of
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import group_updates
-from amp_graph.kept_heap import BESIDE, HEAP
+from amp_graph.kept_heap import HEAP
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import OnePass, plan_one_pass
@@ -96,7 +96,7 @@ class StepBuilder:
         with one_capture_at_a_time():
             step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
         if self.policy.keeps_memory and device_of(gm) == "cpu":
-            step.kept_bytes = HEAP.keep(step, BESIDE * step.most_bytes)
+            step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies

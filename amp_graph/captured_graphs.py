@@ -19,7 +19,7 @@ from amp_graph.complaints import Complaints
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.escape import without_autocast
 from amp_graph.escaped_code import EscapedCode
-from amp_graph.kept_heap import BESIDE, HEAP
+from amp_graph.kept_heap import HEAP
 from amp_graph.name_nodes import name_nodes
 from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError
@@ -103,7 +103,7 @@ class CapturedGraphs:
         if not record.grad or not self.policy.keeps_memory or device_of(gm) != "cpu":
             return 0
         gradients = sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
-        return HEAP.keep(record, BESIDE * (bytes_made(gm) + gradients))
+        return HEAP.keep_for_steps(record, bytes_made(gm) + gradients)
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""

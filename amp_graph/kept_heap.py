@@ -59,6 +59,10 @@ class KeptHeap:
         self._block = 0  # the address of what stands at the end
         self._lock = threading.RLock()  # an owner may die, and say so, while another one is taken up
 
+    def keep_for_steps(self, owner: object, at_once: int) -> int:
+        """Keep what steps need that have ``at_once`` bytes of tensors alive at the same time; as ``keep``."""
+        return self.keep(owner, BESIDE * at_once)
+
     def keep(self, owner: object, need: int) -> int:
         """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.
 

@@ -628,12 +628,12 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+_tracing_state = torch._C._get_tracing_state  # looked up once: every call of a converted model asks
+
+
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
     return _tracing_state() is not None or torch.compiler.is_exporting()
-
-
-_tracing_state = torch._C._get_tracing_state
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -166,6 +166,13 @@ class Conversion:
         before, alone = self.runs, self.captured.runs_left_alone
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
+        except RuntimeError as error:  # guards read strides, which a nested tensor of the strided layout has not
+            self.said.complain(
+                f"called with what guards of captured code cannot look at: it ran {self.escaped.how}",
+                str(error).partition(". ")[0],
+            )
+            return self.escaped.run(self._wide, args, kwargs)
+        try:
             result = (found or self._run)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):

@@ -481,6 +481,21 @@ def test_a_dispatch_mode_is_nothing_to_a_model_left_as_it_is():
     assert mode.dtypes == [torch.float32] * 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_a_nested_tensor_whose_strides_no_guard_can_read_is_not_captured_and_does_no_harm(policy, dtype):
+    model, x = amp_graph.convert(nn.Linear(16, 4), policy), torch.randn(3, 16)
+    ragged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    model(x)
+    with pytest.warns(AmpGraphWarning, match="guards of captured code cannot look at.*strides"):
+        found = model(ragged)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == BF16):
+        expected = F.linear(ragged, model.weight, model.bias)
+    for one, other in zip(found.unbind(), expected.unbind(), strict=True):
+        assert torch.equal(one, other.float())
+    assert_runs_low(model, x)
+
+
 def test_flops_of_a_converted_model_can_be_counted():
     model, x = amp_graph.convert(Net()), torch.randn(3, 16)
     model(x)

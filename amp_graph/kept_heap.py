@@ -75,13 +75,14 @@ class KeptHeap:
         with self._lock:
             self._needs[id(owner)] = need
             weakref.finalize(owner, self._leave, id(owner)).atexit = False
-            if need > self._size:
-                block = _block_beyond(calls, need)
-                if not block:
-                    return 0
-                block, self._block = self._block, block
-                self._size = need
-                calls.free(block)
+            most = max(self._needs.values())
+            # Anew, though it may need no more: what lasts, as an optimizer's state, has come to lie before the last.
+            block = _block_beyond(calls, most)
+            if not block:
+                return need if self._size >= need else 0
+            block, self._block = self._block, block
+            self._size = most
+            calls.free(block)
             return need
 
     def _leave(self, owner: int) -> None:

@@ -177,6 +177,17 @@ def test_one_block_stands_beyond_the_largest_need_of_all_that_live():
     assert not memory.blocks
 
 
+def test_what_has_come_to_stay_in_the_heap_leaves_a_new_owner_as_much_as_it_needs():
+    memory = Memory()
+    heap, first, second = KeptHeap(memory.allocator), Owner(), Owner()
+    heap.keep(first, 10 * PIECE)
+    moments = {memory.malloc(PIECE) for _ in range(6)}
+    assert max(moments) < 11
+    assert heap.keep(second, 5 * PIECE) == 5 * PIECE
+    (block,) = memory.blocks - moments
+    assert block - 1 - len(moments) >= 10  # free before it, as any of the two may need
+
+
 def test_what_the_system_refuses_is_given_back_and_the_heap_stays_as_it_was():
     memory = Memory()
     heap, owner, large = KeptHeap(memory.allocator), Owner(), Owner()
@@ -184,6 +195,8 @@ def test_what_the_system_refuses_is_given_back_and_the_heap_stays_as_it_was():
     kept = set(memory.blocks)
     memory.most = 15
     assert heap.keep(large, 20 * PIECE) == 0
+    assert memory.blocks == kept
+    assert heap.keep(Owner(), 5 * PIECE) == 5 * PIECE, "there it is, as long as nothing else has taken it"
     assert memory.blocks == kept
     del large, owner
     assert not memory.blocks

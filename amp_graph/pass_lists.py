@@ -13,6 +13,7 @@ from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
+from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
@@ -82,6 +83,7 @@ def passes_for(
         ChannelsLast(),
         *pointwise,
         Convolution(),
+        ConvTranspose(),
         AlignShapes(policy.device or device),
         *batch_norms,
         *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),

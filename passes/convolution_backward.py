@@ -1,8 +1,10 @@
-"""What converted graphs call for convolutions of small images that train: the weight's gradient is one product.
+"""What converted graphs call for convolutions that train, of which the CPU's kernel is slow for one gradient.
 
-Before: ``conv2d(x, w)``, whose CPU kernel walks over the few places of a small image to sum up the gradient of ``w``.
-After: ``conv2d_low(x, w)``: the same forward; backward lays out the patches in rows and multiplies them with the
-gradient (im2col: Chellapilla et al., "High Performance Convolutional Neural Networks for Document Processing", 2006).
+Before: ``conv2d(x, w)``, whose kernel walks over the few places of a small image to sum up the gradient of ``w``; and
+``conv_transpose2d(x, w, b)``, whose kernel sums up that of ``b`` number by number. After: the same forwards.
+``conv2d_low(x, w)`` lays out the patches in rows in backward and multiplies them with the gradient (im2col: Chellapilla
+et al., "High Performance Convolutional Neural Networks for Document Processing", 2006). ``conv_transpose_low(x, w, b)``
+sums the gradient by torch's own ``sum``.
 """
 
 from __future__ import annotations
@@ -43,11 +45,9 @@ class _Conv2d(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph=True: by operations that have a second derivative
+        if torch.is_grad_enabled():
             out = F.conv2d(x, weight, bias, ctx.stride, ctx.padding)
-            wanted = [t for t, needed in zip((x, weight, bias), need, strict=True) if needed]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return *(next(found) if needed else None for needed in need), None, None
+            return *_derivable(out, (x, weight, bias), need, grad), None, None
         dx = dbias = None
         if need[0] or need[2]:
             sizes = None if bias is None else list(bias.shape)
@@ -56,6 +56,59 @@ class _Conv2d(torch.autograd.Function):
             dx, _, dbias = kernel(grad, x, weight, sizes, *how, [need[0], False, need[2]])
         dweight = weight_gradient(grad, x, weight, ctx.stride, ctx.padding) if need[1] else None
         return dx, dweight, dbias, None, None
+
+
+def conv_transpose_low(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+) -> Tensor:
+    """``F.conv_transpose2d``, 1d or 3d, whose bias' gradient is one sum over batch and places.
+
+    x: [batch, channels, *places]; weight: [channels, out / groups, *kernel]; bias: [out], of one dtype; a number for
+    each dimension of the places. Forward and the gradients of ``x`` and ``weight`` are torch's own. The bias' gradient
+    is summed in fp32 and rounded once, as the kernel's is: oneDNN has no other than the reference's, a loop (its
+    src/cpu/ref_deconvolution.cpp).
+    """
+    how = (tuple(stride), tuple(padding), tuple(dilation), True, tuple(output_padding), groups)
+    trains = torch.is_grad_enabled() and bias.requires_grad
+    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight, bias)):
+        return torch.convolution(x, weight, bias, *how)
+    return _ConvTranspose.apply(x, weight, bias, how)
+
+
+class _ConvTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, how: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.how = how
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            out = torch.convolution(x, weight, bias, *ctx.how)
+            return *_derivable(out, (x, weight, bias), need, grad), None
+        dx = dweight = None
+        if need[0] or need[1]:
+            kernel = torch.ops.aten.convolution_backward
+            dx, dweight, _ = kernel(grad, x, weight, None, *ctx.how, [need[0], need[1], False])
+        dbias = grad.sum((0, *range(2, grad.dim()))) if need[2] else None
+        return dx, dweight, dbias, None
+
+
+def _derivable(out: Tensor, given: Sequence[Tensor | None], need: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of what ``out`` was made from by operations that have a second derivative."""
+    wanted = [t for t, needed in zip(given, need, strict=True) if needed]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in need]
 
 
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:

@@ -102,6 +102,49 @@ INLINE Halves narrow_all(Vector given) { /* likewise */
 
 #endif
 
+/* -- parts of a vector: `n` numbers and zeros behind them; `n` is a constant but at the end of a row ---------------- */
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+
+INLINE Vector read_full(const float* from, int64_t n) {
+  return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), from);
+}
+
+INLINE Vector read_low(const Low* from, int64_t n) {
+  return widen_all((Halves)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), from));
+}
+
+INLINE void write_full(float* to, int64_t n, Vector given) {
+  _mm512_mask_storeu_ps(to, (__mmask16)((1u << n) - 1), (__m512)given);
+}
+
+INLINE void write_low(Low* to, int64_t n, Vector given) {
+  _mm256_mask_storeu_epi16(to, (__mmask16)((1u << n) - 1), (__m256i)narrow_all(given));
+}
+
+#else
+
+INLINE Vector read_full(const float* from, int64_t n) {
+  Vector found = {0};
+  memcpy(&found, from, n * sizeof(float));
+  return found;
+}
+
+INLINE Vector read_low(const Low* from, int64_t n) {
+  Halves low = {0};
+  memcpy(&low, from, n * sizeof(Low));
+  return widen_all(low);
+}
+
+INLINE void write_full(float* to, int64_t n, Vector given) { memcpy(to, &given, n * sizeof(float)); }
+
+INLINE void write_low(Low* to, int64_t n, Vector given) {
+  const Halves low = narrow_all(given);
+  memcpy(to, &low, n * sizeof(Low));
+}
+
+#endif
+
 /* -- threads ---------------------------------------------------------------------------------------------------- */
 
 /* How many threads take part where so many are wanted. */

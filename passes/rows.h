@@ -27,26 +27,16 @@ INLINE Rows row_of(const Rows* all, int64_t row, int64_t width) {
   return found;
 }
 
-/* `n` numbers from column `i` on; zeros behind them. `n` is a constant but at the end of a row. */
+/* `n` numbers from column `i` on; zeros behind them. */
 INLINE Vector load(const Rows* row, int64_t i, int64_t n) {
-  Vector found = {0};
-  if (row->kind == FULL) {
-    memcpy(&found, (const float*)row->at + i, n * 4);
-  } else if (row->kind == LOW) {
-    Halves low = {0};
-    memcpy(&low, (const uint16_t*)row->at + i, n * 2);
-    found = widen_all(low);
-  }
-  return found;
+  const Vector none = {0};
+  if (row->kind == FULL) return read_full((const float*)row->at + i, n);
+  return row->kind == LOW ? read_low((const Low*)row->at + i, n) : none;
 }
 
 INLINE void store(const Rows* row, int64_t i, int64_t n, Vector given) {
-  if (row->kind == FULL) {
-    memcpy((float*)row->at + i, &given, n * 4);
-  } else if (row->kind == LOW) {
-    const Halves low = narrow_all(given);
-    memcpy((uint16_t*)row->at + i, &low, n * 2);
-  }
+  if (row->kind == FULL) write_full((float*)row->at + i, n, given);
+  else if (row->kind == LOW) write_low((Low*)row->at + i, n, given);
 }
 
 INLINE double sum_of(Vector lanes) {

@@ -1,6 +1,7 @@
 """What converted graphs call for a batch norm that trains and the relu behind it, or behind a sum with others.
 
-Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone.
+Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone, as
+``norm_alone`` does where there is no relu.
 ``relu(batch_norm(x, ...) + other)`` becomes ``norm_add_relu(x, other, ...)``, which saves its result, too.
 """
 
@@ -41,6 +42,19 @@ def norm_and_relu(
     as torch does.
     """
     return _made(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
+
+
+def norm_alone(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``F.batch_norm(x, ..., training=True)``; all else as for ``norm_and_relu``."""
+    return norm_and_relu(x, running_mean, running_var, weight, bias, momentum, eps, False)
 
 
 def norm_add_relu(

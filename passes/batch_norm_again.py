@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.recompute_makers import marked
 from amp_graph.passes.recompute_recipes import KEY, computed, is_known, may_hook, sources_of, value_of
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
@@ -19,6 +19,11 @@ from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:
     """``norm_and_relu`` whose result can be computed again."""
     return marked(norm_and_relu(x, *given), (x, *_parameters(given)))
+
+
+def norm_alone_computed_again(x: Tensor, *given: Any) -> Tensor:
+    """``norm_alone`` whose result can be computed again."""
+    return marked(norm_alone(x, *given), (x, *_parameters(given)))
 
 
 def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tensor:

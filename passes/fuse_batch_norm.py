@@ -1,8 +1,8 @@
-"""Let a batch norm that trains and the relu behind it be one operation, which saves nothing but the norm's input.
+"""Let a batch norm that trains, and a relu behind it, be one operation, which saves nothing but the norm's input.
 
 Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``. After:
 ``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``. At the end of a residual block, ``h = relu(n + other)``
-becomes ``norm_add_relu(x, other, ...)``.
+becomes ``norm_add_relu(x, other, ...)``; with neither behind it, the norm becomes ``norm_alone(x, ...)``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
-from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.batch_norm_ops import library
 from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.formulas import Formula, is_written_meanwhile, operation
@@ -40,11 +40,11 @@ LOWS = (torch.bfloat16, torch.float16)
 class FuseBatchNorm(Pass):
     """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
 
-    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself, nobody but the
-    relu, or the sum that it alone reads, reads the norm. A norm without a relu stays: torch's takes as long. Exactness:
-    rounding-equal, of a sum one rounding less; statistics and gradients are summed in fp32 by blocks and in fp64 over
-    them, and the result and the input's gradient are computed in fp32 and rounded once, as torch's are. Only where C
-    can be compiled, and from a size on that pays.
+    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. Where others
+    than a relu, or than the sum that it alone reads, read the norm, the norm alone is replaced, by ``norm_alone``.
+    Exactness: rounding-equal, of a sum one rounding less; statistics and gradients are summed in fp32 by blocks and in
+    fp64 over them, and the result and the input's gradient are computed in fp32 and rounded once, as torch's are. Only
+    where C can be compiled, and from a size on that pays.
     """
 
     name: ClassVar[str] = "fuse-batch-norm"
@@ -57,14 +57,16 @@ class FuseBatchNorm(Pass):
             if not _is_trained_batch_norm(node):
                 continue
             given = batch_norm_arguments(node)
-            found = _relu_behind(node)
-            reason = _why_not(node, given) if found is not None else "no relu alone reads it"
-            if found is None or reason:
+            reason = _why_not(node, given)
+            if reason:
                 skips.append(Skip(node.name, reason))
                 continue
-            made = _rewrite(gm, node, found, given)
-            told = f"norm{', sum' if found.other else ''} and relu of {tuple(value(made).shape)} in one operation"
-            changes.append(Change(self.name, "fused", made.name, told))
+            found = _relu_behind(node)
+            made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
+            parts = "norm" if found is None else f"norm{', sum' if found.other else ''} and relu"
+            changes.append(
+                Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
+            )
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
@@ -137,6 +139,13 @@ def _only_reader(node: Node) -> Node | None:
     if not isinstance(made, torch.Tensor) or made.dtype != value(node).dtype:
         return None
     return user if place_of(user) == place_of(node) and is_trained(user) else None
+
+
+def _alone(node: Node, given: dict[str, Any]) -> Node:
+    """Put a call of ours in the place of a norm; return it."""
+    node.target, node.kwargs = norm_alone, {}
+    node.args = tuple(given[name] for name in ARGUMENTS if name != "training")
+    return node
 
 
 def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:

@@ -15,11 +15,12 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import batch_norm_again, facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.batch_norm_again import (
     SUMMED,
     norm_add_relu_computed_again,
     norm_add_relu_kept,
+    norm_alone_computed_again,
     norm_and_relu_computed_again,
 )
 from amp_graph.passes.checkpoints import CHECKPOINT
@@ -56,7 +57,8 @@ KINDS = {
 }
 SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
-NORMS = (batch_norm_computed_again, norm_and_relu, norm_and_relu_computed_again)
+ALONE = (norm_alone, norm_alone_computed_again)
+NORMS = (batch_norm_computed_again, norm_and_relu, norm_and_relu_computed_again, *ALONE)
 FUSED: dict[Any, Any] = {norm_and_relu: norm_and_relu_computed_again, norm_add_relu: norm_add_relu_computed_again}
 
 
@@ -237,8 +239,8 @@ def _replace(node: Node, relu: Any) -> None:
         kept = node.target is norm_add_relu and relu is relu_kept
         node.target = norm_add_relu_kept if kept else FUSED[node.target]
         return
-    if node.target is add_norm:
-        node.target = add_norm_computed_again
+    if node.target in (add_norm, norm_alone):
+        node.target = add_norm_computed_again if node.target is add_norm else norm_alone_computed_again
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)

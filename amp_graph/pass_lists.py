@@ -15,6 +15,7 @@ from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
+from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
@@ -26,6 +27,7 @@ from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
+from amp_graph.passes.global_pool import GlobalPool
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -84,6 +86,8 @@ def passes_for(
         *pointwise,
         Convolution(),
         ConvTranspose(),
+        Depthwise(),
+        GlobalPool(),
         AlignShapes(policy.device or device),
         *batch_norms,
         *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.global_pool import averages_places
 from amp_graph.passes.image_layout import CONVOLUTIONS, Layouts, is_channels_last, is_image, keeps_layout
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
@@ -30,9 +31,9 @@ KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_g
 class ChannelsLast(Pass):
     """Replaces the contiguous input of convolutions by a channels_last one when ``what_pays`` says so.
 
-    Law: only layouts change. Operations that work on any layout pass it on; every other reader, and the graph's
-    outputs, are given a contiguous copy. Left alone: graphs whose convolutions read channels_last tensors already.
-    Exactness: rounding-equal, kernels sum in another order.
+    Law: only layouts change. Operations that work on any layout pass it on; every other reader, but for averages over
+    all places, and the graph's outputs are given a contiguous copy. Left alone: graphs whose convolutions read
+    channels_last tensors already. Exactness: rounding-equal, kernels sum in another order.
     """
 
     name: ClassVar[str] = "channels-last"
@@ -78,7 +79,7 @@ class _Conversion:
         for source in sources:
             if converts and source not in self.last and self._joins(node, source):
                 self._give(node, source, True)
-            elif not converts and source in self.last and is_image(value(source)):
+            elif not converts and source in self.last and is_image(value(source)) and not averages_places(node):
                 self._give(node, source, False)
         if converts:
             node.meta["val"] = self._fresh(node, value(node))
@@ -89,7 +90,7 @@ class _Conversion:
 
     def _passes_on(self, node: Node) -> bool:
         """Say whether ``node`` may work on channels_last images; a cast for readers of strides is behind the copy."""
-        if CAST in node.meta and not any(self.layouts.may_convert(user) for user in node.users):
+        if CAST in node.meta and not any(self.layouts.may_convert(u) or averages_places(u) for u in node.users):
             return False
         return self.layouts.may_convert(node)
 

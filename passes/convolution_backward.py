@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 
@@ -104,9 +105,62 @@ class _ConvTranspose(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+def depthwise_low(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    own_weight: bool,
+    own_input: bool,
+) -> Tensor:
+    """``F.conv2d`` with a group for each channel, of whose backward compiled C does some.
+
+    x: [batch, channels, height, width], channels_last; weight: [channels, 1, kernel height, kernel width], of one
+    dtype, bf16 or fp16. Forward is torch's own. ``own_weight``: so are the gradients of weight and bias not;
+    ``own_input``: nor that of ``x``. Sums are fp32, rounded once.
+    """
+    how = (tuple(stride), tuple(padding), (1, 1), False, (0, 0), x.shape[1])
+    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight)):
+        return torch.convolution(x, weight, bias, *how)
+    return _Depthwise.apply(x, weight, bias, how, own_weight, own_input)
+
+
+class _Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], weights: bool, inputs: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.how, ctx.own = how, (inputs, weights, weights)
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            out = torch.convolution(x, weight, bias, *ctx.how)
+            return *_derivable(out, (x, weight, bias), need, grad), None, None, None
+        stride, padding = map(list, ctx.how[:2])
+        found: list[Tensor | None] = [None] * 3
+        torchs = [needed and not own for needed, own in zip(need, ctx.own, strict=True)]
+        if any(torchs):
+            sizes = None if bias is None else list(bias.shape)
+            found = list(torch.ops.aten.convolution_backward(grad, x, weight, sizes, *ctx.how, torchs))
+        if need[0] and not torchs[0]:
+            found[0] = OPS.depthwise_input_gradient(grad, weight, x.shape, stride, padding)
+        if need[1] and not torchs[1]:
+            found[1] = OPS.depthwise_weight_gradient(grad, x, weight.shape[2:], stride, padding)
+        if need[2] and not torchs[2]:
+            found[2] = grad.sum((0, 2, 3))
+        return *found, None, None, None
+
+
 def _derivable(out: Tensor, given: Sequence[Tensor | None], need: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
     """Return the gradients of what ``out`` was made from by operations that have a second derivative."""
-    wanted = [t for t, needed in zip(given, need, strict=True) if needed]
+    wanted = [t for t, needed in zip(given, need, strict=True) if needed and t is not None]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return [next(found) if needed else None for needed in need]
 

@@ -26,7 +26,7 @@ ONE = (1, 1)
 
 @dataclass(frozen=True)
 class ConvolutionCall:
-    """Arguments of ``conv2d`` [batch, channels, height, width] with one group and no dilation, padding in numbers."""
+    """Arguments of ``conv2d`` [batch, channels, height, width] without dilation, padding in numbers."""
 
     node: Node
     input: Node
@@ -77,21 +77,39 @@ def calls_convolution(node: Node) -> bool:
 
 def convolution_call(node: Node) -> ConvolutionCall | str:
     """Return what ``node``, for which ``calls_convolution`` holds, computes; why no rewrite takes it, as text."""
+    groups, call = _read(node)
+    return call if isinstance(call, str) or groups == 1 else "it has groups"
+
+
+def depthwise_call(node: Node) -> ConvolutionCall | str:
+    """Return what ``node`` computes, as ``convolution_call`` does, where every channel is a group of its own."""
+    groups, call = _read(node)
+    if isinstance(call, str):
+        return call
+    alone = 1 < groups == call.channels == concrete_size(value(call.weight).shape[0])
+    return call if alone else "its channels are not apart"
+
+
+def _read(node: Node) -> tuple[int, ConvolutionCall | str]:
+    """Return the number of groups, and the rest of a call or why it cannot be read."""
     given = facts.schema_arguments(SCHEMA, node.args, dict(node.kwargs))
     x, weight = given["input"], given["weight"]
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
-        return "it is not of a batch of images"
-    pointwise = _pair(value(weight).shape[2:]) == ONE
-    padding = _padding(given["padding"], pointwise)
-    if padding is None or given["groups"] != 1 or (_pair(given["dilation"]) != ONE and not pointwise):
-        return "it has groups, dilation or named padding"
-    return ConvolutionCall(node, x, weight, given["bias"], _pair(given["stride"]), padding)
+        return 0, "it is not of a batch of images"
+    kernel = _pair(value(weight).shape[2:])
+    padding = _padding(given["padding"], kernel)
+    if padding is None or (_pair(given["dilation"]) != ONE and kernel != ONE):
+        return 0, "it has dilation, or padding on one side"
+    return given["groups"], ConvolutionCall(node, x, weight, given["bias"], _pair(given["stride"]), padding)
 
 
-def _padding(given: Any, pointwise: bool) -> tuple[int, int] | None:
+def _padding(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the padding in numbers; None where it differs from side to side ("same" for an even kernel)."""
     if not isinstance(given, str):
         return _pair(given)
-    return (0, 0) if pointwise or given == "valid" else None
+    if given == "valid":
+        return (0, 0)
+    return (kernel[0] // 2, kernel[1] // 2) if all(size % 2 for size in kernel) else None
 
 
 def _pair(given: Any) -> tuple[int, int]:

@@ -27,7 +27,9 @@ CONVOLUTIONS = frozenset(
 # Operations that are not pointwise, have kernels for channels_last, and return what they are given.
 KEEP_LAYOUT = CONVOLUTIONS | {
     "aten.batch_norm", "aten.native_batch_norm", "aten.group_norm", "aten.native_group_norm",
-    "aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "aten.cat", "aten.concat",
+    "aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "aten.adaptive_max_pool2d", "aten.cat",
+    "aten.concat", "aten.pad", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d",
+    "aten.pixel_shuffle", "aten.pixel_unshuffle",
     "aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten._upsample_nearest_exact2d",
     "aten.hardswish", "aten.hardswish_", "aten.prelu",
 }  # fmt: skip

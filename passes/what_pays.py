@@ -68,6 +68,28 @@ def weight_gradient_by_product_pays(
     return places <= FEW_OF_AN_IMAGE or (places <= SOME_OF_AN_IMAGE and (kernel == 1 or strided))
 
 
+# Places of a kernel up to which oneDNN has compiled a gradient of a depthwise convolution's weight.
+MOST_COMPILED = 3
+
+
+def depthwise_weight_gradient_pays(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
+    """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's weight.
+
+    bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 12 to 45 times as fast for
+    7 x 7 places of a kernel, 11 to 30 times for 5 x 5; 0.7 for 3 x 3, which oneDNN compiles as well.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and max(kernel) > MOST_COMPILED and multiplies_bf16()
+
+
+def depthwise_input_gradient_pays(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
+    """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's input.
+
+    bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): with a stride, for which
+    oneDNN has no bf16 kernel, 15 to 67 times as fast; without 0.4 to 0.5.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and max(stride) > 1 and multiplies_bf16()
+
+
 def bias_gradient_by_sum_pays(device: str, dtype: torch.dtype) -> bool:
     """Say whether a sum beats the gradient of a bias that a transposed convolution's kernel computes.
 
@@ -383,7 +405,8 @@ def batch_norm_in_one_pass_pays(device: str, elements: int) -> bool:
 
     CPU, bf16 with AVX-512, forward and backward of torch's norm and relu: 0.5 to 0.65 of the time from 200,000 elements
     on, 0.7 at 100,000, 0.9 at 65,536; where caches were emptied in between, as in a step, 0.6 to 0.9 and 1.0
-    (``benchmarks/batch_norm.py``). A norm without a relu took 0.9 to 1.2 of torch's.
+    (``benchmarks/batch_norm.py``). A norm without a relu takes 0.4 to 0.75 of torch's, from 300,000 elements on with
+    caches emptied, 1.2 at 75,000.
     """
     return device == "cpu" and elements >= FEWEST_OF_A_BATCH_NORM
 

@@ -96,7 +96,7 @@ class _Conversion:
 
     def _joins(self, node: Node, source: Node) -> bool:
         """Say whether ``node`` is faster when ``source`` is channels_last too: not a weight, which kernels lay out."""
-        if _is_convolution(node) and source is not node.all_input_nodes[0]:
+        if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
             return False
         return is_image(value(source)) and self.layouts.may_copy(source, node)
 

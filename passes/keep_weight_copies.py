@@ -66,6 +66,8 @@ def _casts_parameter(node: Node) -> bool:
     if CAST not in node.meta or node.op != "call_method" or not isinstance(node.args[0], Node):
         return False
     source = node.args[0]
+    if node.kwargs or len(node.args) > 1:  # into another layout
+        return False
     return source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
 
 

@@ -25,6 +25,7 @@ def drawn(*shape, seed=0):
 
 X = drawn(2, 4, 6, 6, seed=1)
 STATE = {"w": drawn(8, 4, 3, 3, seed=2) / 6, "v": drawn(8, 8, 3, 3, seed=3) / 8, "b": drawn(8, seed=4)}
+STATE["u"] = drawn(1, 8, 2, 2, seed=5) / 4
 
 
 def convs(s, x):
@@ -46,6 +47,11 @@ def padded(s, x):
     h = F.pad(F.conv2d(x, s.w), (1, 1, 1, 0))
     h = F.pad(F.pad(F.conv2d(h, s.v), (1, 2, 0, 1), mode="reflect"), (1, 1, 1, 1), mode="replicate")
     return F.pixel_unshuffle(F.pixel_shuffle(F.conv2d(h, s.v), 2), 2).mean((2, 3))
+
+
+def judged(s, x):
+    h = F.leaky_relu(F.conv2d(x, s.w, stride=2), 0.2)  # [2, 8, 2, 2]
+    return F.conv2d(h, s.u)  # a single place of a single channel: no image
 
 
 def normed(s, x):
@@ -179,6 +185,26 @@ def test_control_without_the_way_back_a_view_is_refused(monkeypatch):
     ours.recompile()
     with pytest.raises(RuntimeError, match="view"):
         ours(*given)
+
+
+def test_weights_stay_as_they_lie_whatever_the_result_is():
+    def critic(s, x):
+        return judged(s, F.conv2d(x, s.w, padding=1)[:, :4])
+
+    _, ours, _, result = passed(critic)
+    assert not any(
+        n.kwargs.get("memory_format") for n in ours.graph.nodes if n.all_input_nodes[:1] == [weight_of(ours)]
+    )
+    assert result.changes
+    model = amp_graph.convert(Function(critic, **STATE), "bf16")
+    for _ in range(2):  # a cast, and what is kept of it
+        model(X).sum().backward()
+    text = conversion_of(model).graphs[0].rewritten.gm.code
+    assert text.count("weight_copy(") == 2
+
+
+def weight_of(gm):
+    return next(n for n in gm.graph.nodes if n.op == "placeholder" and "u_" in n.name)
 
 
 def test_random_numbers_go_to_the_same_elements():

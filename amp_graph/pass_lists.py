@@ -31,7 +31,7 @@ from amp_graph.passes.global_pool import GlobalPool
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
-from amp_graph.passes.keep_recurrent import KeepRecurrent, LstmBackward
+from amp_graph.passes.keep_recurrent import GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
@@ -80,6 +80,7 @@ def passes_for(
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
     kernels: list[Pass] = [
         Attention(),
+        GruState(),
         LstmBackward(),
         ContiguousLinear(),
         ChannelsLast(),

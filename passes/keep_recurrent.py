@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import is_faster_than_onednn
-from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole
+from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole, rounds_its_state
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size
 
@@ -74,6 +74,22 @@ class LstmBackward(KeepRecurrent):
             return False
         batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
         return is_faster_than_onednn(value(x).device.type, value(x).dtype, batch, size)
+
+
+@dataclass(frozen=True)
+class GruState(KeepRecurrent):
+    """Replaces ``torch.gru`` in low precision on the CPU with ``recurrent_whole``, which carries the state in fp32.
+
+    Law: as for ``KeepRecurrent``. Exactness: more exact than torch's kernel, whose state is rounded at each step, and
+    than ``torch.autocast``, whose gates are. It stands in every plan: without it a GRU would be less exact than those.
+    """
+
+    name: ClassVar[str] = "gru-state"
+    why: ClassVar[str] = "torch's kernel rounds the state at every step"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is a GRU in low precision on the CPU."""
+        return rounds_its_state(kind, value(x))
 
 
 def _recurrent(node: Node) -> Any:

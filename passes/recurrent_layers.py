@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.gru_layer import gru_layer
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.recurrent import lstm_layer, onednn_trains
 from amp_graph.passes.torch_private import autograd_inside
@@ -64,12 +65,13 @@ def recurrent_whole(
     kind: the name of that function. x: [length, batch, width], or [batch, length, width] with ``batch_first``; hidden:
     the first states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
     Forward is torch's own, bit for bit, and so are gradients, but for the order of sums; backward runs the forward
-    again, except for LSTMs that oneDNN trains. Dropout between layers is drawn where torch draws it.
+    again, except for LSTMs that oneDNN trains. GRUs in low precision on the CPU carry their state in fp32, not rounded
+    as torch's. Dropout between layers is drawn where torch draws it.
     """
     how = Recurrence(kind, has_biases, num_layers, bidirectional)
     x = x.transpose(0, 1) if batch_first else x
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
-    layer_by_layer = trains and kind == "lstm" and onednn_trains(x, hidden, params)
+    layer_by_layer = (trains and kind == "lstm" and onednn_trains(x, hidden, params)) or rounds_its_state(kind, x)
     if layer_by_layer or (dropout and train and num_layers > 1):
         out, *last = _in_layers(how, x, hidden, params, dropout if train else 0.0, layer_by_layer)
     else:
@@ -77,30 +79,39 @@ def recurrent_whole(
     return (out.transpose(0, 1) if batch_first else out, *last)
 
 
+def rounds_its_state(kind: str, x: Tensor) -> bool:
+    """Say whether torch's kernel carries a state in low precision from step to step that autocast keeps in fp32."""
+    return kind == "gru" and x.device.type == "cpu" and x.dtype.itemsize == 2
+
+
 def _in_layers(
-    how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], dropout: float, onednn: bool
+    how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], dropout: float, ours: bool
 ) -> list[Tensor]:
-    """Run layer after layer, with dropout in between."""
+    """Run layer after layer, with dropout in between; ``ours``: by functions of ours for one layer in one direction."""
     lasts: list[list[Tensor]] = []
     for layer in range(how.num_layers):
         if layer and dropout:
             x = F.dropout(x, dropout)
         one = Recurrence(how.kind, how.has_biases, 1, how.bidirectional)
         given = how.one(layer, hidden, params)
-        x, *last = _by_onednn(one, x, *given) if onednn else _at_once(one, x, *given)
+        x, *last = _by_layer(one, x, *given) if ours else _at_once(one, x, *given)
         lasts.append(last)
     return [x, *(torch.cat(states) for states in zip(*lasts, strict=True))]
 
 
-def _by_onednn(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Run one LSTM layer by the kernel that keeps what its backward reads."""
+def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Run one LSTM or GRU layer by functions that keep what their backwards read."""
     count, x = len(params) // how.directions, x.contiguous()
     found = []
     for way in range(how.directions):
         w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
+        states, reverse = [state[way].contiguous() for state in hidden], way == 1
+        if how.kind == "gru":
+            b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
+            found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, *states, reverse))
+            continue
         b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
-        h, c = (state[way].contiguous() for state in hidden)
-        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c, way == 1, how.has_biases, how.bidirectional))
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, *states, reverse, how.has_biases, how.bidirectional))
     outs, *lasts = zip(*found, strict=True)
     return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
 

@@ -32,6 +32,9 @@ WHOLE = (
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
     OPS.lstm_forward.default,
     OPS.lstm_backward_of_sums.default,
+    OPS.gru_output.default,
+    OPS.gru_forward.default,
+    OPS.gru_backward.default,
 )
 NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
 needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
@@ -101,7 +104,8 @@ def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
         assert (a - b).norm() <= 1e-6 * b.norm(), "more than another order of two summands"
     whole, nodes = counted(graphs)
     layers = 2 * (2 if "both" in kind else 1)
-    one_a_layer = kind.startswith("LSTM") and "proj" not in kind and is_taken_by_layers(anyhow)
+    of_lstm = kind.startswith("LSTM") and "proj" not in kind and is_taken_by_layers(anyhow)
+    one_a_layer = of_lstm or kind.startswith("GRU")
     assert whole == 2 * (layers if one_a_layer else 1)
     assert nodes < 20 * layers * 8, "the layers were taken apart"
 
@@ -111,7 +115,7 @@ def is_taken_by_layers(anyhow):
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_without_gradients_all_layers_are_one_call(kind):
+def test_without_gradients_all_layers_are_one_call_and_those_of_a_gru_one_each(kind):
     wanted = amp_graph.convert(built(kind), "bf16").eval()
     graphs = []
     compiled = amp_graph.convert(built(kind), "bf16", compile=watching(graphs)).eval()
@@ -119,7 +123,7 @@ def test_without_gradients_all_layers_are_one_call(kind):
         for length in (20, 7, 11):
             given = X[:, :length]
             assert torch.equal(compiled(given)[0], wanted(given)[0])
-    assert counted(graphs)[0] == len(graphs)
+    assert counted(graphs)[0] == len(graphs) * (2 if kind == "GRU" else 1)
 
 
 def test_without_the_pass_the_steps_are_taken_apart():
@@ -166,7 +170,7 @@ def test_a_compiled_training_step(kind, anyhow):
         found.append(losses)
         if compile != "eager":
             assert counted([train.captured[0].steps[True].gm])[0] == (
-                4 if kind == "LSTM" and is_taken_by_layers(anyhow) else 2
+                4 if kind == "GRU" or is_taken_by_layers(anyhow) else 2
             )
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)
     assert found[0][2] < found[0][0]
@@ -180,7 +184,7 @@ def test_our_backend_keeps_them_whole_as_well():
     with torch._dynamo.config.patch(allow_rnn=True):
         torch._dynamo.reset()
         step(torch.compile(built("GRU"), backend="amp_graph", options=options), X)
-    assert counted(graphs)[0] == 2
+    assert counted(graphs)[0] == 4
 
 
 def test_gradients_of_gradients():

@@ -134,6 +134,7 @@ HANDWRITTEN: dict[str, Callable[[], list[tuple]]] = {
     "_to_copy": lambda: [(x(3),)],
     "to": lambda: [(x(3),)],
     "gru": lambda: [rnn(3), rnn(3, batch_sizes=True)],
+    "gru.input": lambda: [rnn(3)],
     "rnn_tanh": lambda: [rnn(1), rnn(1, batch_sizes=True)],
     "rnn_relu": lambda: [rnn(1), rnn(1, batch_sizes=True)],
     "lstm": lambda: [rnn(4, is_lstm=True), rnn(4, is_lstm=True, batch_sizes=True)],

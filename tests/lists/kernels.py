@@ -37,9 +37,9 @@ def op_infos() -> dict[str, list]:
 @cache
 def samples(op: str, count: int = 2) -> tuple[Sample, ...]:
     """Return float32 samples on which the operator runs; `failure` copies them before use."""
-    packet = op.split(".")[1]
+    packet, overload = op.split(".")[1], op.partition(".")[2]
     if packet in HANDWRITTEN:
-        return tuple((args, {}) for args in HANDWRITTEN[packet]())
+        return tuple((args, {}) for args in HANDWRITTEN.get(overload, HANDWRITTEN[packet])())
     return tuple(itertools.islice((s for s in _op_info_samples(packet) if not failure(op, s)), count))
 
 

@@ -75,7 +75,9 @@ MATRIX_PRODUCTS = {
     "aten.linalg_multi_dot",
     "aten.linalg_matmul",
 }
-RECURRENT = {f"aten.{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "rnn_tanh_cell", "rnn_relu_cell")}
+RECURRENT = {
+    f"aten.{name}" for name in ("lstm", "gru", "gru.input", "rnn_tanh", "rnn_relu", "rnn_tanh_cell", "rnn_relu_cell")
+}
 CONVOLUTIONS = {"aten.convolution", "aten._convolution", "aten._convolution_mode"}
 CUDA_KERNELS = {"aten._cudnn_rnn"} | {f"aten._scaled_dot_product_{name}_attention" for name in ("efficient", "cudnn")}
 

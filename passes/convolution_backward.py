@@ -127,6 +127,24 @@ def depthwise_low(
     return _Depthwise.apply(x, weight, bias, how, own_weight, own_input)
 
 
+def depthwise_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    own_weight: bool,
+    own_input: bool,
+) -> Tensor:
+    """``F.conv1d`` with a group for each channel, as ``depthwise_low`` of images one place high.
+
+    x: [batch, channels, length]; weight: [channels, 1, kernel]; the result is contiguous, as torch's.
+    """
+    image = x[:, :, None].contiguous(memory_format=torch.channels_last)
+    how = (1, *stride), (0, *padding)
+    return depthwise_low(image, weight[:, :, None], bias, *how, own_weight, own_input)[:, :, 0].contiguous()
+
+
 class _Depthwise(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -97,13 +97,13 @@ def _read(node: Node) -> tuple[int, ConvolutionCall | str]:
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
         return 0, "it is not of a batch of images"
     kernel = _pair(value(weight).shape[2:])
-    padding = _padding(given["padding"], kernel)
+    padding = padding_of(given["padding"], kernel)
     if padding is None or (_pair(given["dilation"]) != ONE and kernel != ONE):
         return 0, "it has dilation, or padding on one side"
     return given["groups"], ConvolutionCall(node, x, weight, given["bias"], _pair(given["stride"]), padding)
 
 
-def _padding(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:
+def padding_of(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:
     """Return the padding in numbers; None where it differs from side to side ("same" for an even kernel)."""
     if not isinstance(given, str):
         return _pair(given)

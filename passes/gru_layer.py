@@ -116,9 +116,9 @@ def gru_backward(
     flat, before = dseen.view(length * batch, 3 * size), states[:-1].to(low).view(length * batch, size)
     dsums = torch.cat([flat[:, : 2 * size], dnew.view(length * batch, size)], 1)
     dx = (dsums @ w_ih).view(x.shape)
-    biases = [d.sum(0, dtype=torch.float32).to(low) for d in (dsums, flat)]
+    db_ih, db_hh = (d.sum(0, dtype=torch.float32).to(low) for d in (dsums, flat))
     dw_ih, dw_hh = dsums.t() @ x.reshape(length * batch, -1), flat.t() @ before
-    return dx.flip(0) if reverse else dx, dw_ih, dw_hh, *biases, dh.to(low)
+    return dx.flip(0) if reverse else dx, dw_ih, dw_hh, db_ih, db_hh, dh.to(low)
 
 
 def _steps(gates: Tensor, states: Tensor, dout: Tensor, dh: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,14 +178,9 @@ def _fake_forward(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def _fake_backward(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    biases = (w_ih.new_empty(w_ih.shape[0]) for _ in range(2))
-    return (
-        x.new_empty(x.shape),
-        w_ih.new_empty(w_ih.shape),
-        w_hh.new_empty(w_hh.shape),
-        *biases,
-        x.new_empty(states.shape[1:]),
-    )
+    db_ih, db_hh = (w_ih.new_empty(w_ih.shape[0]) for _ in range(2))
+    dh = x.new_empty(states.shape[1:])
+    return x.new_empty(x.shape), w_ih.new_empty(w_ih.shape), w_hh.new_empty(w_hh.shape), db_ih, db_hh, dh
 
 
 define_as_typed(gru_output, lambda x, h: (x.new_empty(*x.shape[:2], h.shape[-1]), x.new_empty(h.shape)))

@@ -102,16 +102,16 @@ def _in_layers(
 def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """Run one LSTM or GRU layer by functions that keep what their backwards read."""
     count, x = len(params) // how.directions, x.contiguous()
-    found = []
+    found: list[tuple[Tensor, ...]] = []
     for way in range(how.directions):
         w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
-        states, reverse = [state[way].contiguous() for state in hidden], way == 1
+        h, *c = (state[way].contiguous() for state in hidden)
         if how.kind == "gru":
             b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
-            found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, *states, reverse))
+            found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, h, way == 1))
             continue
         b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
-        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, *states, reverse, how.has_biases, how.bidirectional))
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c[0], way == 1, how.has_biases, how.bidirectional))
     outs, *lasts = zip(*found, strict=True)
     return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
 

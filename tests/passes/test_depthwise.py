@@ -8,12 +8,12 @@ from torch import nn
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes import depthwise_ops, native_code, what_pays
-from amp_graph.passes.convolution_backward import depthwise_low
+from amp_graph.passes.convolution_backward import depthwise_low, depthwise_rows
 from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.what_pays import depthwise_input_gradient_pays, depthwise_weight_gradient_pays
-from tests.passes.graphs import BF16, capture_function, passes_before, run_step
+from tests.passes.graphs import BF16, Function, capture_function, passes_before, run_step
 
 LAST = torch.channels_last
 
@@ -266,6 +266,71 @@ def test_the_rules():
     assert depthwise_input_gradient_pays("cpu", BF16, (1, 2))
     assert not depthwise_input_gradient_pays("cpu", BF16, (1, 1))
     assert not depthwise_input_gradient_pays("cpu", torch.float16, (2, 2))
+
+
+# Length, kernel, stride, padding.
+SEQUENCES = {
+    "31": (40, 31, 1, 15),
+    "4 from before": (24, 4, 1, 3),
+    "strided": (30, 5, 3, 2),
+    "same": (20, 15, 1, "same"),
+    "valid": (20, 13, 2, "valid"),
+}
+
+
+def sequences(form):
+    length, kernel, stride, padding = SEQUENCES[form]
+    state = {"v": drawn(24, 1, kernel, seed=3) / kernel, "b": drawn(24, seed=5), "u": drawn(8, 24, 1, seed=4) / 5}
+
+    def function(s, x):
+        h = F.conv1d(x.relu(), s.v, s.b, stride, padding, groups=24)
+        return F.conv1d(h, s.u).flatten(1), h.view(-1)
+
+    return function, drawn(2, 24, length, seed=1), state
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("form", SEQUENCES)
+def test_those_of_sequences_are_images_one_place_high(form):
+    function, x, state = sequences(form)
+    plain, mine, given, _ = passed(function, x, **state)
+    taken = [n for n in mine.graph.nodes if n.target is depthwise_rows]
+    assert len(taken) == 1
+    a, b = run_step(mine, given), run_step(plain, given)
+    for one, other in zip((*a.outputs, *a.grads), (*b.outputs, *b.grads), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.stride() == other.stride() or one.dim() == 1
+            assert (one - other).norm() <= 0.01 * other.norm()
+
+
+@pytest.mark.usefixtures("pays")
+def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
+    for form, wanted in {"31": 1, "4 from before": 0}.items():
+        function, x, state = sequences(form)
+        model = amp_graph.convert(Function(function, **state), "bf16")
+        with torch.no_grad():
+            found = model(x)
+        plain = Function(function, **state)(x)
+        text = conversion_of(model).graphs[0].rewritten.gm.code
+        assert text.count("depthwise_rows") == wanted
+        for a, b in zip(found, plain, strict=True):
+            assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_sequences_that_no_kernel_of_ours_takes_stay():
+    _, x, _ = sequences("31")
+    state = {"v": drawn(24, 2, 31, seed=3), "w": drawn(24, 1, 5, seed=3), "even": drawn(24, 1, 16, seed=3)}
+    for function in (
+        lambda s, x: F.conv1d(x.relu(), s.v, padding=15, groups=12),
+        lambda s, x: F.conv1d(x.relu(), s.w, dilation=2, groups=24),
+        lambda s, x: F.conv1d(x[0].relu(), s.w, groups=24),
+        lambda s, x: F.conv1d(x.relu(), s.even, padding="same", groups=24),
+    ):
+        *_, result = passed(function, x, **state)
+        assert not result.changes
 
 
 class Mixer(nn.Module):

@@ -74,7 +74,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield "lstm", lstm_kernel.library
     if batch_norms:
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
-    if any(isinstance(part, nn.Conv2d) and 1 < part.groups == part.in_channels for part in parts):
+    if any(isinstance(part, nn.Conv1d | nn.Conv2d) and 1 < part.groups == part.in_channels for part in parts):
         yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
     if any(part.out_features >= MANY_CLASSES for part in linears):
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)

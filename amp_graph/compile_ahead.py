@@ -19,6 +19,7 @@ from amp_graph.passes import (
     batch_norm_ops,
     cross_entropy_kernel,
     depthwise_ops,
+    group_norm,
     linear_kernel,
     lstm_kernel,
     norm_ops,
@@ -74,6 +75,8 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield "lstm", lstm_kernel.library
     if batch_norms:
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
+    if any(isinstance(part, nn.GroupNorm) for part in parts):
+        yield f"group norms, {low}", lambda: group_norm.library(low)
     if any(isinstance(part, nn.Conv1d | nn.Conv2d) and 1 < part.groups == part.in_channels for part in parts):
         yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
     if any(part.out_features >= MANY_CLASSES for part in linears):

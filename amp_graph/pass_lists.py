@@ -25,6 +25,7 @@ from amp_graph.passes.fuse_attention import FuseAttention
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.fuse_gelu import FuseGelu
+from amp_graph.passes.fuse_group_norm import FuseGroupNorm
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
 from amp_graph.passes.global_pool import GlobalPool
@@ -89,6 +90,7 @@ def passes_for(
         ConvTranspose(),
         Depthwise(),
         GlobalPool(),
+        FuseGroupNorm(),
         AlignShapes(policy.device or device),
         *batch_norms,
         *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),

@@ -424,6 +424,19 @@ def batch_norm_in_one_pass_pays(device: str, elements: int) -> bool:
     return device == "cpu" and elements >= FEWEST_OF_A_BATCH_NORM
 
 
+# Elements of a group norm below which a call of a function with a backward of its own is seen.
+FEWEST_OF_A_GROUP_NORM = 1 << 15
+
+
+def group_norm_backward_pays(device: str, elements: int) -> bool:
+    """Say whether the gradients of a group norm of ``elements`` in channels_last are faster by compiled C.
+
+    CPU, bf16 with AVX-512, forward and backward: 0.1 to 0.2 of torch's time for images of 64 and 32 places a side, 64
+    and 320 channels, and 16 places of 256; 1.8 for 3,024 elements. A diffusion U-Net's step takes 0.9 of the time.
+    """
+    return device == "cpu" and elements >= FEWEST_OF_A_GROUP_NORM
+
+
 # Elements of a norm below which a call of a function with a backward of its own is seen, more than memory.
 FEWEST_NORMED = 1 << 17
 

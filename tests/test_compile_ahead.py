@@ -22,14 +22,19 @@ KERNELS = {
     "batch norms": "batch_norm_ops",
     "cross entropy": "cross_entropy_kernel",
     "depthwise": "depthwise_ops",
+    "group norms": "group_norm",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
-    "language model": (nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)), {*KERNELS} - {"batch norms", "depthwise"}),
+    "language model": (
+        nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
+        {*KERNELS} - {"batch norms", "depthwise", "group norms"},
+    ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),
+    "diffusion": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), {"group norms"}),
     "sequences": (nn.Conv1d(8, 8, 31, groups=8), {"depthwise"}),
     "on another device": (nn.Linear(8, 8, device="meta"), set()),
     "nothing": (nn.ReLU(), set()),

@@ -547,8 +547,14 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
             return None
         if has_backward and dynamo_config.compiled_autograd:  # which takes as long as some small model's guards
             return None
+        before = torch._C._get_torch_function_state()
         for entry in entries(code):
-            if entry.guard_manager.check(local):
+            try:
+                fits = entry.guard_manager.check(local)
+            except RuntimeError:  # the check switches torch functions off, and where it raises, leaves them so
+                torch._C._set_torch_function_state(before)
+                raise
+            if fits:
                 compiled = entry.code
                 known = seen.get(id(compiled))
                 if known is None or known[0]() is not compiled:  # held weakly: with it goes what was compiled

@@ -489,6 +489,8 @@ def test_a_nested_tensor_whose_strides_no_guard_can_read_is_not_captured_and_doe
     model(x)
     with pytest.warns(AmpGraphWarning, match="guards of captured code cannot look at.*strides"):
         found = model(ragged)
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta, "torch functions are off"
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == BF16):
         expected = F.linear(ragged, model.weight, model.bias)
     for one, other in zip(found.unbind(), expected.unbind(), strict=True):

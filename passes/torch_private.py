@@ -539,6 +539,7 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
     frame, code = torch._dynamo.eval_frame, function.__code__
     calls = torch._dynamo.mutation_guard.GenerationTracker
     entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    switch: Any = torch._C  # of torch functions
     seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
@@ -547,12 +548,12 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
             return None
         if has_backward and dynamo_config.compiled_autograd:  # which takes as long as some small model's guards
             return None
-        before = torch._C._get_torch_function_state()
+        before = switch._get_torch_function_state()
         for entry in entries(code):
             try:
                 fits = entry.guard_manager.check(local)
             except RuntimeError:  # the check switches torch functions off, and where it raises, leaves them so
-                torch._C._set_torch_function_state(before)
+                switch._set_torch_function_state(before)
                 raise
             if fits:
                 compiled = entry.code

@@ -48,7 +48,7 @@ def attention_low(
     Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
     result is bit-equal.
     """
-    inputs = (query, key, value)
+    query, key, value = inputs = tuple(map(_in_rows, (query, key, value)))
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs, queries=query.shape[-2])):
         return F.scaled_dot_product_attention(
@@ -60,6 +60,11 @@ def attention_low(
     if not trains:
         return _forward(query, key, value, attn_mask, is_causal, scale)
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
+
+
+def _in_rows(heads: Tensor) -> Tensor:
+    """Lay each head's vectors out in memory one by one, as all kernels want them: torch leaves its own for others."""
+    return heads if heads.dim() != 4 or heads.stride(-1) == 1 else heads.contiguous()
 
 
 def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int | None = None) -> bool:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes import what_pays
+from amp_graph.passes.attention_backward import attention_low
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
@@ -118,6 +119,22 @@ def test_any_layout_gives_the_same_bits(name):
     for same in ([t.contiguous() for t in given], odd, behind, turned):
         for a, b in zip(ours(same, causal=causal), wanted, strict=True):
             assert torch.equal(a, b)
+
+
+def test_heads_with_channels_ahead_of_tokens_are_laid_out_for_it(monkeypatch):
+    """As convolutions of width 1 make them (SqueezeBERT): torch's kernels leave those to its formula."""
+    given, causal = operands("several chunks of queries")
+    turned = [*(t.mT.contiguous().mT for t in given[:3]), given[3]]
+    wanted = ours(given, causal=causal)
+
+    def refused(*args, **kwargs):
+        raise AssertionError("torch's own function was asked")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refused)
+    found = through(attention_low, turned, causal=causal)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with torch.inference_mode():
+        assert torch.equal(attention_low(*turned[:3], is_causal=causal, enable_gqa=True), wanted[0])
 
 
 def test_threads_do_not_change_bits():

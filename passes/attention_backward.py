@@ -48,7 +48,7 @@ def attention_low(
     Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
     result is bit-equal.
     """
-    query, key, value = inputs = tuple(map(_in_rows, (query, key, value)))
+    query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs, queries=query.shape[-2])):
         return F.scaled_dot_product_attention(

@@ -43,6 +43,20 @@ class Normalized(nn.Module):
         return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class NormalizedTokens(nn.Module):
+    """Batch norm over the channels of tokens, whose result is laid out otherwise than tracing has it (PatchTST).
+
+    The last linear has no bias: of rows that lie apart, eager PyTorch rounds the product before it adds one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).mean(1)
+
+
 def build(kind=Net, optimizer=torch.optim.AdamW, seed=0, **options):
     torch.manual_seed(seed)
     model = kind()
@@ -181,6 +195,15 @@ def test_dropout_draws_as_it_does_by_hand():
     other, theirs = build(lambda: Net(0.5), fused=True)
     torch.manual_seed(3)
     assert ours == by_hand(other, theirs, "bf16", batches(5))
+
+
+def test_tokens_whose_layout_tracing_does_not_know():
+    model, optimizer = build(NormalizedTokens)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    losses = [step(x, y).item() for x, y in batches(10, (4, 5, 6))]
+    other, theirs = build(NormalizedTokens, fused=True)
+    assert losses == by_hand(other, theirs, "bf16", batches(10, (4, 5, 6)))
+    assert same(parameters(model), parameters(other))
 
 
 def test_buffers_are_written_and_what_is_unused_stays():

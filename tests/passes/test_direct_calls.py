@@ -50,6 +50,31 @@ def test_no_operator_is_looked_up():
     assert "ops" in traced().forward.__func__.__code__.co_names, "control"
 
 
+def through_batch_norm(x):
+    """The kernel's result is contiguous where tracing has one strided like the input: transposed, no view of it."""
+    normed = F.batch_norm(x.transpose(1, 2), None, None, training=True)
+    return normed.transpose(1, 2).reshape(-1, x.shape[-1])
+
+
+def test_a_view_that_only_tracing_could_take_is_a_copy():
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
+    gm = make_fx(through_batch_norm, tracing_mode="fake")(x)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # control
+        gm(x)
+    assert torch.equal(direct_calls(gm)(x), through_batch_norm(x))
+
+
+def test_a_view_that_is_written_stays_one():
+    def function(x):
+        y = x + 1
+        y.t().t().view(-1).add_(2)
+        return y
+
+    gm = make_fx(function, tracing_mode="fake")(X)
+    assert torch.equal(direct_calls(gm)(X), function(X))
+    assert [n.target for n in gm.graph.nodes if "view" in n.name] == [torch.ops.aten.view.default]
+
+
 def test_each_overload_is_its_own():
     """A graph that calls two overloads of one operator, and constants that the graph holds."""
 

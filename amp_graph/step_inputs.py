@@ -6,6 +6,7 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -199,6 +200,22 @@ def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> Non
             f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
             "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
         ) from error
+
+
+def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
+    """Do what a first call does under a lock, which no graph enters; say whether that is why Dynamo raised ``error``.
+
+    transformers hangs hooks on the modules whose outputs it collects (``output_hidden_states``, ``output_attentions``):
+    at the first call that asks for them, and idle at all others. Source: transformers/utils/output_capturing.py.
+    """
+    hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    if hang is None or not isinstance(error, torch._dynamo.exc.Unsupported) or "`lock`" not in str(error):
+        return False
+    recording = [m for m in model.modules() if getattr(m, "_can_record_outputs", None)]
+    bare = [m for m in recording if not getattr(m, "_output_capturing_hooks_installed", False)]
+    for module in bare:
+        hang(module)
+    return bool(bare)
 
 
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:

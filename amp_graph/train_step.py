@@ -50,6 +50,7 @@ from amp_graph.step_inputs import (
     refuse_options,
     refuse_surroundings,
     refuse_what_is_no_graph,
+    set_up_outside,
     split_batch,
 )
 from amp_graph.step_state import StepState
@@ -180,8 +181,10 @@ class TrainStep:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
         except torch._dynamo.exc.TorchDynamoException as error:
-            refuse_what_is_no_graph(self.model, error)
-            raise
+            if not set_up_outside(self.model, error):
+                refuse_what_is_no_graph(self.model, error)
+                raise
+        return self._once(batch, last)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what the graphs were made for."""

@@ -909,3 +909,39 @@ def test_a_dispatch_mode_is_refused_by_name_and_does_no_harm_for_later():
         torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
         assert torch.isfinite(step(x, y))  # whatever was refused before
         before = copy.deepcopy(model.state_dict())
+
+
+def collecting():
+    """A model of transformers that hangs hooks on itself, under a lock, at the first call that wants hidden states."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(**sizes, intermediate_size=32, output_hidden_states=True, num_labels=3)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return BertForSequenceClassification(config)
+
+
+def loss_of_hidden(out, y):
+    return F.cross_entropy(out.logits, y) + sum(h.float().square().mean() for h in out.hidden_states)
+
+
+def test_hooks_that_a_model_hangs_on_itself_at_its_first_call(monkeypatch):
+    given = [(torch.randint(0, 40, (4, 8)), torch.tensor([0, 1, 2, 0])) for _ in range(5)]
+    with monkeypatch.context() as patch:  # control
+        patch.setattr("amp_graph.train_step.set_up_outside", lambda model, error: False)
+        model, optimizer = build(collecting)
+        with pytest.raises(CaptureError, match="are not one graph"):
+            amp_graph.TrainStep(model, loss_of_hidden, optimizer, "bf16")(*given[0])
+    model, optimizer = build(collecting)
+    step = amp_graph.TrainStep(model, loss_of_hidden, optimizer, "bf16")
+    losses = [step(x, y).item() for x, y in given]
+    other, theirs = build(collecting, fused=True)
+    amp_graph.convert(other, "bf16")
+    for (x, y), loss in zip(given, losses, strict=True):
+        theirs.zero_grad()
+        expected = loss_of_hidden(other(x), y)
+        expected.backward()
+        theirs.step()
+        # the loss is computed outside of the converted model here, and a part of the graph there
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+    assert len(model.bert.encoder.layer[0]._forward_hooks) == len(other.bert.encoder.layer[0]._forward_hooks) == 1

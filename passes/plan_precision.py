@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes import facts, memory, positions
+from amp_graph.passes import facts, memory, positions, weight_views
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.error_budget import BUDGET, plan_within
@@ -160,6 +160,8 @@ class PlanPrecision(Pass):
                     done[node] = found
             else:
                 done[node] = found
+        for node in weight_views.views_of_weights(gm, done) if ours else ():
+            done[node] = replace(done[node], cls=OpClass.ALLOW, why=weight_views.WHY)
         return done
 
 

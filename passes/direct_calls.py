@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from amp_graph.passes.facts import is_mutable, is_view
+from amp_graph.passes.facts import is_view
+from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.operators import FUNCTIONS
 from amp_graph.passes.torch_private import OpOverload, dispatched, is_seen
 
@@ -53,7 +54,7 @@ BINDINGS: dict[OpOverload, Callable[..., Any]] = {
 
 def direct_calls(gm: GraphModule) -> Callable[..., Any]:
     """Return what ``gm.forward`` does as it is now, with every operator overload bound once. Exactness: bit-exact."""
-    _reshape_views(gm.graph)
+    _reshape_views(gm)
     code = gm.graph.python_code("self")
     paths = sorted(set(CALL.findall(code.src)))
     names = {path: f"op_{i}_of_amp_graph" for i, path in enumerate(paths)}
@@ -65,18 +66,21 @@ def direct_calls(gm: GraphModule) -> Callable[..., Any]:
     return types.MethodType(space["forward"], gm)
 
 
-def _reshape_views(graph: Graph) -> None:
+def _reshape_views(gm: GraphModule) -> None:
     """Make each view a reshape: one that tracing found possible may not be.
 
     The strides of tracing are those of torch's meta functions, and some differ from what the kernel returns: batch norm
     of a transposed [batch, channels, length] is contiguous on CPU, and traced as strided like its input. What eager
-    PyTorch copies there, as ``reshape`` or in a formula of autograd's, was traced as a view. Views that are written
-    while their base is read elsewhere stay: a copy would lose what is written.
+    PyTorch copies there, as ``reshape`` or in a formula of autograd's, was traced as a view. A view of memory that is
+    written behind it, and read by other ways too, stays one: a copy would not see what is written, or not show it.
     """
-    for node in graph.find_nodes(op="call_function", target=ATEN.view.default):
-        written = any(is_mutable(user.target) for user in node.users if isinstance(user.target, OpOverload))
-        if not (written and _is_read_elsewhere(node)):
-            node.target = ATEN.reshape.default
+    views = gm.graph.find_nodes(op="call_function", target=ATEN.view.default)
+    if not views:
+        return
+    lifetimes, end = Lifetimes.of(gm), gm.graph.output_node()
+    for view in views:
+        if not (lifetimes.is_written_between(view, view, end) and _is_read_elsewhere(view)):
+            view.target = ATEN.reshape.default
 
 
 def _is_read_elsewhere(view: Node) -> bool:

@@ -64,15 +64,39 @@ def test_a_view_that_only_tracing_could_take_is_a_copy():
     assert torch.equal(direct_calls(gm)(x), through_batch_norm(x))
 
 
-def test_a_view_that_is_written_stays_one():
+def written_through(y, view):
+    view.add_(2)
+    return y
+
+
+def written_through_a_part(y, view):
+    view[3].add_(2)
+    return y
+
+
+def written_behind(y, view):
+    y.add_(2)
+    return view * 2
+
+
+@pytest.mark.parametrize("use", [written_through, written_through_a_part, written_behind])
+def test_a_view_that_is_written_stays_one(use):
     def function(x):
         y = x + 1
-        y.t().t().view(-1).add_(2)
-        return y
+        return use(y, y.t().t().view(-1))
 
     gm = make_fx(function, tracing_mode="fake")(X)
     assert torch.equal(direct_calls(gm)(X), function(X))
     assert [n.target for n in gm.graph.nodes if "view" in n.name] == [torch.ops.aten.view.default]
+
+
+def test_a_view_that_alone_is_written_and_read_may_be_a_copy():
+    def function(x):
+        return (x + 1).view(-1).add_(2)
+
+    gm = make_fx(function, tracing_mode="fake")(X)
+    assert torch.equal(direct_calls(gm)(X), function(X))
+    assert [n.target for n in gm.graph.nodes if "view" in n.name] == [torch.ops.aten.reshape.default]
 
 
 def test_each_overload_is_its_own():

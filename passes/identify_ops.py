@@ -111,6 +111,14 @@ def is_tensor_call(node: Node) -> bool:
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
 
+def only_views(node: Node) -> bool:
+    """Say whether it is known that all ``node`` does is to show memory that is there."""
+    identity = node.meta.get(OPS)
+    if not isinstance(identity, Identity) or not identity.operations:
+        return False
+    return all(facts.is_view(o.op) for o in identity.operations)
+
+
 def names_of(node: Node) -> tuple[str, ...]:
     """Return the operations that ``node`` was identified as, without repeats; () where it was not."""
     identity = node.meta.get(OPS)

@@ -12,12 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes import facts
 from amp_graph.passes.classify import Classification
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import only_views
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import captured, is_eligible
-from amp_graph.passes.torch_private import OpOverload
 
 WHY = "lays out a weight that low-precision kernels alone read: rounded before or after, no bit differs"
 
@@ -41,7 +39,7 @@ def views_of_weights(gm: GraphModule, classes: Mapping[Node, Classification]) ->
 
 def _shows_a_weight(node: Node) -> bool:
     """Say whether ``node`` is a view of every element of a parameter, by way of such views alone."""
-    while _is_view(node):
+    while _is_one_view(node):
         (source,) = node.all_input_nodes
         if captured(source).numel() != captured(node).numel():
             return False
@@ -51,9 +49,7 @@ def _shows_a_weight(node: Node) -> bool:
     return False
 
 
-def _is_view(node: Node) -> bool:
-    identity = node.meta.get(OPS)
-    if not isinstance(identity, Identity) or not identity.operations or len(node.all_input_nodes) != 1:
-        return False
-    whole = all(isinstance(captured(n), torch.Tensor) for n in (node, *node.all_input_nodes))
-    return whole and all(isinstance(o.op, OpOverload) and facts.is_view(o.op) for o in identity.operations)
+def _is_one_view(node: Node) -> bool:
+    """Say whether ``node`` makes one view, of one tensor."""
+    one = len(node.all_input_nodes) == 1 and only_views(node)
+    return one and all(isinstance(captured(n), torch.Tensor) for n in (node, *node.all_input_nodes))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from amp_graph.passes import facts
 from amp_graph.passes.batch_norm_again import SUMMED
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
+from amp_graph.passes.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recompute_makers import add_norm_computed_again
@@ -93,11 +92,7 @@ def _is_apart(user: Node) -> bool:
 
 def _is_view(user: Node) -> bool:
     """Say whether ``user`` only looks at memory that is there."""
-    if is_part(user):
-        return True
-    identity = user.meta.get(OPS)
-    known = isinstance(identity, Identity) and bool(identity.operations)
-    return known and all(facts.is_view(o.op) for o in identity.operations)  # type: ignore[union-attr]
+    return is_part(user) or only_views(user)
 
 
 def _is_low_copy(user: Node, whole: bool) -> bool:

@@ -15,8 +15,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
-from amp_graph.passes.facts import is_view
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import only_views
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
@@ -131,8 +130,7 @@ def kept_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
 
 def _is_view(node: Node, kind: Classification) -> bool:
     """Say whether ``node`` only looks at memory that is there: it takes no time in either precision."""
-    identity = node.meta.get(OPS)
-    if isinstance(identity, Identity) and identity.operations and all(is_view(o.op) for o in identity.operations):
+    if only_views(node):
         return True
     made = {storage_key(t) for t in tensors(captured(node))}
     given = {storage_key(t) for s in node.all_input_nodes for t in tensors(captured(s))}

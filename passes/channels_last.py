@@ -13,8 +13,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.global_pool import averages_places
-from amp_graph.passes.image_layout import CONVOLUTIONS, Layouts, is_channels_last, is_image, keeps_layout
+from amp_graph.passes.image_layout import (
+    CONVOLUTIONS,
+    Layouts,
+    averages_places,
+    is_channels_last,
+    is_image,
+    keeps_layout,
+    wants_dense,
+)
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_trained, run_node, value
@@ -69,17 +76,22 @@ class _Conversion:
     # Of one channel both layouts are the same memory: a convolution of it gives contiguous images. Who reads them turns
     # them, and not the next convolution: what is saved in between would be kept in both layouts.
     late: set[Node] = field(default_factory=set)
+    # Views of a part of channels_last images: who needs them dense gets a copy.
+    parts: set[Node] = field(default_factory=set)
     copies: dict[Any, Node] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
 
     def visit(self, node: Node) -> None:
+        if node in self.layouts.parts:
+            self._show(node)
+            return
         sources = [s for s in dict.fromkeys(node.all_input_nodes) if isinstance(value(s), torch.Tensor)]
-        begins = _is_convolution(node) or any(s in self.last or s in self.late for s in sources)
+        begins = _is_convolution(node) or any(self._lies_so(s) or s in self.late for s in sources)
         converts = self._passes_on(node) and begins
         for source in sources:
             if converts and source not in self.last and self._joins(node, source):
                 self._give(node, source, True)
-            elif not converts and source in self.last and is_image(value(source)) and not averages_places(node):
+            elif not (converts or averages_places(node)) and self._lies_so(source) and is_image(value(source)):
                 self._give(node, source, False)
         if converts:
             node.meta["val"] = self._fresh(node, value(node))
@@ -87,6 +99,18 @@ class _Conversion:
             (self.last if arrived else self.late).add(node)
             if "example_value" in node.meta:
                 node.meta["example_value"] = node.meta["val"]
+
+    def _show(self, node: Node) -> None:
+        """Let a view show a part of what is channels_last by now."""
+        if self._lies_so(node.all_input_nodes[0]):
+            node.meta["val"] = self._fresh(node, value(node))
+            (self.last if is_channels_last(value(node)) else self.parts).add(node)
+            if "example_value" in node.meta:
+                node.meta["example_value"] = node.meta["val"]
+
+    def _lies_so(self, source: Node) -> bool:
+        """Say whether the channels of ``source`` lie innermost by now."""
+        return source in self.last or source in self.parts
 
     def _passes_on(self, node: Node) -> bool:
         """Say whether ``node`` may work on channels_last images; a cast for readers of strides is behind the copy."""
@@ -97,6 +121,8 @@ class _Conversion:
     def _joins(self, node: Node, source: Node) -> bool:
         """Say whether ``node`` is faster when ``source`` is channels_last too: not a weight, which kernels lay out."""
         if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
+            return False
+        if source in self.parts and not wants_dense(node):
             return False
         return is_image(value(source)) and self.layouts.may_copy(source, node)
 

@@ -11,19 +11,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.image_layout import is_channels_last
+from amp_graph.passes.image_layout import averages_places, is_channels_last
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
-
-aten = torch.ops.aten
-SCHEMAS = {"aten.mean": aten.mean.dim, "aten.adaptive_avg_pool2d": aten.adaptive_avg_pool2d.default}
-PLACES = {2, 3}
 
 
 @dataclass(frozen=True)
@@ -50,22 +44,6 @@ class GlobalPool(Pass):
             node.args = (x, value(node).dim() == 4, value(node).dtype)
             changes.append(Change(self.name, "gradient of an average", node.name, "the same for each place"))
         return PassResult(gm, tuple(changes))
-
-
-def averages_places(node: Node) -> bool:
-    """Say whether ``node`` takes the average over height and width of images, which layouts have no part in."""
-    names = names_of(node)
-    if len(names) != 1 or names[0] not in SCHEMAS or REGION in node.meta or len(node.all_input_nodes) != 1:
-        return False
-    given = facts.schema_arguments(SCHEMAS[names[0]], node.args, dict(node.kwargs))
-    x = value(node.all_input_nodes[0])
-    if not isinstance(x, Tensor) or x.dim() != 4 or node.op not in ("call_function", "call_method"):
-        return False
-    if names[0] == "aten.mean":
-        dims = given.get("dim")
-        return isinstance(dims, (list, tuple)) and {d % 4 for d in dims} == PLACES
-    size = given["output_size"]
-    return size == 1 or (isinstance(size, (list, tuple)) and tuple(size) == (1, 1))
 
 
 def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:

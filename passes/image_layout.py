@@ -5,6 +5,7 @@ Before: ``h = conv(x); h.relu_(); h.view(-1)``. After: ``conv`` and ``relu_`` pa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory
-from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import MARK
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import concrete_size
@@ -33,32 +34,46 @@ KEEP_LAYOUT = CONVOLUTIONS | {
     "aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten._upsample_nearest_exact2d",
     "aten.hardswish", "aten.hardswish_", "aten.prelu",
 }  # fmt: skip
+# Those whose kernels go by strides as they are, and do not want images to be dense: as pointwise ones.
+ANY_STRIDES = frozenset({"aten.cat", "aten.concat"})
+# Views of a part of a value's elements, or of all: the dimensions stay what they are.
+PARTS = frozenset({
+    "aten.slice", "aten.alias", "aten.narrow", "aten.chunk", "aten.split", "aten.split_with_sizes", "aten.tensor_split",
+})  # fmt: skip
+AVERAGES = {
+    "aten.mean": torch.ops.aten.mean.dim,
+    "aten.adaptive_avg_pool2d": torch.ops.aten.adaptive_avg_pool2d.default,
+}
+PLACES = {2, 3}
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """The storages whose layout is seen from outside of the operations that pass it on."""
+    """The storages whose layout is seen from outside of the operations that pass it on.
+
+    ``parts``: views that may show a part of channels_last images instead, as all who read them take any layout.
+    """
 
     pinned: frozenset[int]
     memory: Memory
+    parts: frozenset[Node] = frozenset()
 
     @staticmethod
     def of(gm: GraphModule, memory: Memory) -> Layouts:
-        """Find written storages that something else than a layout-keeping operation writes, or aliases.
+        """Find what is pinned, and the views that pass a layout on: fewer where more is pinned, until both stand."""
+        parts = frozenset(n for n in gm.graph.nodes if _shows_a_part(n))
+        while True:
+            found = Layouts(_pinned(gm, memory, parts), memory, parts)
+            parts = frozenset(n for n in parts if found._may_show_a_part(n))
+            if parts == found.parts:
+                return found
 
-        A copy in another layout would hide the write from it, or it from the write.
-        """
-        written = set(memory.writers)
-        pinned: set[int] = set()
-        for node in gm.graph.nodes:
-            keys = {k for s in node.all_input_nodes for k in memory.storages.get(s, ())} & written
-            if keys and not _any_layout(node):
-                mark = node.meta.get(MARK)
-                writes = {k for s in getattr(mark, "written", ()) for k in memory.storages.get(s, ())}
-                pinned |= keys & (writes | memory.storages.get(node, frozenset()))
-            if node.op in ("placeholder", "get_attr"):  # the caller holds it
-                pinned |= memory.storages.get(node, frozenset()) & written
-        return Layouts(frozenset(pinned), memory)
+    def _may_show_a_part(self, node: Node) -> bool:
+        """Say whether what a view shows is nowhere pinned, and read only where layouts do not matter."""
+        if self.memory.storages.get(node, frozenset()) & self.pinned:
+            return False
+        shown = not _is_item(node) or node.all_input_nodes[0] in self.parts
+        return shown and all(u in self.parts or self.may_convert(u) or averages_places(u) for u in node.users)
 
     def may_convert(self, node: Node) -> bool:
         """Say whether ``node`` may be given, and give, channels_last images where they were contiguous."""
@@ -72,6 +87,47 @@ class Layouts:
         """Say whether ``reader`` may be given a copy of ``source``: not where it writes to it."""
         mark = reader.meta.get(MARK)
         return source not in getattr(mark, "written", ())
+
+
+def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozenset[int]:
+    """Find written storages that something else than a layout-keeping operation writes, or aliases.
+
+    A copy in another layout would hide the write from it, or it from the write.
+    """
+    written = set(memory.writers)
+    pinned: set[int] = set()
+    for node in gm.graph.nodes:
+        keys = {k for s in node.all_input_nodes for k in memory.storages.get(s, ())} & written
+        if keys and node not in parts and not _any_layout(node):
+            mark = node.meta.get(MARK)
+            writes = {k for s in getattr(mark, "written", ()) for k in memory.storages.get(s, ())}
+            pinned |= keys & (writes | memory.storages.get(node, frozenset()))
+        if node.op in ("placeholder", "get_attr"):  # the caller holds it
+            pinned |= memory.storages.get(node, frozenset()) & written
+    return frozenset(pinned)
+
+
+def _shows_a_part(node: Node) -> bool:
+    """Say whether ``node`` is a view of a part of images, or of several parts, or one of those."""
+    if REGION in node.meta or len(node.all_input_nodes) != 1:
+        return False
+    shown = tensors(value(node))
+    return all(t.dim() == 4 for t in shown) and bool(shown) and (keeps_layout(node, PARTS) or _is_item(node))
+
+
+def _is_item(node: Node) -> bool:
+    """Say whether ``node`` takes a value out of several."""
+    return node.target is operator.getitem and isinstance(value(node.all_input_nodes[0]), (tuple, list))
+
+
+def wants_dense(node: Node) -> bool:
+    """Say whether an operation that takes any layout is slow on images that are a part of others."""
+    identity = node.meta.get(OPS)
+    if CAST in node.meta or not isinstance(identity, Identity):
+        return False
+    return not all(
+        torch.Tag.pointwise in o.op.tags or str(o.op).rsplit(".", 1)[0] in ANY_STRIDES for o in identity.operations
+    )
 
 
 def keeps_layout(node: Node, names: Collection[str]) -> bool:
@@ -94,6 +150,22 @@ def _any_layout(node: Node) -> bool:
         (torch.Tag.pointwise in o.op.tags or str(o.op).rsplit(".", 1)[0] in KEEP_LAYOUT) and not facts.is_random(o.op)
         for o in identity.operations
     )
+
+
+def averages_places(node: Node) -> bool:
+    """Say whether ``node`` takes the average over height and width of images, which layouts have no part in."""
+    names = names_of(node)
+    if len(names) != 1 or names[0] not in AVERAGES or REGION in node.meta or len(node.all_input_nodes) != 1:
+        return False
+    given = facts.schema_arguments(AVERAGES[names[0]], node.args, dict(node.kwargs))
+    x = value(node.all_input_nodes[0])
+    if not isinstance(x, torch.Tensor) or x.dim() != 4 or node.op not in ("call_function", "call_method"):
+        return False
+    if names[0] == "aten.mean":
+        dims = given.get("dim")
+        return isinstance(dims, (list, tuple)) and {d % 4 for d in dims} == PLACES
+    size = given["output_size"]
+    return size == 1 or (isinstance(size, (list, tuple)) and tuple(size) == (1, 1))
 
 
 def is_image(val: Any) -> bool:

@@ -90,8 +90,42 @@ def written_in_part(s, x):
     return F.conv2d(h, s.v, padding=1)
 
 
+def split_up(s, x):
+    """CSPNet, Res2Net: a part is convolved, and laid beside the other."""
+    h = F.conv2d(x, s.w, padding=1)
+    a, b = h.chunk(2, 1)
+    c, d = torch.split(torch.cat([a, F.conv2d(b, s.w, padding=1)], 1), [8, 4], 1)
+    return (F.conv2d(c * 2, s.v, padding=1)[:, :4] + d.sigmoid()).mean((2, 3))
+
+
+def whole_part(s, x):
+    """GhostNet: as many channels as there are, and written then."""
+    h = F.conv2d(x, s.w, padding=1)
+    part = h[:, :8]
+    part += F.conv2d(x, s.w, padding=1)
+    return F.conv2d(h, s.v).mean((2, 3)) + part.mean((2, 3))[:, :8]
+
+
+def every_second_place(s, x):
+    h = F.conv2d(x, s.w, padding=1)
+    return F.conv2d(torch.cat([h[:, :4, ::2, ::2], h[:, 4:, 1::2, 1::2]], 1), s.v, padding=1).mean((2, 3))
+
+
+def part_viewed(s, x):
+    h = convs(s, x)
+    return h[:, 2:4].view(2, -1) * 2, F.conv2d(h, s.v)
+
+
+def part_written(s, x):
+    h = F.conv2d(x, s.w, padding=1)
+    h[:, :4].mul_(2)
+    h.narrow(1, 4, 2).mul_(3)
+    return F.conv2d(h, s.v, padding=1)
+
+
+PARTS = {f.__name__: f for f in (split_up, whole_part, every_second_place, part_viewed, part_written)}
 CASES = {f.__name__: f for f in (convs, residual, viewed, padded, normed, written, joined)}
-CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, written_in_part)}
+CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, written_in_part)} | PARTS
 
 
 def passed(function, x=X, policy="bf16", state=STATE):
@@ -173,6 +207,35 @@ def test_control_a_write_through_a_view_would_be_lost(name, monkeypatch):
     try:
         ratio, _ = against_fp64(CASES[name])
     except RuntimeError:  # a view of channels_last memory is refused
+        return
+    assert ratio > 3
+
+
+@pytest.mark.parametrize("name", ["split_up", "whole_part", "every_second_place"])
+def test_parts_of_images_stay_in_the_layout(name):
+    _, _, _, result = passed(CASES[name])
+    assert not [c for c in result.changes if c.action == "back to contiguous"]
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_parts_that_are_returned_keep_their_strides(control, monkeypatch):
+    def part_returned(s, x):
+        h = convs(s, x)
+        return h[:, 2:4], F.conv2d(h, s.v)
+
+    if control:
+        monkeypatch.setattr(Layouts, "_may_show_a_part", lambda self, node: True)
+    plain, ours, given, result = passed(part_returned, policy="bf16,keep_outputs=false")
+    same = ours(*given)[0].stride() == plain(*given)[0].stride()
+    assert result.changes
+    assert same != control
+
+
+def test_control_a_part_that_is_written_must_be_of_the_same_memory(monkeypatch):
+    monkeypatch.setattr(Layouts, "_may_show_a_part", lambda self, node: True)
+    try:
+        ratio, _ = against_fp64(part_written)
+    except RuntimeError:
         return
     assert ratio > 3
 

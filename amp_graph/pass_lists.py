@@ -13,6 +13,7 @@ from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
+from amp_graph.passes.conv_as_linear import ConvAsLinear
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.depthwise import Depthwise
@@ -69,13 +70,13 @@ def passes_for(
     dtype = policy.torch_dtype(device)
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
-    fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm()] if ours else []
+    folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
+    fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)] if ours else []
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
         fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
     on_cpu = (policy.device or device) == "cpu"
     keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
-    folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
     batch_norms: list[Pass] = [FuseBatchNorm()] if eager or in_step else []
     again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")

@@ -40,7 +40,7 @@ class PointwiseConv(Pass):
             call = convolution_call(node) if calls_convolution(node) else ""
             if isinstance(call, str) or not _is_product(call):
                 continue
-            if self.folds and _has_norm(node):
+            if self.folds and has_norm(node):
                 skips.append(Skip(node.name, "the batch norm behind it is folded into it"))
                 continue
             out = value(node)
@@ -56,7 +56,7 @@ class PointwiseConv(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _has_norm(node: Node) -> bool:
+def has_norm(node: Node) -> bool:
     """Say whether a batch norm in evaluation alone reads ``node``."""
     user = next(iter(node.users), None)
     if len(node.users) != 1 or user is None or user.target is not F.batch_norm:

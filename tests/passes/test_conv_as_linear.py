@@ -1,0 +1,136 @@
+"""Convolutions whose kernel covers the image are linears: the same sums, and weights that are read as they lie."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes import conv_as_linear
+from amp_graph.passes.conv_as_linear import ConvAsLinear
+from amp_graph.passes.identify_ops import IdentifyOps
+from amp_graph.passes.manager import run_passes
+from tests.passes.graphs import Function, capture_function, differences, run_step
+
+LAST = torch.channels_last
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X = drawn(3, 4, 5, 6, seed=1)
+W, B = drawn(7, 4, 5, 6, seed=2) / 8, drawn(7, seed=3)
+
+COVER = {
+    "with a bias": lambda s, x: F.conv2d(x, s.w, s.b),
+    "without": lambda s, x: F.conv2d(x, s.w),
+    "with a stride": lambda s, x: F.conv2d(x, s.w, s.b, stride=2),
+    "padding in words": lambda s, x: F.conv2d(x, s.w, s.b, padding="valid"),
+    "written behind": lambda s, x: F.conv2d(x, s.w, s.b).relu_().mul(2),
+    "of channels_last images": lambda s, x: F.conv2d(x.contiguous(memory_format=LAST), s.w, s.b),
+}
+OTHERS = {
+    "two places": lambda s, x: F.conv2d(F.pad(x, (0, 1)), s.w),
+    "padding": lambda s, x: F.conv2d(x, s.w, padding=1),
+    "groups": lambda s, x: F.conv2d(x, s.w[:, :2].repeat(2, 1, 1, 1), groups=2),
+    "one place in all": lambda s, x: F.conv2d(x[:, :, :1, :1], s.w[:, :, :1, :1]),
+    "one image": lambda s, x: F.conv2d(x[0], s.w),
+}
+
+
+def passed(function, weight=W):
+    graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
+    gm = graph.fresh()
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    return graph, gm, done.result
+
+
+@pytest.mark.parametrize("name", COVER)
+@pytest.mark.parametrize("weight", [W, W.contiguous(memory_format=LAST)])
+def test_it_is_the_convolution(name, weight):
+    graph, gm, result = passed(COVER[name], weight)
+    assert len(result.changes) == 1
+    plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
+    for a, b in zip((*ours.outputs, *ours.grads), (*plain.outputs, *plain.grads), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_control_images_whose_elements_come_in_another_order(monkeypatch):
+    monkeypatch.setattr(conv_as_linear, "describe", _wrongly(conv_as_linear.describe, iter([True, False])))
+    graph, gm, _ = passed(COVER["without"])
+    assert not torch.allclose(gm(*graph.given)[0], graph.gm(*graph.given)[0], rtol=1e-2)
+
+
+def _wrongly(describe, orders):
+    """Turn the images alone, not the weight."""
+
+    def described(made, like, mode):
+        if made.target == "flatten" and next(orders):
+            with made.graph.inserting_before(made):
+                turned = made.graph.call_method("transpose", (made.args[0], 2, 3))
+            made.args = (describe(turned, like, mode), 1)
+        return describe(made, like, mode)
+
+    return described
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_stays(name):
+    graph, gm, result = passed(OTHERS[name])
+    assert not result.changes
+    assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
+
+
+class Head(nn.Module):
+    """The end of VGG: images of one place behind a convolution that covers them."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head, self.last = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 4), nn.Conv2d(16, 5, 1)
+        self.norm = nn.BatchNorm2d(16) if norm else nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.norm(self.head(self.conv(x).relu())).relu()).flatten(1)
+
+
+def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_autocasts():
+    x, model, rival, exact = drawn(6, 4, 6, 6), Head(), Head(), Head().double()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rival(x)
+    out.float().square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    for ours, theirs, right in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
+        assert (ours.grad - right.grad).norm() <= 1.1 * (theirs.grad - right.grad).norm() + 1e-6
+    assert model.head.weight.grad.stride() == model.head.weight.stride()
+    code = conversion_of(model).graphs[0].rewritten.gm.code
+    assert code.count("weight_copy(") == 6
+    assert "linear" in code
+
+
+def test_norms_are_folded_rather():
+    model = amp_graph.convert(Head(norm=True).eval(), "bf16")
+    with torch.no_grad():
+        model(drawn(6, 4, 6, 6))
+    done = {p.name: p.result for p in conversion_of(model).graphs[0].rewritten.passes}
+    assert not done["conv-as-linear"].changes
+
+
+def test_images_whose_size_varies_are_left_alone():
+    model = amp_graph.convert(Function(lambda s, x: F.conv2d(x, s.w[:, :, : x.shape[2]]), w=W), "bf16", dynamic=True)
+    for height in (5, 4, 3):
+        assert model(drawn(3, 4, height, 6)).shape == (3, 7, 1, 1)
+
+
+def test_a_policy_can_leave_it_out():
+    model = amp_graph.convert(Head(), "bf16,skip=conv_as_linear")
+    model(drawn(6, 4, 6, 6))
+    assert "linear" not in conversion_of(model).graphs[0].rewritten.gm.code

@@ -5,7 +5,6 @@ Before: ``h = conv(x); h.relu_(); h.view(-1)``. After: ``conv`` and ``relu_`` pa
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity, names_of
+from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, tensors, value
@@ -72,7 +71,7 @@ class Layouts:
         """Say whether what a view shows is nowhere pinned, and read only where layouts do not matter."""
         if self.memory.storages.get(node, frozenset()) & self.pinned:
             return False
-        shown = not _is_item(node) or node.all_input_nodes[0] in self.parts
+        shown = not is_part(node) or node.all_input_nodes[0] in self.parts
         return shown and all(u in self.parts or self.may_convert(u) or averages_places(u) for u in node.users)
 
     def may_convert(self, node: Node) -> bool:
@@ -112,12 +111,7 @@ def _shows_a_part(node: Node) -> bool:
     if REGION in node.meta or len(node.all_input_nodes) != 1:
         return False
     shown = tensors(value(node))
-    return all(t.dim() == 4 for t in shown) and bool(shown) and (keeps_layout(node, PARTS) or _is_item(node))
-
-
-def _is_item(node: Node) -> bool:
-    """Say whether ``node`` takes a value out of several."""
-    return node.target is operator.getitem and isinstance(value(node.all_input_nodes[0]), (tuple, list))
+    return all(t.dim() == 4 for t in shown) and bool(shown) and (keeps_layout(node, PARTS) or is_part(node))
 
 
 def wants_dense(node: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes import facts, memory, positions, weight_views
+from amp_graph.passes import facts, memory, positions, strided_views, weight_views
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
 from amp_graph.passes.error_budget import BUDGET, plan_within
@@ -141,6 +141,7 @@ class PlanPrecision(Pass):
         held = positions.protected(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(re.compile(self.keep_fp32), FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(re.compile(m.path), m.precision, m.why or "module rule") for m in self.lists.modules]
+        strided = strided_views.read_by_strides(classes)
         done: dict[Node, Classification] = {}
         for node, found in classes.items():
             path = facts.module_path(node)
@@ -153,6 +154,8 @@ class PlanPrecision(Pass):
                 done[node] = _by_wish(found, precision, f"{why} (module {path})")
             elif node in held:
                 done[node] = replace(found, cls=OpClass.DENY, why=positions.WHY)
+            elif node in strided:
+                done[node] = replace(found, cls=OpClass.DENY, why=strided_views.WHY)
             elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.dtype):
                 if not _only_masks(node, classes):
                     done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")

@@ -89,7 +89,7 @@ class Layouts:
 
 
 def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozenset[int]:
-    """Find written storages that something else than a layout-keeping operation writes, or aliases.
+    """Find storages that something else than a layout-keeping operation writes, or aliases before they are written.
 
     A copy in another layout would hide the write from it, or it from the write.
     """
@@ -100,7 +100,7 @@ def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozense
         if keys and node not in parts and not _any_layout(node):
             mark = node.meta.get(MARK)
             writes = {k for s in getattr(mark, "written", ()) for k in memory.storages.get(s, ())}
-            pinned |= keys & (writes | memory.storages.get(node, frozenset()))
+            pinned |= keys & (writes | memory.written_after(node))
         if node.op in ("placeholder", "get_attr"):  # the caller holds it
             pinned |= memory.storages.get(node, frozenset()) & written
     return frozenset(pinned)

@@ -42,8 +42,13 @@ class Memory:
 
     def is_written_after(self, node: Node) -> bool:
         """Say whether the storage of the value of ``node`` is written behind ``node``."""
+        return bool(self.written_after(node))
+
+    def written_after(self, node: Node) -> frozenset[int]:
+        """Return those storages of the value of ``node`` that are written behind it."""
         at = self.order[node]
-        return any(place > at for key in self.storages.get(node, ()) for place in self.writers.get(key, ()))
+        keys = self.storages.get(node, frozenset())
+        return frozenset(key for key in keys if any(place > at for place in self.writers.get(key, ())))
 
     def epoch(self, node: Node, reader: Node) -> int:
         """Return how often the storage of ``node`` has been written before ``reader`` runs."""

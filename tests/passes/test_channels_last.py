@@ -84,6 +84,12 @@ def written_by_view(s, x):
     return F.conv2d(h, s.v, padding=1)
 
 
+def viewed_once_written(s, x):
+    """An activation in place, and then attention over places, say: the view sees all that was written."""
+    h = F.conv2d(F.conv2d(x, s.w, padding=1).add_(1).relu_(), s.v, padding=1).relu_()
+    return F.conv2d(h * h.view(2, 8, -1).softmax(-1).view(h.shape), s.v, padding=1)
+
+
 def written_in_part(s, x):
     h = F.conv2d(x, s.w, padding=1)
     h[:, 0] = 0
@@ -125,7 +131,7 @@ def part_written(s, x):
 
 PARTS = {f.__name__: f for f in (split_up, whole_part, every_second_place, part_viewed, part_written)}
 CASES = {f.__name__: f for f in (convs, residual, viewed, padded, normed, written, joined)}
-CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, written_in_part)} | PARTS
+CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, viewed_once_written, written_in_part)} | PARTS
 
 
 def passed(function, x=X, policy="bf16", state=STATE):
@@ -215,6 +221,13 @@ def test_control_a_write_through_a_view_would_be_lost(name, monkeypatch):
 def test_parts_of_images_stay_in_the_layout(name):
     _, _, _, result = passed(CASES[name])
     assert not [c for c in result.changes if c.action == "back to contiguous"]
+
+
+def test_what_was_written_in_place_stays_in_the_layout_before_it_is_viewed():
+    _, ours, given, _ = passed(viewed_once_written)
+    seen = Seen(ours)
+    seen.run(*given)
+    assert [seen.found[n] for n in ours.graph.nodes if "relu" in str(n.target)] == [True, True]
 
 
 @pytest.mark.parametrize("control", [False, True])

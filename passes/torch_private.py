@@ -71,6 +71,7 @@ __all__ = [
     "in_transform",
     "is_batched",
     "is_dense_fp32",
+    "is_in_mode",
     "is_seen",
     "is_sharded",
     "is_wrapper",
@@ -676,8 +677,12 @@ def mode_without_capture() -> str:
 
 def is_seen(tensor: torch.Tensor) -> bool:
     """Say whether somebody is to see the operators that are called on ``tensor``: a tracer, a counter, a profiler."""
-    is_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
-    return type(tensor) not in PLAIN or is_mode
+    return torch._C._autograd._profiler_enabled() or is_in_mode(tensor)
+
+
+def is_in_mode(tensor: torch.Tensor) -> bool:
+    """Say whether what is called on ``tensor`` goes to somebody who need not compute it: a tracer, a counter."""
+    return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_wrapper(given: Any) -> bool:

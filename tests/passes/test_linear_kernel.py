@@ -143,6 +143,18 @@ def test_what_has_no_memory_to_read_is_multiplied_by_torch():
     torch.testing.assert_close(seen, plain, rtol=2**-7, atol=2**-7)
 
 
+def test_a_profile_shows_what_is_run():
+    x, weight, bias = operands(4, 32, 48)
+    panels = kernel.panels_of(weight)
+    plain = packed_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    with torch.profiler.profile() as profile:
+        seen = packed_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    names = {event.key for event in profile.key_averages()}
+    assert "amp_graph::linear_by_panels" in names
+    assert not {"aten::addmm", "aten::linear"} & names
+    assert torch.equal(seen, plain)
+
+
 def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)

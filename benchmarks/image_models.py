@@ -1,4 +1,4 @@
-"""The convolutional models of the benchmark of speed: ResNet-50 and a U-Net.
+"""The convolutional models of the benchmark of speed: ResNet-50 and a U-Net; if named, VGG-11 and GhostNet.
 
 Before: ``resnet50(scale)``. After: a ``Case``.
 """
@@ -86,3 +86,73 @@ def unet(scale: float) -> Case:
     batch = scaled(4, scale)
     x, y = torch.randn(batch, 3, 128, 128), torch.randint(2, (batch, 128, 128))
     return Case(Unet(), (x, y), classes, scores, images=True)
+
+
+def vgg11(scale: float) -> Case:
+    """VGG-11 with batch norms on 8 images of 224 px, its first two linears written as convolutions, as in timm."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
+        if width:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            before = width
+        else:
+            layers.append(nn.MaxPool2d(2))
+    head = [nn.Conv2d(512, 4096, 7), nn.ReLU(inplace=True), nn.Conv2d(4096, 4096, 1), nn.ReLU(inplace=True)]
+    model = nn.Sequential(*layers, *head, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(4096, 1000))
+    batch = scaled(8, scale)
+    x, y = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    return Case(model, (x, y), classes, scores, images=True)
+
+
+class GhostModule(nn.Module):
+    """Half of the channels by a 1x1 convolution, the others from those by a depthwise one."""
+
+    def __init__(self, before: int, after: int, relu: bool) -> None:
+        super().__init__()
+        half = -(-after // 2)
+        self.first = nn.Sequential(nn.Conv2d(before, half, 1, bias=False), nn.BatchNorm2d(half))
+        self.cheap = nn.Sequential(nn.Conv2d(half, half, 3, 1, 1, groups=half, bias=False), nn.BatchNorm2d(half))
+        self.activation = nn.ReLU(inplace=True) if relu else nn.Identity()
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, after, height, width]."""
+        one = self.activation(self.first(x))
+        return torch.cat([one, self.activation(self.cheap(one))], 1)[:, : self.after]
+
+
+class GhostBottleneck(nn.Module):
+    """Two ghost modules around a depthwise convolution where there is a stride, and a shortcut."""
+
+    def __init__(self, before: int, middle: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = GhostModule(before, middle, True), GhostModule(middle, after, False)
+        down = nn.Conv2d(middle, middle, 3, stride, 1, groups=middle, bias=False)
+        self.down = nn.Sequential(down, nn.BatchNorm2d(middle)) if stride > 1 else nn.Identity()
+        beside = [nn.Conv2d(before, before, 3, stride, 1, groups=before, bias=False), nn.BatchNorm2d(before)]
+        beside += [nn.Conv2d(before, after, 1, bias=False), nn.BatchNorm2d(after)]
+        self.shortcut = nn.Sequential(*beside) if stride > 1 or before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, after, height / stride, width / stride]."""
+        out = self.narrow(self.down(self.wide(x)))
+        out += self.shortcut(x)
+        return out
+
+
+def ghostnet(scale: float) -> Case:
+    """GhostNet (Han et al., 2020) without its squeeze and excitation, 8 images of 128 px."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    before = 16
+    for middle, after, stride in (
+        *((16, 16, 1), (48, 24, 2), (72, 24, 1), (72, 40, 2), (120, 40, 1), (240, 80, 2), (200, 80, 1), (184, 80, 1)),
+        *((184, 80, 1), (480, 112, 1), (672, 112, 1), (672, 160, 2), *((960, 160, 1),) * 4),
+    ):
+        layers.append(GhostBottleneck(before, middle, after, stride))
+        before = after
+    layers += [nn.Conv2d(160, 960, 1, bias=False), nn.BatchNorm2d(960), nn.ReLU(inplace=True)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(960, 1000))
+    batch = scaled(8, scale)
+    x, y = torch.randn(batch, 3, 128, 128), torch.randint(1000, (batch,))
+    return Case(model, (x, y), classes, scores, images=True)

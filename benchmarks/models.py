@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from image_models import resnet50, unet
+from image_models import ghostnet, resnet50, unet, vgg11
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
@@ -217,7 +217,9 @@ def lstm(scale: float) -> Case:
 
 # Not measured unless named: ``--models gpt_1 --modes inference``.
 MORE: dict[str, Callable[[float], Case]] = {
-    f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)
+    **{f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)},
+    "vgg11": vgg11,
+    "ghostnet": ghostnet,
 }
 MODELS: dict[str, Callable[[float], Case]] = {
     "mlp": mlp,

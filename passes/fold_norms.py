@@ -27,6 +27,9 @@ from amp_graph.passes.what_pays import folding_pays
 CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
 CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 NORM_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+AFTER: dict[tuple[str, ...], str] = {
+    (f"aten.{name}{in_place}",): name for name in ("relu", "silu", "hardswish") for in_place in ("", "_")
+}
 NORM_DEFAULTS = (None, None, None, None, None, False, 0.1, 1e-5)
 
 
@@ -48,12 +51,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class FoldNorms(Pass):
-    """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, or a part of it, by one convolution in evaluation.
+    """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, by one convolution.
 
-    Law: no gradients, channels_last images, statistics that are given; nothing else reads what is between. The sum
-    over products, the norm, the sum with ``s`` and the relu are one kernel that rounds once; the weight is rounded
-    when it has been scaled. Where ``s`` is such a result itself, and nothing reads it later, the sum takes its place.
-    Exactness: approximate, no more roundings than before, of other values.
+    Law: evaluation without gradients, channels_last images, statistics that are given; nothing else reads what is
+    between. The sum over products, the norm, the sum with ``s`` and the relu, or a silu or hardswish where nothing is
+    added, are one kernel that rounds once; the weight is rounded when it has been scaled. Where ``s`` is such a result
+    itself, and nothing reads it later, the sum takes its place. Exactness: approximate, no more roundings than before,
+    of other values.
     """
 
     copies: WeightCopies
@@ -86,10 +90,11 @@ class FoldNorms(Pass):
         if added is not None and found.shape.groups == 1 and added[1] not in found.nodes and _alike(added[1], norm):
             last, found.other = added
             found.nodes.append(last)
-        relu = _only_reader(last)
-        if relu is not None and names_of(relu) in (("aten.relu",), ("aten.relu_",)) and REGION not in relu.meta:
-            found.nodes.append(relu)
-            found.shape = found.shape._replace(relu=True)
+        activation = _only_reader(last)
+        after = None if activation is None or REGION in activation.meta else AFTER.get(names_of(activation))
+        if activation is not None and after is not None:
+            found.nodes.append(activation)
+            found.shape = found.shape._replace(after=after)
         return found if _reads_are_the_same(found, memory) else None
 
     def _folded(self, norm: Node) -> Chain | None:
@@ -113,7 +118,7 @@ class FoldNorms(Pass):
         vectors = (None if bias is None else bias.args[0], mean, var, gamma, beta)
         if not all(v is None or isinstance(v, Node) for v in vectors) or mean is None or var is None:
             return None
-        shape = Shape(stride, padding, dilation, where[3], eps, relu=False)  # type: ignore[arg-type]
+        shape = Shape(stride, padding, dilation, where[3], eps, after="none")  # type: ignore[arg-type]
         return Chain([conv, norm], weight.args[0], vectors, shape)
 
     def _is_kept(self, node: Any) -> bool:

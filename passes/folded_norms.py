@@ -26,9 +26,11 @@ class Shape(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     eps: float
-    relu: bool
+    after: str  # "none", "relu", "silu" or "hardswish"
 
 
+# What oneDNN applies to its fp32 sums, and what it calls it. Not its relu, which makes 0 of NaN.
+KERNELS_OWN = {"silu": "swish", "hardswish": "hardswish"}
 Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
 
 
@@ -36,9 +38,10 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
     """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None, into=False)``.
 
     x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
-    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the relu; into:
-    whether the result may take their place. The norm is folded into a copy of the weight that outlives the call, once
-    the plain copy has been read a few times; it is made anew when the weight or any element of the vectors has changed.
+    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the activation;
+    into: whether the result may take their place. The norm is folded into a copy of the weight that outlives the call,
+    once the plain copy has been read a few times; it is made anew when the weight or any element of the vectors has
+    changed.
     """
     known = copies.packed[FOLDED]
 
@@ -64,8 +67,10 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
             kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
-        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into)
-        return relu_in_place(out) if shape.relu else out  # not the kernel's own relu, which makes 0 of NaN
+        inside = shape.after in KERNELS_OWN and other is None
+        after = KERNELS_OWN[shape.after] if inside else "none"
+        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into, after)
+        return out if inside else _applied(out, shape.after)
 
     return convolution_with_norm
 
@@ -94,4 +99,12 @@ def _as_written(x: Tensor, low: Tensor, vectors: Vectors, shape: Shape, other: T
     out = F.conv2d(x, low, bias, shape.stride, shape.padding, shape.dilation, shape.groups)
     out = F.batch_norm(out, mean, var, gamma, beta, False, 0.0, shape.eps)
     out = out if other is None else out.add_(other)
-    return out.relu_() if shape.relu else out
+    return _applied(out, shape.after)
+
+
+def _applied(out: Tensor, after: str) -> Tensor:
+    if after == "relu":
+        return relu_in_place(out)
+    if after == "silu":
+        return F.silu(out, inplace=True)
+    return F.hardswish(out, inplace=True) if after == "hardswish" else out

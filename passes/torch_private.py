@@ -819,18 +819,20 @@ def convolution_pointwise(
     shape: Any,
     other: torch.Tensor | None,
     into: bool = False,
+    activation: str = "none",
 ) -> torch.Tensor:
     """Return ``conv2d(x, weight, bias)``, plus ``other``, before a relu; 2.11 - 2.13.
 
     x, other: bf16, channels_last; weight: packed; bias: fp32, which the kernel with ``other`` takes in bf16 only.
-    ``into``: the result is written over ``other``, bit for bit the same.
+    ``into``: the result is written over ``other``, bit for bit the same. activation: what the kernel applies to its
+    fp32 sums, "none", "swish" or "hardswish", where there is no ``other``.
     """
     assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
     assert _convolution_into is not None, "nothing is folded without oneDNN"
     where = (shape.padding, shape.stride, shape.dilation, shape.groups)
     found: torch.Tensor
     if other is None:
-        found = _convolution_pointwise.default._op(x, weight, bias, *where, "none", [], "")
+        found = _convolution_pointwise.default._op(x, weight, bias, *where, activation, [], "")
     else:
         after: tuple[Any, ...] = ("add", 1.0, None, [], None)
         kernel, given = (_convolution_into, (other, x)) if into else (_convolution_pointwise.binary._op, (x, other))

@@ -94,19 +94,21 @@ class _Conversion:
             elif not (converts or averages_places(node)) and self._lies_so(source) and is_image(value(source)):
                 self._give(node, source, False)
         if converts:
-            node.meta["val"] = self._fresh(node, value(node))
+            self._renew(node)
             arrived = is_channels_last(value(node)) or not is_image(value(node))
             (self.last if arrived else self.late).add(node)
-            if "example_value" in node.meta:
-                node.meta["example_value"] = node.meta["val"]
 
     def _show(self, node: Node) -> None:
         """Let a view show a part of what is channels_last by now."""
         if self._lies_so(node.all_input_nodes[0]):
-            node.meta["val"] = self._fresh(node, value(node))
+            self._renew(node)
             (self.last if is_channels_last(value(node)) else self.parts).add(node)
-            if "example_value" in node.meta:
-                node.meta["example_value"] = node.meta["val"]
+
+    def _renew(self, node: Node) -> None:
+        """Give ``node`` the value that it has of its inputs as they lie by now."""
+        node.meta["val"] = self._fresh(node, value(node))
+        if "example_value" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
 
     def _lies_so(self, source: Node) -> bool:
         """Say whether the channels of ``source`` lie innermost by now."""

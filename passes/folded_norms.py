@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.runtime import relu_in_place
+from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
 from amp_graph.passes.weight_copies import FOLDED, WeightCopies
 
@@ -67,10 +67,11 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
             kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
-        inside = shape.after in KERNELS_OWN and other is None
-        after = KERNELS_OWN[shape.after] if inside else "none"
-        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into, after)
-        return out if inside else _applied(out, shape.after)
+        inside = KERNELS_OWN.get(shape.after, "none") if other is None else "none"
+        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into, inside)
+        if shape.after == "relu":
+            return relu_in_place(out)
+        return activated(out, shape.after) if inside == "none" else out
 
     return convolution_with_norm
 
@@ -99,12 +100,4 @@ def _as_written(x: Tensor, low: Tensor, vectors: Vectors, shape: Shape, other: T
     out = F.conv2d(x, low, bias, shape.stride, shape.padding, shape.dilation, shape.groups)
     out = F.batch_norm(out, mean, var, gamma, beta, False, 0.0, shape.eps)
     out = out if other is None else out.add_(other)
-    return _applied(out, shape.after)
-
-
-def _applied(out: Tensor, after: str) -> Tensor:
-    if after == "relu":
-        return relu_in_place(out)
-    if after == "silu":
-        return F.silu(out, inplace=True)
-    return F.hardswish(out, inplace=True) if after == "hardswish" else out
+    return activated(out, shape.after)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity, is_part, names_of
+from amp_graph.passes.identify_ops import OPS, Identity, Operation, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, tensors, value
@@ -119,9 +119,7 @@ def wants_dense(node: Node) -> bool:
     identity = node.meta.get(OPS)
     if CAST in node.meta or not isinstance(identity, Identity):
         return False
-    return not all(
-        torch.Tag.pointwise in o.op.tags or str(o.op).rsplit(".", 1)[0] in ANY_STRIDES for o in identity.operations
-    )
+    return not all(_is_pointwise_or_in(ANY_STRIDES, o) for o in identity.operations)
 
 
 def keeps_layout(node: Node, names: Collection[str]) -> bool:
@@ -140,10 +138,11 @@ def _any_layout(node: Node) -> bool:
     if not isinstance(identity, Identity) or not identity.operations:
         return False
     # Random numbers are drawn in the order of memory: another layout would give them to other elements.
-    return all(
-        (torch.Tag.pointwise in o.op.tags or str(o.op).rsplit(".", 1)[0] in KEEP_LAYOUT) and not facts.is_random(o.op)
-        for o in identity.operations
-    )
+    return all(_is_pointwise_or_in(KEEP_LAYOUT, o) and not facts.is_random(o.op) for o in identity.operations)
+
+
+def _is_pointwise_or_in(names: Collection[str], operation: Operation) -> bool:
+    return torch.Tag.pointwise in operation.op.tags or str(operation.op).rsplit(".", 1)[0] in names
 
 
 def averages_places(node: Node) -> bool:

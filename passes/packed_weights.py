@@ -8,7 +8,6 @@ over few rows, ``linear_of_panels``, by a kernel of ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.operators import OPS
-from amp_graph.passes.runtime import relu_in_place
+from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import is_in_mode, is_seen, linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS, WeightCopies
 
@@ -70,10 +69,11 @@ def linear_of_panels(
     """
     if weight.dim() == 2:
         return linear_of_packed(x, weight, bias, after)
+    if not is_seen(x):
+        return linear_by_panels(x, weight, bias, after == "relu", outputs)
     if is_in_mode(x):
         return linear_of_packed(x, dense_of(weight, outputs, x.shape[-1]), bias, after)
-    run: Any = OPS.linear_by_panels.default if is_seen(x) else linear_by_panels  # a profile shows what is run
-    found: Tensor = run(x, weight, bias, after == "relu", outputs)
+    found: Tensor = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs)  # what a profile shows
     return found
 
 
@@ -86,18 +86,10 @@ def linear_of_packed(
     fp32 sums; its relu would make 0 of NaN.
     """
     if weight.layout is torch.strided:
-        return _applied(F.linear(x, weight, bias), after, form)
+        return activated(F.linear(x, weight, bias), after, form)
     if after == "gelu":
         return linear_of_packed_weight(x, weight, bias, "gelu", form)
     if after == "silu":
         return linear_of_packed_weight(x, weight, bias, "swish")
     out = linear_of_packed_weight(x, weight, bias)
     return relu_in_place(out) if after == "relu" else out
-
-
-def _applied(out: Tensor, after: str, form: str) -> Tensor:
-    if after == "relu":
-        return out.relu_()
-    if after == "silu":
-        return F.silu(out, inplace=True)
-    return F.gelu(out, approximate=form) if after == "gelu" else out

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
@@ -23,6 +24,20 @@ def relu_in_place(x: torch.Tensor) -> torch.Tensor:
     """
     torch.threshold_(x.view(torch.int16), _MINUS_INFINITY[x.dtype], 0)
     return x
+
+
+def activated(x: torch.Tensor, after: str, form: str = "none") -> torch.Tensor:
+    """Return ``x`` through ``after``: "none", "relu", "silu", "hardswish", or "gelu" in ``form``.
+
+    By torch's operations, and written over ``x`` but by gelu.
+    """
+    if after == "relu":
+        return x.relu_()
+    if after == "silu":
+        return F.silu(x, inplace=True)
+    if after == "hardswish":
+        return F.hardswish(x, inplace=True)
+    return F.gelu(x, approximate=form) if after == "gelu" else x
 
 
 class _SharedCast(torch.autograd.Function):

@@ -180,6 +180,24 @@ def test_no_table_is_rounded_for_a_gather_and_nothing_for_a_selection(on):
     assert found["aten.linear"] == "low"
 
 
+@pytest.mark.parametrize("name", ["cpu_bf16", "cpu_amx"])
+def test_attention_is_low_where_ours_is_the_kernel(on, name, monkeypatch):
+    """Of the time alone: torch's kernel of bf16, whose rate plans went by, is slower than that of fp32."""
+    on(name)
+    given = [torch.randn(2, 4, 128, 64) for _ in range(2)]
+    w = torch.randn(64, 64)
+
+    def attend(m, x, y):
+        return F.linear(F.scaled_dot_product_attention(F.linear(x, m.w), F.linear(y, m.w), F.linear(x, m.w)), m.w)
+
+    assert precisions(attend, *given, w=w)["aten.scaled_dot_product_attention"] == "low"
+    slow = replace(
+        machine(name), call=1e-12, rates={**machine(name).rates, "attention": {"float32": 6e10, "bfloat16": 1e10}}
+    )
+    monkeypatch.setattr("amp_graph.passes.plan_precision.machine_for", lambda device: slow)
+    assert precisions(attend, *given, w=w)["aten.scaled_dot_product_attention"] == FULL, "control"
+
+
 # -- what the numbers do ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.fp32_accumulation import accumulating_in_fp32
 from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.direct_calls import direct_calls
@@ -66,6 +67,10 @@ def check_compile(caller: str, compile: Compile) -> None:
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
     """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
+    return with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy), policy, device_of(gm))
+
+
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
@@ -73,6 +78,15 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, poli
     tag_checkpoints(gm)
     run_passes(gm, passes_for_compilers(policy))
     return compiler_of(compile, policy, device_of(gm))(gm, list(example_inputs))
+
+
+def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
+    """Return ``run`` with its products' sums in fp32, where settings of PyTorch say otherwise of the ``device``.
+
+    A reproduction of PyTorch's own policy, and fp32 itself, are left as PyTorch has them.
+    """
+    ours = device == "cuda" and policy.level != "O0" and policy.op_list(device).unlisted == "opaque"
+    return accumulating_in_fp32(run) if ours else run
 
 
 def compiler_of(compile: Compile, policy: Policy, device: str, *, whole: bool = False) -> Callable[..., Runner]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, compiler_of
+from amp_graph.backend import Compile, compiler_of, with_sums_in_fp32
 from amp_graph.captured_step import CapturedStep
 from amp_graph.check_optimizer import refuse_own_state
 from amp_graph.cuda_graph import Replayed
@@ -174,10 +174,12 @@ class StepBuilder:
         return tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
 
     def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        device = device_of(gm)
         if self.compile == "eager":
-            return direct_calls(gm)
+            return with_sums_in_fp32(direct_calls(gm), self.policy, device)
         with torch.no_grad():
-            return compiler_of(self.compile, self.policy, device_of(gm), whole=True)(gm, given)
+            run = compiler_of(self.compile, self.policy, device, whole=True)(gm, given)
+        return with_sums_in_fp32(run, self.policy, device)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
         """Call an optimizer that is no part of the graph, unless a gradient was infinite."""

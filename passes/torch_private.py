@@ -51,6 +51,7 @@ __all__ = [
     "StorageWeakRef",
     "all_bytes_of",
     "allow_in_graph",
+    "at_end_of_backward",
     "autograd_inside",
     "being_traced",
     "borrow",
@@ -83,6 +84,7 @@ __all__ = [
     "mode_without_capture",
     "multiplies_bf16",
     "not_captured",
+    "number_of_backward",
     "numel",
     "on_every_optimizer_step",
     "one_capture_at_a_time",
@@ -95,9 +97,11 @@ __all__ = [
     "plain_forward",
     "reads_of_dtype",
     "saved_tensors_hooks_are_enabled",
+    "set_sums_of_products",
     "softmax_backward",
     "storage_holders",
     "storage_key",
+    "sums_of_products",
     "takes_kernels_of_ours",
     "tracing_fake",
     "undisabled",
@@ -865,3 +869,34 @@ def saved_tensors_hooks_are_enabled() -> bool:
     """Say whether hooks of saved tensors may be set: not inside of transforms of ``torch.func``; 2.11 - 2.13."""
     autograd: Any = torch._C._autograd
     return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def sums_of_products() -> tuple[Any, ...]:
+    """Return how cuBLAS may add up products: those of fp16, those of bf16, and whether fp16's in fp16; 2.11 - 2.13.
+
+    Of the first two (whether parts of a sum may be rounded before they are added up, whether a sum may have parts).
+    """
+    return tuple(getattr(torch._C, f"_get_cublas_allow_{name}")() for name in _SUMS)
+
+
+def set_sums_of_products(settings: tuple[Any, ...]) -> None:
+    """Set what ``sums_of_products`` returns; 2.11 - 2.13."""
+    for name, value in zip(_SUMS, settings, strict=True):
+        getattr(torch._C, f"_set_cublas_allow_{name}")(*(value if isinstance(value, tuple) else (value,)))
+
+
+_SUMS = ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation")
+
+
+def number_of_backward() -> int:
+    """Return the number of the backward pass that calls this, as a hook; below 0 outside of any; 2.11 - 2.13."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward pass is done that calls this, as a hook; 2.11 - 2.13.
+
+    Not where it raises.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)

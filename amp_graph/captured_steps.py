@@ -16,7 +16,7 @@ from amp_graph.backend import Runner
 from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
 from amp_graph.complaints import warn_of_full_precision
-from amp_graph.loss_scale import STUCK, complain_of_floor
+from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.weight_updates import weights_were_written
 from amp_graph.step_graph import StepGraph
@@ -30,7 +30,7 @@ class CapturedSteps:
         self.captured: list[CapturedStep] = []
         self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
-        self._at_floor, self._calls = at_floor, 0
+        self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
@@ -93,11 +93,11 @@ class CapturedSteps:
             self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
 
     def _look_at_floor(self, graph: StepGraph, args: Sequence[Any]) -> None:
-        """Say where gradients stay infinite at the smallest scale; not on devices, from which nothing is copied."""
+        """Say where gradients stay infinite at the smallest scale."""
         self._calls += 1
         scale = self._builder.loss_scale
         if scale is None or self._calls % STUCK:
             return
-        stuck = scale.state[4]
-        if stuck.device.type == "cpu" and stuck.item() >= STUCK:
-            complain_of_floor("TrainStep", int(stuck), scale.floor, graph.first_bad(args), self._at_floor)
+        steps = self._floor.read(scale.state[4])
+        if steps >= STUCK:
+            complain_of_floor("TrainStep", steps, scale.floor, graph.first_bad(args), self._at_floor)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from amp_graph import scale_ops
 from amp_graph.check_optimizer import is_torchs, named_parameters, refuse_closures
 from amp_graph.errors import ScaleError
-from amp_graph.loss_scale import STUCK, LossScale, check_at_floor, complain_of_floor
+from amp_graph.loss_scale import STUCK, FloorWatch, LossScale, check_at_floor, complain_of_floor
 from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
 
 
@@ -77,6 +77,7 @@ class GradScaler(torch.amp.GradScaler):
             init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
         )
         self._at_floor, self._group = at_floor, process_group
+        self._floor, self._updates = FloorWatch(), 0
         self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
 
@@ -247,11 +248,13 @@ class GradScaler(torch.amp.GradScaler):
     def _look_at_floor(self) -> None:
         """Say where gradients stay infinite at the floor; on other devices than the CPU only every STUCK updates."""
         stuck = self._loss_scale.state[4]
-        self._updates = getattr(self, "_updates", 0) + 1
-        if stuck.device.type != "cpu" and self._updates % STUCK:
+        self._updates += 1
+        on_cpu = stuck.device.type == "cpu"
+        if not on_cpu and self._updates % STUCK:
             return
-        if stuck.item() == STUCK or (stuck.device.type != "cpu" and stuck.item() > STUCK):
-            self._complain_of_floor(int(stuck.item()))
+        steps = self._floor.read(stuck)
+        if steps == STUCK or (steps > STUCK and not on_cpu):
+            self._complain_of_floor(steps)
 
     def _complain_of_floor(self, steps: int) -> None:
         known = [state["optimizer"]() for state in self._per_optimizer_states.values() if "optimizer" in state]

@@ -267,6 +267,38 @@ def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
             raise ScaleError(f"loss scale: {where}{name}={given[name]!r}\n  legal: {legal}\n  fix:   {fix}")
 
 
+class FloorWatch:
+    """Reads how many bad steps in a row there were at the floor, without waiting for a GPU."""
+
+    def __init__(self) -> None:
+        """Begin with nothing read."""
+        self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def read(self, stuck: torch.Tensor) -> int:
+        """Return ``stuck`` (0-d int32) as a number: on CUDA as it was at an earlier call, from which it was copied."""
+        if stuck.device.type != "cuda":
+            return int(stuck.item())
+        found = 0
+        if self._copied is not None:
+            copy, done = self._copied
+            if not done.query():
+                return 0
+            found = int(copy.item())
+        copy, done = torch.empty_like(stuck, device="cpu", pin_memory=True), torch.cuda.Event()
+        copy.copy_(stuck, non_blocking=True)
+        done.record(torch.cuda.current_stream(stuck.device))
+        self._copied = copy, done
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FloorWatch:
+        """Copy as one that has read nothing."""
+        return FloorWatch()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as one that has read nothing."""
+        return FloorWatch, ()
+
+
 def check_at_floor(who: str, at_floor: str) -> None:
     """Refuse what ``at_floor`` cannot be."""
     if at_floor not in ("warn", "error"):

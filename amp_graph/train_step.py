@@ -76,7 +76,7 @@ class TrainStep:
     process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
     ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
     Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
-    at_floor: "warn" or "error" where gradients stay infinite at the smallest scale (on the CPU).
+    at_floor: "warn" or "error" where gradients stay infinite at the smallest scale; on CUDA some steps later.
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on, whose kernels are
     launched all at once; the results of a step are copies, its temporaries stay allocated.
     update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled

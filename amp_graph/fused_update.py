@@ -21,7 +21,7 @@ from amp_graph.master_weights import updated_master
 from amp_graph.passes.torch_private import steps_otherwise
 from amp_graph.policy import HALVES
 
-ZEROS = 15
+SEVERAL = 16
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -166,9 +166,10 @@ def _adam_factors(
     rates, roots = lr.to(dtype) * (1 / (1 - beta1**counts)), (1 - beta2**counts).rsqrt().to(dtype)
     kept = (1 - lr * (group["weight_decay"] if decoupled else 0.0)).to(dtype)
     found = torch.stack([rates, roots, kept.expand_as(counts)])
-    # A sum with zeros: changes nothing, but is no pointwise operation, which a compiler would inline into its loops
-    # over parameters, with two powers for every few elements. Sums of 8 and fewer Inductor writes out, and inlines.
-    return torch.nn.functional.pad(found[None], (0, 0, 0, 0, 0, ZEROS)).sum(0)
+    # The largest of several that are the same: changes nothing, but is no pointwise operation, which a compiler would
+    # inline into its loops over parameters, with two powers for every few elements. Of 8 and fewer Inductor does that,
+    # and where they were padded with zeros, it added the first up as often as there were zeros on CUDA (2.11).
+    return found.expand(SEVERAL, *found.shape).amax(0)
 
 
 def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:

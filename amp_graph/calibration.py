@@ -110,8 +110,13 @@ def _rate(probe: Probe, dtype: str, device: str, seconds: float) -> float:
 
 
 def _normalization(dtype: str, device: str, seconds: float) -> float:
-    """Return the rate of layer norms with parameters in float32, as plans run them."""
+    """Return the rate of layer norms, with parameters in float32 on the CPU, as plans run them.
+
+    CUDA's kernel takes parameters in the precision of what they scale.
+    """
     x, weight, bias = _new(dtype, device)(ELEMENTS // 256, 256), *torch.ones(2, 256, device=device)
+    if device != "cpu":
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     taken = _best(lambda: F.layer_norm(x, (256,), weight, bias), device, seconds)
     return 2 * ELEMENTS * SIZES[dtype] / taken
 

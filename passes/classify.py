@@ -33,7 +33,7 @@ class Classification:
     ``written`` those that the node writes to. ``mixed`` says that the kernel itself promotes operands of
     different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any, and
     ``takes_dtype`` that the call has such an argument and leaves it open. ``partial``: the list names the
-    inputs that the class speaks of.
+    inputs that the class speaks of. ``full_in_autocast``: ``torch.autocast`` returns float32 of what computes in it.
     """
 
     cls: OpClass
@@ -46,6 +46,7 @@ class Classification:
     conversion: bool = False
     dtype: torch.dtype | None = None
     partial: bool = False
+    full_in_autocast: bool = False
     takes_dtype: bool = False
     expand: bool = False
     listed: bool = True
@@ -127,10 +128,23 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         mixed=_takes_mixed(rules, known, operations) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
         dtype=_asked_dtype(operations),
         partial=rule is not None and rule.inputs is not None,
+        full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
         takes_dtype=len(operations) == 1 and operations[0].arguments.get("dtype", ...) is None,
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
+    )
+
+
+def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:
+    """Say whether ``torch.autocast`` returns float32 of operations that compute in it inside.
+
+    On CUDA it does of a softmax, and of norms that it has a rule for, as it has none for batch norms. On the CPU all
+    return what they were given.
+    """
+    is_norm = rule is not None and rule.inputs is not None
+    return lists.device == "cuda" and (
+        not is_norm or any(facts.autocast_has_rule(o.op, lists.device) for o in operations)
     )
 
 

@@ -220,8 +220,7 @@ class Formulation:
         follows = kind.cls in (OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE, OpClass.NEUTRAL)
         if follows and self._is_exact(node, kind, given):
             self.limits += [(i, self.holds[n]) for n in (*given.moved, *given.promoted)]
-        rounds_for_readers = kind.cls is OpClass.FP32_INSIDE and self.problem.lists.device == "cuda"
-        if (node in self.permitted.ahead.early or rounds_for_readers) and self.problem.accuracy == "autocast":
+        if (node in self.permitted.ahead.early or kind.full_in_autocast) and self.problem.accuracy == "autocast":
             self.limits += [(i, self.of[user]) for user in node.users if user in self.of]
 
     def _is_exact(self, node: Node, kind: Classification, given: Operands) -> bool:

@@ -207,15 +207,13 @@ class Painting:
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose what autocast keeps.
 
-        On CUDA autocast returns fp32 from norms and softmax; returning low precision is rounding-equal only
+        On CUDA autocast returns fp32 from softmax and most norms; returning low precision is rounding-equal only
         where every reader rounds it anyway. CPU autocast returns low precision itself; accuracy "fast" asks
         only for the last norm, behind which nothing is low any more (a cast before it instead of after it).
         """
         if self.fast:
             return kind.partial and node not in self.ahead.low
-        if self.problem.lists.device != "cuda":
-            return False
-        return not all(self.ahead.takes_low(user, node) for user in node.users)
+        return kind.full_in_autocast and not all(self.ahead.takes_low(user, node) for user in node.users)
 
     def _conversion(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
         if kind.dtype is None and moved and all(n in self.low for n in moved):

@@ -92,6 +92,22 @@ class GruState(KeepRecurrent):
         return rounds_its_state(kind, value(x))
 
 
+@dataclass(frozen=True)
+class CudnnRecurrent(KeepRecurrent):
+    """Replaces recurrent layers on CUDA with ``recurrent_whole``, which gives cuDNN the weights as they are.
+
+    Law: as for ``KeepRecurrent``. Exactness: bit-exact. ``torch.lstm`` looks at each call whether the weights are parts
+    of one piece of memory, which copies in low precision are not, warns, and cannot be traced into a step.
+    """
+
+    name: ClassVar[str] = "cudnn-recurrent"
+    why: ClassVar[str] = "torch looks at each call for the weights in one piece of memory"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is a layer on CUDA."""
+        return value(x).device.type == "cuda"
+
+
 def _recurrent(node: Node) -> Any:
     """Return the operator of a recurrent layer over a padded batch; None for any other node."""
     found = node.meta.get(OPS)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.cudnn_recurrent import CudnnLayers, runs_by_cudnn
 from amp_graph.passes.gru_layer import gru_layer
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.recurrent import lstm_layer, onednn_trains
@@ -118,6 +119,9 @@ def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequ
 
 def _at_once(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """Run all layers, without dropout, as one operator."""
+    if runs_by_cudnn(x, hidden, params):
+        options = (how.has_biases, how.num_layers, how.bidirectional)
+        return list(CudnnLayers.apply(how.kind, options, len(hidden), x, *hidden, *params))
     found = _Recurrent.apply(how, len(hidden), x, *hidden, *params)
     return list(found[: 1 + len(hidden)])
 
@@ -147,10 +151,12 @@ class _Recurrent(torch.autograd.Function):
         return None, None, *(next(made) if need else None for need in needed)
 
 
-def _run(kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any) -> tuple[Tensor, ...]:
+def _run(
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any, train: bool = False
+) -> tuple[Tensor, ...]:
     has_biases, num_layers, bidirectional = how
     states = hidden if kind == "lstm" else hidden[0]
-    found: tuple[Tensor, ...] = KINDS[kind](x, states, params, has_biases, num_layers, 0.0, False, bidirectional, False)
+    found: tuple[Tensor, ...] = KINDS[kind](x, states, params, has_biases, num_layers, 0.0, train, bidirectional, False)
     return found
 
 
@@ -183,7 +189,8 @@ def _gradients(
         if not again:
             given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
         count = 1 + len(hidden)
-        outs = _run(kind, given[0], given[1:count], given[count:], *how)
+        # cuDNN differentiates what was run as in training alone.
+        outs = _run(kind, given[0], given[1:count], given[count:], *how, train=x.device.type == "cuda")
         wanted = [t for t, need in zip(given, needed, strict=True) if need]
         found = torch.autograd.grad(outs, wanted, grads, create_graph=again, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]

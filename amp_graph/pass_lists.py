@@ -21,6 +21,7 @@ from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
+from amp_graph.passes.fold_masks import FoldMasks
 from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_attention import FuseAttention
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
@@ -33,7 +34,7 @@ from amp_graph.passes.global_pool import GlobalPool
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
-from amp_graph.passes.keep_recurrent import GruState, KeepRecurrent, LstmBackward
+from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
@@ -74,6 +75,8 @@ def passes_for(
     fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)] if ours else []
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
         fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
+    if ours:
+        fusions.append(FoldMasks())
     on_cpu = (policy.device or device) == "cpu"
     keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
@@ -84,6 +87,7 @@ def passes_for(
         Attention(),
         GruState(),
         LstmBackward(),
+        CudnnRecurrent(),
         ContiguousLinear(),
         ChannelsLast(),
         *pointwise,

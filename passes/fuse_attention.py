@@ -34,7 +34,7 @@ from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import captured, fake_mode_of, value
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode
-from amp_graph.passes.what_pays import attention_kernel_pays
+from amp_graph.passes.what_pays import attention_call_pays
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 ALLOWED = (
@@ -107,7 +107,7 @@ class FuseAttention(Pass):
     def _is_wanted(self) -> bool:
         rules = [self.lists.lookup(op, {}) for op in ALLOWED]
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
-        return allowed and attention_kernel_pays(self.device, self.dtype)
+        return allowed and attention_call_pays(self.device, self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""

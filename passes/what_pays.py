@@ -24,6 +24,14 @@ def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: 
     return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
 
 
+def attention_call_pays(device: str, dtype: torch.dtype) -> bool:
+    """Say whether one call of attention beats its formula, which makes all scores and keeps the probabilities.
+
+    CPU: where a kernel of ours runs it. CUDA, in low precision: by flash or memory-efficient attention.
+    """
+    return attention_kernel_pays(device, dtype) or (device == "cuda" and dtype in (torch.float16, torch.bfloat16))
+
+
 def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int | None = None) -> bool:
     """Say whether attention in compiled C of ours, forward and backward, beats torch's kernel.
 

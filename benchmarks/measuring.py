@@ -162,9 +162,9 @@ def _costs(made: Prepared, variant: Variant, device: Device, cuda_graphs: bool) 
     for _ in range(3):  # weights are cast in another way from the second call on, and folded or packed at the third
         made.run()
     saved = saved_by(made, variant.compiled) if made.optimizer is not None else None
-    in_graph = variant.compiled and cuda_graphs  # whose memory is set aside at capture
+    in_graph = variant.recorded or (variant.compiled and cuda_graphs)  # whose memory is set aside at capture
     return {
-        "casts": None if variant.compiled else asdict(casts_of(made.run)),
+        "casts": None if variant.compiled or variant.recorded else asdict(casts_of(made.run)),
         "saved": asdict(saved) if saved is not None else None,
         "peak_bytes": None if in_graph else device.peak(made.run),
         "held_bytes": held_by(made),

@@ -22,7 +22,7 @@ from amp_graph.conversion import conversion_of
 from amp_graph.passes.table_gradient import POOL
 from amp_graph.passes.torch_private import own_code_object
 
-AUTOCAST, LAST, INDUCTOR = "autocast", " channels_last", " + Inductor"
+AUTOCAST, LAST, INDUCTOR, RECORDED = "autocast", " channels_last", " + Inductor", " cuda_graph"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,6 +49,7 @@ class Variant:
     compiled: bool = False
     channels_last: bool = False
     frozen: bool = False  # Inductor's freezing: weights are constants, cast, packed and folded once and for all
+    recorded: bool = False  # a TrainStep that is replayed as a CUDA graph
 
     @property
     def is_baseline(self) -> bool:
@@ -73,9 +74,12 @@ def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
             )
         if not compiled:
             found.append(Variant(f"pure {setup.dtype}", low=True, channels_last=images))
-        ours = [("amp_graph", False), *([("TrainStep", True)] if training else [])]
-        for name, whole in ours:
-            found += [Variant(name + a + mode, p, whole=whole, compiled=compiled) for a, p in policies.items()]
+        ours = [("amp_graph", False, False), *([("TrainStep", True, False)] if training else [])]
+        if training and setup.device == "cuda":
+            ours.append(("TrainStep" + RECORDED, True, True))
+        for name, whole, recorded in ours:
+            more = {"whole": whole, "recorded": recorded}
+            found += [Variant(name + a + mode, p, compiled=compiled, **more) for a, p in policies.items()]
     return found
 
 
@@ -168,8 +172,10 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
     optimizer = torch.optim.AdamW(target.parameters(), lr=1e-4, fused=True)
     compile = "inductor" if variant.compiled else "eager"
     if variant.whole:
-        step = amp_graph.TrainStep(target, None, optimizer, variant.policy, compile=compile)
-        run = _marked(lambda: step(*batch), variant, setup)
+        step = amp_graph.TrainStep(
+            target, None, optimizer, variant.policy, compile=compile, cuda_graph=variant.recorded
+        )
+        run = _not_twice(lambda: step(*batch)) if variant.recorded else _marked(lambda: step(*batch), variant, setup)
         return Prepared(made, batch, run, optimizer, step=step)
     called = _called(target, variant, compile)
     context = context_of(variant, setup)
@@ -222,6 +228,16 @@ def _marked(run: Callable[[], object], variant: Variant, setup: Setup) -> Callab
         return run()
 
     return marked
+
+
+def _not_twice(run: Callable[[], object]) -> Callable[[], object]:
+    """Have Inductor record no CUDA graphs of its own, where the step is one."""
+
+    def once() -> object:
+        with torch._inductor.config.patch({"triton.cudagraphs": False}):
+            return run()
+
+    return once
 
 
 def _called(target: nn.Module, variant: Variant, compile: str) -> Callable:

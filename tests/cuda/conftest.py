@@ -1,0 +1,14 @@
+"""Tests of this folder run where there is a GPU."""
+
+import pytest
+import torch
+
+from tests.conformance.conftest import IGNORED_WARNINGS
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "cuda" in item.path.parent.name:
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+            for line in IGNORED_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(line))

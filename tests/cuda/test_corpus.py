@@ -1,0 +1,64 @@
+"""On a GPU every model of the corpus is as exact as autocast there, and executes no more casts."""
+
+import contextlib
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes.weight_updates import weights_were_written
+from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, WORST, above
+from tests.corpus import CASES, make
+from tests.measure import CastCounter, error_ratio
+
+DEVICE = "cuda"
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPARABLE = sorted(name for name, case in CASES.items() if not case.tags & INCOMPARABLE)
+# As CUDA's autocast returns them; dispatch modes, which count here, refuse torch.cond.
+COUNTABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & {"no_autocast", "integer"})
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", COMPARABLE)
+def test_as_exact_as_autocast(name, policy):
+    found = error_ratio(
+        name,
+        lambda model: amp_graph.convert(model, policy),
+        lambda: torch.autocast(DEVICE, LOW[policy]),
+        range(3 if CASES[name].tags & NOISY else 2),
+        loss_scale=LOSS_SCALE if policy == "fp16" else 1.0,
+        device=DEVICE,
+    )
+    assert not above({name: found}, WORST)
+
+
+def on_device(obj):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), obj)
+
+
+def casts(name, policy=None):
+    """Count those of the second step."""
+    context = contextlib.nullcontext if policy else (lambda: torch.autocast(DEVICE, torch.bfloat16))
+    model, *_ = make(name)
+    model.to(DEVICE)
+    if policy:
+        amp_graph.convert(model, policy)
+    for _ in range(2):
+        model.zero_grad()
+        weights_were_written()
+        with CastCounter(model) as counted:
+            _, args, kwargs = make(name)
+            with context():
+                loss = CASES[name].loss(model(*on_device(args), **on_device(kwargs)))
+            counted.phase = "backward"
+            if loss.requires_grad:
+                loss.backward()
+    assert not policy or conversion_of(model).runs
+    return counted
+
+
+@pytest.mark.parametrize("name", COUNTABLE)
+def test_never_more_casts_than_autocast(name):
+    ours, theirs = casts(name, "bf16,keep_outputs=false"), casts(name)
+    assert ours.total <= theirs.total, f"ours:\n{ours.table()}\nautocast:\n{theirs.table()}"

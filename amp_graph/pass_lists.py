@@ -46,6 +46,7 @@ from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
+from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
@@ -89,6 +90,7 @@ def passes_for(
         LstmBackward(),
         CudnnRecurrent(),
         ContiguousLinear(),
+        ReduceFromLow(policy.device or device),
         ChannelsLast(),
         *pointwise,
         Convolution(),

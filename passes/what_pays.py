@@ -301,6 +301,11 @@ def scattering_pays(device: str, rows: int, table: int) -> bool:
     return device == "cpu" and rows <= 8 * table
 
 
+def reducing_from_low_pays(device: str) -> bool:
+    """Say whether reductions to fp32 widen what they read in registers: on CUDA. On the CPU torch makes a copy."""
+    return device == "cuda"
+
+
 # Elements up to which a call more costs more than what it saves.
 FEWEST_WIDENED = 1 << 16
 

@@ -15,22 +15,34 @@ from tests.measure import CastCounter, error_ratio
 DEVICE = "cuda"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPARABLE = sorted(name for name, case in CASES.items() if not case.tags & INCOMPARABLE)
+# Autocast raises there on CUDA: it adds a sum in fp32 to zeros in low precision.
+RAISES = {"gcn"}
+# In bf16 autocast runs cuDNN's recurrent layers in fp16 (aten/src/ATen/cudnn/AutocastRNN.cpp).
+RECURRENT = {"gru_bidirectional", "gru_root", "lstm_lm", "lstm_root"}
+# What is an autograd.Function of the user's runs whole, in fp32 where its backward sums.
+WHOLE = {"custom_function"}
 # As CUDA's autocast returns them; dispatch modes, which count here, refuse torch.cond.
-COUNTABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & {"no_autocast", "integer"})
+COUNTABLE = sorted(
+    n for n, c in CASES.items() if n not in {"cond", *RAISES, *WHOLE} and not c.tags & {"no_autocast", "integer"}
+)
 
 
 @pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_as_exact_as_autocast(name, policy):
+    theirs = torch.float16 if name in RECURRENT else LOW[policy]
     found = error_ratio(
         name,
         lambda model: amp_graph.convert(model, policy),
-        lambda: torch.autocast(DEVICE, LOW[policy]),
-        range(3 if CASES[name].tags & NOISY else 2),
+        lambda: torch.autocast(DEVICE, theirs, enabled=name not in RAISES),
+        range(6 if CASES[name].tags & NOISY else 3),
         loss_scale=LOSS_SCALE if policy == "fp16" else 1.0,
         device=DEVICE,
     )
-    assert not above({name: found}, WORST)
+    if name in RAISES or theirs != LOW[policy]:  # nothing to compare with: as exact as the precision is
+        assert found.ours_output < (0.01 if policy == "bf16" else 0.002)
+    else:
+        assert not above({name: found}, WORST)
 
 
 def on_device(obj):

@@ -30,17 +30,20 @@ class _Held:
         self._calls, self._backwards = 0, set[int]()
         self._before: tuple[Any, ...] | None = None  # the process's own; None while they are in force
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Hold until ``end``."""
         with self._lock:
-            if number_of_backward() < 0 and not self._calls:
+            if self._backwards and not self._calls and number_of_backward() < 0:
                 self._backwards.clear()  # left by one that raised
             self._calls += 1
-            self._set()
+            if self._before is None:
+                self._set()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Let go of what one ``begin`` holds."""
         with self._lock:
             self._calls -= 1
-            self._set()
+            self._give_back()
 
     def in_backward(self, _: Tensor) -> None:
         """Hold for the rest of the backward pass that calls this, as a hook of what a graph returned."""
@@ -49,20 +52,21 @@ class _Held:
             if number in self._backwards:
                 return
             self._backwards.add(number)
-            self._set()
-        at_end_of_backward(lambda: self._end(number))
+            if self._before is None:
+                self._set()
+        at_end_of_backward(lambda: self._end_of(number))
 
-    def _end(self, number: int) -> None:
+    def _end_of(self, number: int) -> None:
         with self._lock:
             self._backwards.discard(number)
-            self._set()
+            self._give_back()
 
     def _set(self) -> None:
-        needed = bool(self._calls or self._backwards)
-        if needed and self._before is None:
-            self._before = (_, fp16_in_parts), (_, bf16_in_parts), _ = sums_of_products()
-            set_sums_of_products(((False, fp16_in_parts), (False, bf16_in_parts), False))
-        elif not needed and self._before is not None:
+        self._before = (_, fp16_in_parts), (_, bf16_in_parts), _ = sums_of_products()
+        set_sums_of_products(((False, fp16_in_parts), (False, bf16_in_parts), False))
+
+    def _give_back(self) -> None:
+        if self._before is not None and not self._calls and not self._backwards:
             set_sums_of_products(self._before)
             self._before = None
 
@@ -77,8 +81,11 @@ def accumulating_in_fp32(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def held(*args: Any) -> Any:
-        with HELD:
+        HELD.begin()
+        try:
             found = run(*args)
+        finally:
+            HELD.end()
         if torch.is_grad_enabled():
             for tensor in found if isinstance(found, (tuple, list)) else (found,):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -51,6 +51,7 @@ from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.passes.what_pays import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
 from amp_graph.policy import Policy
 
@@ -83,7 +84,11 @@ def passes_for(
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
     batch_norms: list[Pass] = [FuseBatchNorm()] if eager or in_step else []
-    again = RecomputeActivations(thorough=policy.recomputes != "some", sparing=policy.recomputes == "most")
+    again = RecomputeActivations(
+        thorough=policy.recomputes != "some",
+        sparing=policy.recomputes == "most",
+        fewest=0 if policy.recomputes == "all" else fewest_computed_again(policy.device or device, in_step),
+    )
     kernels: list[Pass] = [
         Attention(),
         GruState(),

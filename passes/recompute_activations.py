@@ -74,12 +74,14 @@ class RecomputeActivations(Pass):
 
     ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
     residual networks, each from the one before, ``longest`` of them in a row from one that is kept. ``sparing``: of all
-    that, only what takes a small part of its readers' time, see ``computing_again_is_seen``.
+    that, only what takes a small part of its readers' time, see ``computing_again_is_seen``. ``fewest``: elements
+    below which nothing is.
     """
 
     thorough: bool = False
     sparing: bool = False
     longest: int = 8
+    fewest: int = 0
     name: ClassVar[str] = "recompute-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -140,6 +142,8 @@ class _Work:
         elements = numel(value(aliases[0]))
         if any(self.memory.is_written_after(n) for n in (node, *aliases)):
             return "it is written to later"
+        if elements < self.options.fewest:
+            return "it is small, and a call that computes it again is seen on this device"
         if not computing_again_pays(kind == "relu", found.products, elements, self.options.thorough):
             return "it is small, or what reads it takes too little time to compute it twice"
         if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):

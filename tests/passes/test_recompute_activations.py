@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from amp_graph.pass_lists import passes_for
 from amp_graph.passes import recompute_recipes, what_pays
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
@@ -18,6 +19,7 @@ from amp_graph.passes.recompute_makers import add_norm_computed_again, gelu_comp
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.recompute_recipes import ADD_NORM, KEY
 from amp_graph.passes.what_pays import computing_again_is_seen
+from amp_graph.policy import Policy
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
@@ -42,6 +44,20 @@ def test_small_values_are_saved_by_default(fewest, thorough, count, monkeypatch)
     function = lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v)  # noqa: E731
     gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
     (done,) = run_passes(gm, [RecomputeActivations(thorough=thorough)], checked=True)
+    assert len(done.result.changes) == count
+
+
+@pytest.mark.parametrize(("device", "in_step", "words", "count"), [
+    ("cpu", False, "", 1), ("cuda", False, "", 0), ("cuda", True, "", 1), ("cuda", False, ",recompute=all", 1),
+])  # fmt: skip
+def test_on_a_gpu_calls_from_python_are_seen(device, in_step, words, count):
+    """GELUs of 9,600 elements are saved there, unless the graph is a whole step's, or all are asked for."""
+    function = lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v)  # noqa: E731
+    policy = Policy.parse(AUTOCAST + words)
+    passes = passes_for(policy, device, eager=True, in_step=in_step)
+    (one,) = (p for p in passes if isinstance(p, RecomputeActivations))
+    gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
+    (done,) = run_passes(gm, [one], checked=True)
     assert len(done.result.changes) == count
 
 

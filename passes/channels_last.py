@@ -28,7 +28,7 @@ from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_t
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode
-from amp_graph.passes.what_pays import channels_last_pays
+from amp_graph.passes.what_pays import channels_last_pays, channels_last_weights_pay
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_grad")
@@ -121,9 +121,10 @@ class _Conversion:
         return self.layouts.may_convert(node)
 
     def _joins(self, node: Node, source: Node) -> bool:
-        """Say whether ``node`` is faster when ``source`` is channels_last too: not a weight, which kernels lay out."""
+        """Say whether ``node`` is faster when ``source`` is channels_last too: a weight, only where kernels want that."""
         if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
-            return False
+            alone = CAST in source.meta and len(source.users) == 1
+            return alone and value(source).dim() == 4 and channels_last_weights_pay(value(node).device.type)
         if source in self.parts and not wants_dense(node):
             return False
         return is_image(value(source)) and self.layouts.may_copy(source, node)

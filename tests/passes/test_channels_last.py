@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import what_pays
+from amp_graph.passes import channels_last, what_pays
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.image_layout import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
@@ -173,6 +173,45 @@ def test_as_exact_as_without(name):
     ratio, result = against_fp64(CASES[name])
     assert ratio <= 1.1
     assert result.changes
+
+
+SHARED = {"split_up", "whole_part", "padded"}  # all that they convolve with twice
+
+
+@pytest.fixture
+def _kernels_that_want_weights_so(monkeypatch):
+    monkeypatch.setattr(channels_last, "channels_last_weights_pay", lambda device: True)
+
+
+@pytest.mark.usefixtures("_kernels_that_want_weights_so")
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):
+    ratio, result = against_fp64(CASES[name])
+    assert ratio <= 1.1
+    _, ours, given, _ = passed(CASES[name])
+    convolutions = [n for n in ours.graph.nodes if n.target is torch.conv2d and is_channels_last(n.args[0].meta["val"])]
+    weights = [n.args[1] for n in convolutions if len(n.args[1].users) == 1]
+    assert weights or name in SHARED
+    assert all(w.kwargs == {"memory_format": torch.channels_last} and w.target == "to" for w in weights)
+    with torch.no_grad():
+        seen = Seen(ours)
+        seen.run(*given)
+    assert all(seen.found[w] and is_channels_last(w.meta["val"]) for w in weights)
+
+
+@pytest.mark.usefixtures("_kernels_that_want_weights_so")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_such_weights_keep_their_strides(name):
+    test_outputs_and_gradients_keep_their_strides(name)
+
+
+def test_where_it_pays():
+    pays = what_pays.channels_last_pays
+    assert pays("cpu", torch.bfloat16, 2)
+    assert not pays("cpu", torch.float16, 2)
+    assert all(pays("cuda", dtype, 2) and not pays("cuda", dtype, 1) for dtype in (torch.bfloat16, torch.float16))
+    assert not pays("cuda", torch.float32, 9)
+    assert [what_pays.channels_last_weights_pay(device) for device in ("cpu", "cuda")] == [False, True]
 
 
 @pytest.mark.parametrize("name", CASES)

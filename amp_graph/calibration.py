@@ -22,6 +22,9 @@ from amp_graph.passes.work import SIZES
 
 ROUNDS, SECONDS = 2, 0.08  # of about 25 measurements each, and the least time of one
 ELEMENTS = 1 << 19  # activations of half a million elements: larger than the caches that are a core's own
+# How many times as large sides and activations are on a GPU, which else would do nothing but start: on an H200
+# products of 512 rows ran at a thirtieth of its rate, and its cache holds 16 million elements.
+LARGER = {"cuda": (8, 64)}
 LEAST = 1e-9  # seconds: a machine has no number that is zero
 
 
@@ -36,26 +39,34 @@ class Probe:
     operands: Callable[[Callable[..., torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
-def probes() -> Iterator[Probe]:
+def sizes_on(device: str) -> tuple[int, int]:
+    """Return by how much sides of products are larger on ``device`` than on a core, and elements of activations."""
+    sides, elements = LARGER.get(device, (1, 1))
+    return sides, elements * ELEMENTS
+
+
+def probes(device: str) -> Iterator[Probe]:
     """Yield what is measured in each dtype."""
-    yield Probe("matmul", 2 * 512 * 768 * 768, 0, F.linear, lambda new: (new(512, 768), new(768, 768)))
-    yield Probe("matvec", 0, 1024 * 1024 + 2048, F.linear, lambda new: (new(1, 1024), new(1024, 1024)))
+    n, elements = sizes_on(device)
+    rows, width, wide, channels, tokens = (size * n for size in (512, 768, 1024, 32, 128))
+    yield Probe("matmul", 2 * rows * width**2, 0, F.linear, lambda new: (new(rows, width), new(width, width)))
+    yield Probe("matvec", 0, wide**2 + 2 * wide, F.linear, lambda new: (new(1, wide), new(wide, wide)))
     yield Probe(
         "convolution",
-        2 * 4 * 32 * 28 * 28 * 32 * 9,
+        2 * 4 * n * channels * 28 * 28 * channels * 9,
         0,
         lambda x, w: F.conv2d(x, w, padding=1),
-        lambda new: (new(4, 32, 28, 28), new(32, 32, 3, 3)),
+        lambda new: (new(4 * n, channels, 28, 28), new(channels, channels, 3, 3)),
     )
     yield Probe(
         "attention",
-        4 * 2 * 4 * 128 * 128 * 64,
+        4 * 2 * n * 4 * tokens**2 * 64,
         0,
         attention_low,  # as converted graphs run it: torch's own function for what ours does not take
-        lambda new: tuple(new(2, 4, 128, 64) for _ in range(3)),
+        lambda new: tuple(new(2 * n, 4, tokens, 64) for _ in range(3)),
     )
-    yield Probe("elementwise", 0, 3 * ELEMENTS, torch.mul, lambda new: (new(ELEMENTS), new(ELEMENTS)))
-    yield Probe("activation", 0, 2 * ELEMENTS, F.gelu, lambda new: (new(ELEMENTS),))
+    yield Probe("elementwise", 0, 3 * elements, torch.mul, lambda new: (new(elements), new(elements)))
+    yield Probe("activation", 0, 2 * elements, F.gelu, lambda new: (new(elements),))
 
 
 def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
@@ -86,7 +97,8 @@ def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
 def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
     """Return every rate once, by family and dtype; without a dtype, calls and kept bytes a second."""
     found = {}
-    for probe in probes():
+    _, elements = sizes_on(device)
+    for probe in probes(device):
         for dtype in DTYPES:
             found[probe.family, dtype] = _rate(probe, dtype, device, seconds)
     for dtype in DTYPES:
@@ -94,7 +106,7 @@ def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
         found[PRODUCT_CALL, dtype] = _product_calls(dtype, device, seconds)
     for dtype in DTYPES[1:]:
         found["cast", dtype] = _cast(dtype, device, seconds)
-    small, large = torch.ones(8, device=device), torch.ones(8 * ELEMENTS, device=device)
+    small, large = torch.ones(8, device=device), torch.ones(8 * elements, device=device)
     found["call", ""] = 1 / _best(lambda: small + small, device, seconds)
     found["kept", ""] = 2 * large.numel() * large.element_size() / _best(large.clone, device, seconds)
     return found
@@ -114,11 +126,12 @@ def _normalization(dtype: str, device: str, seconds: float) -> float:
 
     CUDA's kernel takes parameters in the precision of what they scale.
     """
-    x, weight, bias = _new(dtype, device)(ELEMENTS // 256, 256), *torch.ones(2, 256, device=device)
+    _, elements = sizes_on(device)
+    x, weight, bias = _new(dtype, device)(elements // 256, 256), *torch.ones(2, 256, device=device)
     if device != "cpu":
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     taken = _best(lambda: F.layer_norm(x, (256,), weight, bias), device, seconds)
-    return 2 * ELEMENTS * SIZES[dtype] / taken
+    return 2 * elements * SIZES[dtype] / taken
 
 
 def _product_calls(dtype: str, device: str, seconds: float) -> float:
@@ -129,9 +142,10 @@ def _product_calls(dtype: str, device: str, seconds: float) -> float:
 
 def _cast(dtype: str, device: str, seconds: float) -> float:
     """Return the rate of casts, down and up together."""
-    wide, low = _new("float32", device)(ELEMENTS), _new(dtype, device)(ELEMENTS)
+    _, elements = sizes_on(device)
+    wide, low = _new("float32", device)(elements), _new(dtype, device)(elements)
     taken = _best(lambda: (wide.to(low.dtype), low.float()), device, seconds)
-    return 2 * ELEMENTS * (4 + SIZES[dtype]) / taken
+    return 2 * elements * (4 + SIZES[dtype]) / taken
 
 
 def _best(call: Callable[[], Any], device: str, seconds: float) -> float:

@@ -121,7 +121,7 @@ class _Conversion:
         return self.layouts.may_convert(node)
 
     def _joins(self, node: Node, source: Node) -> bool:
-        """Say whether ``node`` is faster when ``source`` is channels_last too: a weight, only where kernels want that."""
+        """Say whether ``node`` is faster when ``source`` is channels_last: a weight, only where kernels want that."""
         if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
             alone = CAST in source.meta and len(source.users) == 1
             return alone and value(source).dim() == 4 and channels_last_weights_pay(value(node).device.type)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph import command_calibrate
+from amp_graph import calibration, command_calibrate
 from amp_graph.calibration import calibrate
 from amp_graph.cli import main
 from amp_graph.passes import machine
@@ -67,6 +67,18 @@ def test_calibrating_measures_every_rate(monkeypatch):
     assert len(numbers) == 2 + 3 * len(FAMILIES) - 1
     assert all(0 < number < 1e15 for number in numbers)
     assert len(set(numbers)) > len(numbers) // 2
+
+
+def test_a_gpu_is_given_more_to_do():
+    """The figures say how much that is: the operands' sizes are what they count."""
+    for on, other in zip(calibration.probes("cpu"), calibration.probes("cuda"), strict=True):
+        sizes = [
+            sum(t.numel() for t in probe.operands(lambda *shape: torch.empty(shape, device="meta")))
+            for probe in (on, other)
+        ]
+        assert sizes[1] >= 60 * sizes[0]
+        assert other.flops >= 60 * on.flops
+        assert other.elements >= 60 * on.elements
 
 
 def test_later_plans_read_what_calibrate_wrote(monkeypatch, tmp_path, capsys):

@@ -186,7 +186,7 @@ def _kernels_that_want_weights_so(monkeypatch):
 @pytest.mark.usefixtures("_kernels_that_want_weights_so")
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):
-    ratio, result = against_fp64(CASES[name])
+    ratio, _ = against_fp64(CASES[name])
     assert ratio <= 1.1
     _, ours, given, _ = passed(CASES[name])
     convolutions = [n for n in ours.graph.nodes if n.target is torch.conv2d and is_channels_last(n.args[0].meta["val"])]

@@ -27,6 +27,7 @@ from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
 from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import make_fx
+from amp_graph.passes.what_pays import widening_together_pays
 from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
 from amp_graph.step_state import Copy
@@ -202,10 +203,18 @@ class StepParts:
         one_pass = self.options.one_pass
         if one_pass is not None and self.ranks is None and len(parts) == 1:
             return one_pass.takes(parts[0])
+        if len(parts) == 1 and self._widens_together(parts[0]):
+            return parts[0]
         total, *others = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in parts]
         for other in others:
             total = total + other
         return total
+
+    def _widens_together(self, grad: Tensor) -> bool:
+        """Say whether the update, which is next, casts all gradients to fp32 by few calls."""
+        next_is_update = self.options.last and self.ranks is None and not self.accumulators
+        plain = self.options.one_pass is None and not self.options.pointwise and not self.options.outside
+        return next_is_update and plain and widening_together_pays(grad.device.type)
 
     def _update(self) -> StepUpdate:
         numbers = {id(self.tensor_of(i)): i for i in self.trained}

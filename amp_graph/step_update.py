@@ -20,6 +20,8 @@ from amp_graph.passes.torch_private import storage_key
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.scale_ops import OPS
 
+TOGETHER = 32  # gradients that one call casts
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -71,6 +73,8 @@ class StepUpdate:
 
     def _by_torch(self, now: AtUpdate) -> Tensor | None:
         found_inf = None
+        if not self.options.pointwise:
+            _widen(now.grads)
         if any(given is not None for given in (self.scale, self.options.clip_norm, self.options.clip_value)):
             now.grads[:] = _each_its_own(now.grads)
         if self.scale is not None:
@@ -121,6 +125,17 @@ def lows_of(
         if i in trained:
             lows.setdefault(i, []).append(low)
     return lows
+
+
+def _widen(grads: list[Tensor]) -> None:
+    """Put fp32 in the place of gradients in low precision, some at a time: these exist twice meanwhile."""
+    low = [i for i, grad in enumerate(grads) if grad.dtype.itemsize < 4]
+    for start in range(0, len(low), TOGETHER):
+        some = low[start : start + TOGETHER]
+        wide = [torch.empty_like(grads[i], dtype=torch.float32) for i in some]
+        torch._foreach_copy_(wide, [grads[i] for i in some])
+        for i, grad in zip(some, wide, strict=True):
+            grads[i] = grad
 
 
 def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -315,6 +315,14 @@ def scattering_pays(device: str, rows: int, table: int) -> bool:
     return device == "cpu" and rows <= 8 * table
 
 
+def widening_together_pays(device: str) -> bool:
+    """Say whether gradients are better cast to fp32 many by one call than each by its own, as soon as it is made.
+
+    CUDA, where a cast of a small gradient takes no longer than to start it; not timed.
+    """
+    return device == "cuda"
+
+
 def reducing_from_low_pays(device: str) -> bool:
     """Say whether reductions to fp32 widen what they read in registers: on CUDA. On the CPU torch makes a copy."""
     return device == "cuda"

@@ -2,12 +2,13 @@
 """The graph of a whole step, as text: forward, backward, one check, the update, one scale update."""
 
 import expecttest
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph import cli
+from amp_graph import cli, step_graph
 
 
 class GoldenStep(expecttest.TestCase):
@@ -107,3 +108,23 @@ def test_dump_shows_the_step_of_a_gpt(tmp_path, capsys):
 def test_step_goes_with_text_alone(capsys):
     assert cli.main(["dump", "torch.nn:Linear", "--step", "--format", "dot"]) == 1
     assert "--step needs --format text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.1}, {"policy": "fp16"}, {"policy": "bf16-O2"}, {"micro_batches": 2}]
+)
+def test_gradients_that_are_widened_together_are_the_same(options, monkeypatch):
+    """As on CUDA: one call for many, which is not so over micro-batches, where they are added up in fp32."""
+    found, casts = [], []
+    for together in (False, True):
+        monkeypatch.setattr(step_graph, "widening_together_pays", lambda device, pays=together: pays)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 3))
+        given = {"policy": "bf16", "update": "torch", **options}
+        step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), 0.01), **given)
+        for _ in range(3):
+            step(torch.randn(8, 6), torch.randint(3, (8,)))
+        found.append([p.detach().clone() for p in model.parameters()])
+        casts.append(step.graph_text().count("_foreach_copy"))
+    assert all(map(torch.equal, *found))
+    assert casts[1] == casts[0] + ("micro_batches" not in options)

@@ -21,7 +21,7 @@ from amp_graph.master_weights import updated_master
 from amp_graph.passes.torch_private import steps_otherwise
 from amp_graph.policy import HALVES
 
-SEVERAL = 16
+SEVERAL, APART = 16, ("cuda",)
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -129,7 +129,7 @@ class GroupUpdate:
         dtype = reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
         factors: Any = [lr.to(dtype)] * len(params)
         if rule is _adam:
-            factors = _adam_factors(self.group, states[-1], lr, decoupled, dtype).unbind(1)
+            factors = _each_apart(_adam_factors(self.group, states[-1], lr, decoupled, dtype))
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             targets = [p, *(s[i] for s in states)]
             g, start, *old = (t.float() if t.dtype in HALVES else t for t in (grad, *targets))
@@ -170,6 +170,15 @@ def _adam_factors(
     # inline into its loops over parameters, with two powers for every few elements. Of 8 and fewer Inductor does that,
     # and where they were padded with zeros, it added the first up as often as there were zeros on CUDA (2.11).
     return found.expand(SEVERAL, *found.shape).amax(0)
+
+
+def _each_apart(factors: Tensor) -> Sequence[Tensor]:
+    """Return the factors of each parameter: in memory of its own where a kernel's code would name the place in one.
+
+    Triton compiles that of parameters alike once then, and not as often as there are parameters.
+    """
+    found = factors.unbind(1)
+    return torch._foreach_add(list(found), 0.0) if factors.device.type in APART else found
 
 
 def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:

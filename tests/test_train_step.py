@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
+from amp_graph import fused_update
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.loss_scale import LossScale
 from amp_graph.step_inputs import refuse_several_devices
@@ -641,6 +642,23 @@ def test_through_a_compiler(compile, name, level):
     x, y = next(batches(1))
     step(x * INF, y)
     assert same(before, everything(model, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compile", ["aot_eager", "inductor"])
+def test_factors_in_memory_of_their_own_change_nothing(compile, monkeypatch):
+    """As on CUDA, where the kernels of parameters alike are then one."""
+    found = []
+    for apart in ((), ("cpu",)):
+        monkeypatch.setattr(fused_update, "APART", apart)
+        model, optimizer = build()
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", compile=compile)
+        for x, y in batches(4):
+            step(x, y)
+        assert ("_foreach_add" in step.graph_text()) == bool(apart)
+        found.append(everything(model, optimizer))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def named(option):

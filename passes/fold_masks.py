@@ -96,14 +96,23 @@ def _made(mask: Node) -> Tensor | None:
     sources = _sources(mask)
     if sources is None or not isinstance(value(mask), Tensor):
         return None
+    try:
+        made = _computed(sources)
+    except (RuntimeError, NotImplementedError):  # what the CPU has no kernel for stays as it is
+        return None
+    return made if made.shape == value(mask).shape else None
+
+
+def _computed(nodes: Sequence[Node]) -> Tensor:
+    """Run ``nodes``, which read nothing but each other, on the CPU; return what the last of them makes."""
     found: dict[Node, Any] = {}
     with outside_modes(), torch.no_grad(), torch.device("cpu"):
-        for node in sources:
+        for node in nodes:
             args, kwargs = tree_map(_on_cpu, map_arg((node.args, dict(node.kwargs)), found.__getitem__))
             call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             found[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
-    made: Tensor = found[mask]
-    return made if made.shape == value(mask).shape else None
+    made: Tensor = found[nodes[-1]]
+    return made
 
 
 def _on_cpu(argument: Any) -> Any:

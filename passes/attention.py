@@ -21,7 +21,7 @@ from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays
+from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays, torchs_attention_pays
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -92,9 +92,11 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     if isinstance(mask, Node) and is_trained(mask):
         return "its mask is trained"
     q, k = value(query), value(key)
-    if q.dim() == 4 and _by_ours(node):
-        return ""
     sizes = concrete_size(q.shape[-2]), concrete_size(k.shape[-2])
+    if q.dim() == 4 and _by_ours(node):
+        heads = concrete_size(q.shape[0]) * concrete_size(q.shape[1])
+        few = not is_trained(node) and all(type(n) is int for n in (*q.shape, *k.shape))
+        return "torch's kernel is faster for so few scores" if few and torchs_attention_pays(heads, *sizes) else ""
     if q.dim() != 4 or not explicit_backward_pays(q.device.type, q.dtype, *sizes):
         return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"
     return ""

@@ -241,3 +241,20 @@ def test_tensors_that_stand_for_others_go_to_torch(monkeypatch):
     given = [t.bfloat16() for t in operands("plain")]
     assert torch.equal(attention_low(*given), F.scaled_dot_product_attention(*given))
     assert not seen
+
+
+FEW = [(2, 1, 16, False), (1, 4, 16, False)]
+MORE = [(1, 4, 32, False), (2, 12, 4, False), (2, 1, 16, True)]
+
+
+@by_ours
+@pytest.mark.parametrize(("sizes", "ours"), [*((s, False) for s in FEW), *((s, True) for s in MORE)])
+def test_few_scores_without_gradients_stay_with_torch(sizes, ours, by):
+    batch, heads, length, trains = sizes
+    given = [drawn(batch, heads, length, WIDTH, seed=i).requires_grad_(trains) for i in range(3)]
+    with torch.set_grad_enabled(trains):
+        graph = capture_function(lambda s, q, k, v: F.scaled_dot_product_attention(q, k, v), *given)
+        gm = graph.through(passes_before(Attention))[0]
+        (done,) = run_passes(gm, [Attention()], checked=True)
+    assert [c.action for c in done.result.changes] == ["own kernel"] * ours
+    assert ours or "so few scores" in done.result.skips[0].reason

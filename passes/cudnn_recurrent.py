@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from amp_graph.passes.operators import OPS, define_operator
 
+ATEN = torch.ops.aten
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 TAKEN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,15 +37,18 @@ def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
 class CudnnLayers(torch.autograd.Function):
     """All layers, without dropout, and their gradients; neither is rounded otherwise than by torch's call of cuDNN.
 
-    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (has_biases, num_layers, bidirectional); states: how many of the
-    tensors behind ``x`` ([length, batch, width]) are first states, each [layers * directions, batch, size].
+    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (num_layers, bidirectional); states: how many of the tensors
+    behind ``x`` ([length, batch, width]) are first states, each [layers * directions, batch, size]. trains: whether
+    there will be a backward, for which cuDNN keeps what it needs.
     """
 
     @staticmethod
-    def forward(ctx: Any, kind: str, how: tuple[bool, int, bool], states: int, x: Tensor, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, kind: str, how: tuple[int, bool], trains: bool, states: int, x: Tensor, *tensors: Tensor
+    ) -> Any:
         """Return the output and the last states."""
         hidden, params = [t.contiguous() for t in tensors[:states]], list(tensors[states:])
-        *found, reserve, weights = OPS.cudnn_rnn(kind, x.contiguous(), hidden, params, *how)
+        *found, reserve, weights = OPS.cudnn_rnn(kind, x.contiguous(), hidden, params, *how, trains)
         ctx.kind, ctx.how, ctx.states = kind, how, states
         ctx.save_for_backward(x, *tensors, found[0], reserve, weights)
         return tuple(found[: 1 + states])
@@ -54,17 +58,17 @@ class CudnnLayers(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of ``x`` and the tensors behind it, which cuDNN does not differentiate again."""
         x, *tensors, out, reserve, weights = ctx.saved_tensors
-        params, needed = tensors[ctx.states :], ctx.needs_input_grad[3:]
+        params, needed = tensors[ctx.states :], ctx.needs_input_grad[4:]
         given = [x.contiguous(), *(h.contiguous() for h in tensors[: ctx.states])]
         made = OPS.cudnn_rnn_backward(
             [g.contiguous() for g in grads], ctx.kind, given[0], given[1:], params, *ctx.how, out, reserve, weights
         )
-        return None, None, None, *(g if need else None for g, need in zip(made, needed, strict=True))
+        return None, None, None, None, *(g if need else None for g, need in zip(made, needed, strict=True))
 
 
-def _options(kind: str, hidden: Sequence[Tensor], layers: int, bidirectional: bool) -> tuple[Any, ...]:
-    """Return what cuDNN is told behind the tensors: no projection, no dropout, training, no packed sequence."""
-    return MODES[kind], hidden[0].shape[-1], 0, layers, False, 0.0, True, bidirectional, [], None
+def _options(kind: str, hidden: Sequence[Tensor], layers: int, bidirectional: bool, trains: bool) -> tuple[Any, ...]:
+    """Return what cuDNN is told behind the tensors: no projection, no dropout, no packed sequence."""
+    return MODES[kind], hidden[0].shape[-1], 0, layers, False, 0.0, trains, bidirectional, [], None
 
 
 def _states(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -76,12 +80,12 @@ def _per_layer(params: Sequence[Tensor], layers: int, bidirectional: bool) -> in
 
 
 def _forward(
-    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], biases: bool, layers: int, bidirectional: bool
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], layers: int, bidirectional: bool, trains: bool
 ) -> tuple[Tensor, ...]:
     """Return output, last states, and what backward reads: what cuDNN reserved, and the weights in one piece."""
-    options = _options(kind, hidden, layers, bidirectional)
+    options = _options(kind, hidden, layers, bidirectional, trains)
     stride = _per_layer(params, layers, bidirectional)
-    out, h, c, reserve, weights = torch.ops.aten._cudnn_rnn(x, params, stride, None, *_states(hidden), *options)
+    out, h, c, reserve, weights = ATEN._cudnn_rnn(x, params, stride, None, *_states(hidden), *options)
     return out, h, c if len(hidden) > 1 else x.new_empty(0), reserve, weights
 
 
@@ -91,7 +95,6 @@ def _backward(
     x: Tensor,
     hidden: list[Tensor],
     params: list[Tensor],
-    biases: bool,
     layers: int,
     bidirectional: bool,
     out: Tensor,
@@ -99,10 +102,10 @@ def _backward(
     weights: Tensor,
 ) -> list[Tensor]:
     """Return the gradients of ``x``, the first states and the parameters; ``reserve``, which cuDNN writes, is kept."""
-    options, stride = _options(kind, hidden, layers, bidirectional), _per_layer(params, layers, bidirectional)
+    options, stride = _options(kind, hidden, layers, bidirectional, True), _per_layer(params, layers, bidirectional)
     h, c = _states(hidden)
     dout, dh, *dc = grads
-    dx, dh0, dc0, dparams = torch.ops.aten._cudnn_rnn_backward(
+    dx, dh0, dc0, dparams = ATEN._cudnn_rnn_backward(
         x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), [True] * 4
     )
     # Gradients of weights are parts of one piece of memory: each its own, as operators return it.
@@ -110,7 +113,7 @@ def _backward(
 
 
 def _forward_fake(
-    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], biases: bool, layers: int, bidirectional: bool
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], layers: int, bidirectional: bool, trains: bool
 ) -> tuple[Tensor, ...]:
     out = x.new_empty(*x.shape[:2], hidden[0].shape[-1] * (2 if bidirectional else 1))
     states = [h.new_empty(h.shape) for h in hidden] + [x.new_empty(0)] * (2 - len(hidden))
@@ -123,8 +126,10 @@ def _backward_fake(grads: list[Tensor], kind: str, x: Tensor, hidden: Any, param
     return [t.new_empty(t.shape) for t in (x, *hidden, *params)]
 
 
-_GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, bool has_biases, int num_layers, bool bidirectional"
-define_operator(f"cudnn_rnn({_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _forward, _forward_fake)
+_GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, int num_layers, bool bidirectional"
+define_operator(
+    f"cudnn_rnn({_GIVEN}, bool trains) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _forward, _forward_fake
+)
 define_operator(
     f"cudnn_rnn_backward(Tensor[] grads, {_GIVEN}, Tensor out, Tensor reserve, Tensor weights) -> Tensor[]",
     _backward,

@@ -120,8 +120,9 @@ def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequ
 def _at_once(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """Run all layers, without dropout, as one operator."""
     if runs_by_cudnn(x, hidden, params):
-        options = (how.has_biases, how.num_layers, how.bidirectional)
-        return list(CudnnLayers.apply(how.kind, options, len(hidden), x, *hidden, *params))
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
+        shape = (how.num_layers, how.bidirectional)
+        return list(CudnnLayers.apply(how.kind, shape, trains, len(hidden), x, *hidden, *params))
     found = _Recurrent.apply(how, len(hidden), x, *hidden, *params)
     return list(found[: 1 + len(hidden)])
 

@@ -204,16 +204,17 @@ def error_ratio(
     *,
     loss_scale: float = 1.0,
     device: str | torch.device = "cpu",
+    baseline: Prepare = _identity,
 ) -> Ratios:
     """Compare a prepared model with the plain one in `baseline_context` (autocast), both against `reference`.
 
-    RMS over seeds, because the error of one step is one draw of a random number.
+    Or with what `baseline` prepares. RMS over seeds, because the error of one step is one draw of a random number.
     """
     ours, theirs, zero = [], [], set()
     for seed in seeds:
         ref = reference(case, seed, device=device)
         a = run(case, seed, prepare, loss_scale=loss_scale, device=device)
-        b = run(case, seed, context=baseline_context, loss_scale=loss_scale, device=device)
+        b = run(case, seed, baseline, baseline_context, loss_scale=loss_scale, device=device)
         ours.append((output_error(a, ref), gradient_errors(a, ref)))
         theirs.append((output_error(b, ref), gradient_errors(b, ref)))
         zero |= zero_gradients(ref)

@@ -3,6 +3,7 @@
 `python -m tests.conformance.test_accuracy bf16,accuracy=fast bert_sdpa gpt2` prints the table.
 """
 
+import contextlib
 import statistics
 import sys
 
@@ -69,6 +70,39 @@ def test_a_subset_is_as_exact_as_autocast(policy):
     found = measured(policy, SUBSET, seeds=2)
     assert len(found) >= len(SUBSET) - 1
     check(policy, found)
+
+
+# Recurrent layers are lowered on CUDA, in bf16; autocast lists cuDNN's kernel alone, which is fp16 in bf16, too.
+RECURRENT = {"gru_bidirectional", "gru_root", "lstm_lm", "lstm_root"}
+FOR_CUDA = ("gpt2", "vit", "resnet_basic", "two_tower", "inplace_chain")
+
+
+def planned_for_cuda(names, seeds):
+    """`Ratios` by name of plans for CUDA to autocast's own, both by kernels of the CPU."""
+    ours, theirs = "bf16,device=cuda,skip=attention|fuse_attention", "bf16,device=cuda,lists=autocast_cuda"
+    found = {}
+    for name in names:
+        if not CASES[name].tags & INCOMPARABLE and name not in RECURRENT:
+            found[name] = error_ratio(
+                name,
+                lambda model: amp_graph.convert(model, ours),
+                contextlib.nullcontext,
+                range(seeds * 3 if CASES[name].tags & NOISY else seeds),
+                baseline=lambda model: amp_graph.convert(model, theirs + ",keep_outputs=false"),
+            )
+    return found
+
+
+def test_plans_for_cuda_are_as_exact_as_autocasts_there():
+    check("bf16", planned_for_cuda(FOR_CUDA, seeds=2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:amp_graph. MixtralForCausalLM. only a part:amp_graph.errors.AmpGraphWarning")
+def test_plans_for_cuda_of_the_corpus():
+    found = planned_for_cuda(CASES, seeds=4)
+    assert len(found) >= 80
+    check("bf16", found)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_as_exact_as_autocast(name, policy):
         name,
         lambda model: amp_graph.convert(model, policy),
         lambda: torch.autocast(DEVICE, theirs, enabled=name not in RAISES),
-        range(6 if CASES[name].tags & NOISY else 3),
+        range(12 if CASES[name].tags & NOISY else 6),
         loss_scale=LOSS_SCALE if policy == "fp16" else 1.0,
         device=DEVICE,
     )

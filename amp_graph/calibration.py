@@ -22,9 +22,9 @@ from amp_graph.passes.work import SIZES
 
 ROUNDS, SECONDS = 2, 0.08  # of about 25 measurements each, and the least time of one
 ELEMENTS = 1 << 19  # activations of half a million elements: larger than the caches that are a core's own
-# How many times as large sides and activations are on a GPU, which else would do nothing but start: on an H200
-# products of 512 rows ran at a thirtieth of its rate, and its cache holds 16 million elements.
-LARGER = {"cuda": (8, 64)}
+# How many times as long sides of products are on a GPU, and how many elements activations have there, which else would
+# do nothing but start: on an H200 products of 512 rows ran at a thirtieth of its rate; its cache holds 16 million.
+LONGER, ELEMENTS_ON = {"cuda": 8}, {"cuda": 64 * ELEMENTS}
 LEAST = 1e-9  # seconds: a machine has no number that is zero
 
 
@@ -39,15 +39,14 @@ class Probe:
     operands: Callable[[Callable[..., torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
-def sizes_on(device: str) -> tuple[int, int]:
-    """Return by how much sides of products are larger on ``device`` than on a core, and elements of activations."""
-    sides, elements = LARGER.get(device, (1, 1))
-    return sides, elements * ELEMENTS
+def elements_on(device: str) -> int:
+    """Return how many elements the activations have that are measured on ``device``."""
+    return ELEMENTS_ON.get(device, ELEMENTS)
 
 
 def probes(device: str) -> Iterator[Probe]:
     """Yield what is measured in each dtype."""
-    n, elements = sizes_on(device)
+    n, elements = LONGER.get(device, 1), elements_on(device)
     rows, width, wide, channels, tokens = (size * n for size in (512, 768, 1024, 32, 128))
     yield Probe("matmul", 2 * rows * width**2, 0, F.linear, lambda new: (new(rows, width), new(width, width)))
     yield Probe("matvec", 0, wide**2 + 2 * wide, F.linear, lambda new: (new(1, wide), new(wide, wide)))
@@ -97,7 +96,7 @@ def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
 def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
     """Return every rate once, by family and dtype; without a dtype, calls and kept bytes a second."""
     found = {}
-    _, elements = sizes_on(device)
+    elements = elements_on(device)
     for probe in probes(device):
         for dtype in DTYPES:
             found[probe.family, dtype] = _rate(probe, dtype, device, seconds)
@@ -126,7 +125,7 @@ def _normalization(dtype: str, device: str, seconds: float) -> float:
 
     CUDA's kernel takes parameters in the precision of what they scale.
     """
-    _, elements = sizes_on(device)
+    elements = elements_on(device)
     x, weight, bias = _new(dtype, device)(elements // 256, 256), *torch.ones(2, 256, device=device)
     if device != "cpu":
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -142,7 +141,7 @@ def _product_calls(dtype: str, device: str, seconds: float) -> float:
 
 def _cast(dtype: str, device: str, seconds: float) -> float:
     """Return the rate of casts, down and up together."""
-    _, elements = sizes_on(device)
+    elements = elements_on(device)
     wide, low = _new("float32", device)(elements), _new(dtype, device)(elements)
     taken = _best(lambda: (wide.to(low.dtype), low.float()), device, seconds)
     return 2 * elements * (4 + SIZES[dtype]) / taken

@@ -36,8 +36,7 @@ class _Held:
             if self._backwards and not self._calls and number_of_backward() < 0:
                 self._backwards.clear()  # left by one that raised
             self._calls += 1
-            if self._before is None:
-                self._set()
+            self._set()
 
     def end(self) -> None:
         """Let go of what one ``begin`` holds."""
@@ -52,8 +51,7 @@ class _Held:
             if number in self._backwards:
                 return
             self._backwards.add(number)
-            if self._before is None:
-                self._set()
+            self._set()
         at_end_of_backward(lambda: self._end_of(number))
 
     def _end_of(self, number: int) -> None:
@@ -62,6 +60,8 @@ class _Held:
             self._give_back()
 
     def _set(self) -> None:
+        if self._before is not None:
+            return
         self._before = (_, fp16_in_parts), (_, bf16_in_parts), _ = sums_of_products()
         set_sums_of_products(((False, fp16_in_parts), (False, bf16_in_parts), False))
 

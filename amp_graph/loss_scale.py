@@ -290,12 +290,8 @@ class FloorWatch:
         self._copied = copy, done
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FloorWatch:
-        """Copy as one that has read nothing."""
-        return FloorWatch()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one that has read nothing."""
+        """Copy and pickle as one that has read nothing."""
         return FloorWatch, ()
 
 

@@ -71,15 +71,16 @@ def passes_for(
     """
     lists = policy.op_list(device)
     dtype = policy.torch_dtype(device)
+    planned_for = policy.device or device
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)] if ours else []
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
-        fusions.append(FuseAttention(lists, dtype, policy.device or device, policy.keep_fp32))
+        fusions.append(FuseAttention(lists, dtype, planned_for, policy.keep_fp32))
     if ours:
         fusions.append(FoldMasks())
-    on_cpu = (policy.device or device) == "cpu"
+    on_cpu = planned_for == "cpu"
     keeps_weights = eager and on_cpu and policy.weight_copies and not torch.is_grad_enabled()
     counts = on_cpu or machine_for(device) is not class_of(device)  # rates of GPUs were read, not measured
     pointwise: list[Pass] = [PointwiseConv(folds)] if eager or in_step else []
@@ -87,7 +88,7 @@ def passes_for(
     again = RecomputeActivations(
         thorough=policy.recomputes != "some",
         sparing=policy.recomputes == "most",
-        fewest=0 if policy.recomputes == "all" else fewest_computed_again(policy.device or device, in_step),
+        fewest=0 if policy.recomputes == "all" else fewest_computed_again(planned_for, in_step),
     )
     kernels: list[Pass] = [
         Attention(),
@@ -95,7 +96,7 @@ def passes_for(
         LstmBackward(),
         CudnnRecurrent(),
         ContiguousLinear(),
-        ReduceFromLow(policy.device or device),
+        ReduceFromLow(planned_for),
         ChannelsLast(),
         *pointwise,
         Convolution(),
@@ -103,7 +104,7 @@ def passes_for(
         Depthwise(),
         GlobalPool(),
         FuseGroupNorm(),
-        AlignShapes(policy.device or device),
+        AlignShapes(planned_for),
         *batch_norms,
         *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),

@@ -55,7 +55,7 @@ class Attention(Pass):
                 continue
             action = "own kernel" if _by_ours(node) else "explicit backward"
             node.op, node.target = "call_function", attention_low
-            node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), _others(given)
+            node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
             changes.append(Change(self.name, action, node.name, "the CPU kernel's is slower in bf16"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -102,7 +102,7 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     return ""
 
 
-def _others(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that are not the defaults."""
+def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call of attention that are not the defaults."""
     defaults = facts.schema_arguments(SDPA, (None,) * 3, {})
     return {name: given[name] for name in NAMES[3:] if given[name] is not None and given[name] != defaults[name]}

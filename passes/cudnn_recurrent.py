@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from amp_graph.passes.facts import FLOATS
 from amp_graph.passes.operators import OPS, define_operator
 
 ATEN = torch.ops.aten
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-TAKEN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
@@ -28,7 +28,7 @@ def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
         x.device.type == "cuda"
         and bool(torch.backends.cudnn.enabled)
         and torch.backends.cudnn.is_available()
-        and x.dtype in TAKEN
+        and x.dtype in FLOATS
         and all(t.device == x.device and t.dtype == x.dtype for t in tensors)
         and all(h.shape == hidden[0].shape for h in hidden)
     )

@@ -14,6 +14,7 @@ from torch.fx import Node
 from amp_graph.passes.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_mutable(op: OpOverload) -> bool:

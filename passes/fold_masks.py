@@ -19,12 +19,12 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from amp_graph.passes import facts
+from amp_graph.passes.attention import NAMES, SDPA, keywords_of
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import tensors, value
 from amp_graph.passes.torch_private import outside_modes
 
-SDPA = torch.ops.aten.scaled_dot_product_attention.default
 MOST = 1 << 26  # elements of a mask that is made to look at it
 HIDDEN = -1e4  # a score's summand that leaves no probability beside any that nothing was added to
 
@@ -53,20 +53,13 @@ class FoldMasks(Pass):
             if mask not in looked_at:
                 looked_at[mask] = _what_it_hides(mask)
             if looked_at[mask]:
-                ahead = {"is_causal": True} if looked_at[mask] == "what lies ahead" else {}
-                _call_without(node, given, ahead)
+                ahead = looked_at[mask] == "what lies ahead"
+                node.args = tuple(given[name] for name in NAMES[:3])
+                node.kwargs = keywords_of({**given, "attn_mask": None, "is_causal": ahead})
                 changes.append(Change(self.name, "mask left out", node.name, f"it hides {looked_at[mask]}"))
         for mask in looked_at:
             _erase_unread(gm, mask)
         return PassResult(gm, tuple(changes))
-
-
-def _call_without(node: Node, given: dict[str, Any], ahead: dict[str, Any]) -> None:
-    """Call attention as before, without its mask."""
-    defaults = facts.schema_arguments(SDPA, (None,) * 3, {})
-    names = ("dropout_p", "scale", "enable_gqa")
-    node.args = tuple(given[name] for name in ("query", "key", "value"))
-    node.kwargs = {name: given[name] for name in names if given[name] != defaults[name]} | ahead
 
 
 def _erase_unread(gm: GraphModule, mask: Node) -> None:

@@ -18,6 +18,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.batch_norm_ops import library
 from amp_graph.passes.checkpoints import place_of
+from amp_graph.passes.facts import HALVES
 from amp_graph.passes.formulas import Formula, is_written_meanwhile, operation
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.image_layout import is_channels_last
@@ -33,7 +34,6 @@ ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training
 DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 RELUS = (("aten.relu",), ("aten.relu_",))
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
-LOWS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
         return "it has no weight and bias in fp32"
     if any(isinstance(r, Node) and value(r).dtype != torch.float32 for r in running):
         return "its running statistics are not fp32"
-    if x.dtype not in LOWS or not is_channels_last(x):
+    if x.dtype not in HALVES or not is_channels_last(x):
         return "its images are not channels_last in low precision"
     if not batch_norm_in_one_pass_pays(x.device.type, numel(x)):
         return f"torch's operations are as fast for {tuple(x.shape)} on {x.device.type}"

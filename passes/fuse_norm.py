@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import place_of
+from amp_graph.passes.facts import HALVES
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
@@ -36,7 +37,6 @@ NORMS: dict[Any, OpOverload] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm, layer_norm_low), LAYER_NORM),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
 }
-LOWS = (torch.bfloat16, torch.float16)
 # Of a node's own; the rest is copied to what takes its place.
 OWN = (OPS, MARK, CAST, "val", "example_value", CAPTURED)
 
@@ -133,7 +133,9 @@ def _found(node: Node) -> Found | None:
     given = {"bias": None} | facts.schema_arguments(op, node.args, dict(node.kwargs))
     total = given["input"]
     x, branch = _summands(node, given)
-    if value(total).dtype == value(node).dtype in LOWS and (op is RMS_NORM or (is_trained(node) and _is_large(total))):
+    if value(total).dtype == value(node).dtype in HALVES and (
+        op is RMS_NORM or (is_trained(node) and _is_large(total))
+    ):
         return Found(node, x, branch, given, value(node).dtype, (), op is LAYER_NORM)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
         return None
@@ -160,7 +162,7 @@ def _lowers(user: Node) -> bool:
     """Say whether ``user`` is an inserted cast to low precision whose result stays in the graph."""
     if user.target is shared_cast:
         return True
-    low = CAST in user.meta and user.op == "call_method" and value(user).dtype in LOWS
+    low = CAST in user.meta and user.op == "call_method" and value(user).dtype in HALVES
     return low and all(reader.op != "output" for reader in user.users)
 
 

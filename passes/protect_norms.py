@@ -12,12 +12,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.facts import HALVES
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.regions import GRAD
 from amp_graph.passes.runtime import layer_norm_low
-
-LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -54,4 +53,4 @@ def _loses_gradients(node: Node) -> bool:
     if not isinstance(source, Node) or not isinstance(weight, Node):
         return False
     x, w = value(source), value(weight)
-    return x.dtype in LOW and x.device.type == "cpu" and w.dtype == torch.float32 and captured(weight).requires_grad
+    return x.dtype in HALVES and x.device.type == "cpu" and w.dtype == torch.float32 and captured(weight).requires_grad

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.facts import HALVES
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.lifetimes import Lifetimes
@@ -69,5 +70,4 @@ def _cast_before(node: Node) -> Node | None:
         return None
     cast = inputs[0]
     (source,) = cast.all_input_nodes
-    is_low = value(source).dtype in (torch.bfloat16, torch.float16)
-    return cast if cast.target == "float" and is_low else None
+    return cast if cast.target == "float" and value(source).dtype in HALVES else None

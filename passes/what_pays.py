@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from amp_graph.passes.facts import HALVES
 from amp_graph.passes.native_code import has_openmp, threads_for
 from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
@@ -29,7 +30,7 @@ def attention_call_pays(device: str, dtype: torch.dtype) -> bool:
 
     CPU: where a kernel of ours runs it. CUDA, in low precision: by flash or memory-efficient attention.
     """
-    return attention_kernel_pays(device, dtype) or (device == "cuda" and dtype in (torch.float16, torch.bfloat16))
+    return attention_kernel_pays(device, dtype) or (device == "cuda" and dtype in HALVES)
 
 
 def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int | None = None) -> bool:
@@ -74,7 +75,7 @@ def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bo
     if convolutions < FEWEST_CONVOLUTIONS:
         return False
     if device == "cuda":
-        return dtype in (torch.float16, torch.bfloat16)
+        return dtype in HALVES
     return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
@@ -383,7 +384,7 @@ def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
     result and gradient of the input 1.01 to 1.03 times as fast, of the weight 1.12 times, before the padding is paid
     for: a copy of the weight, and one of the logits' gradient. It does not pay there.
     """
-    return device == "cuda" and dtype in (torch.float16, torch.bfloat16) and products >= LEAST_ALIGNED
+    return device == "cuda" and dtype in HALVES and products >= LEAST_ALIGNED
 
 
 # Products an element read below which a kernel more is seen: of a norm or GELU, and of a batch norm's relu.

@@ -26,7 +26,7 @@ from tests.measure_dtypes import DtypeLog, compare
 # What callers import from here, the two neighbours' included.
 __all__ = [
     "CastCounter", "DtypeLog", "Ratios", "Run", "compare", "error_ratio", "global_gradient_error",
-    "gradient_errors", "output_error", "reference", "run", "saved_bytes", "zero_gradients",
+    "gradient_errors", "output_error", "reference", "run", "saved_bytes", "to_device", "zero_gradients",
 ]  # fmt: skip
 
 Prepare = Callable[[nn.Module], nn.Module]
@@ -78,7 +78,7 @@ def run(
     # The original module's parameters, by its own names: a wrapper made by `prepare` may rename them.
     parameters = dict(model.named_parameters())
     prepared = prepare(model)
-    positional, keyword = _to_device(inputs((positional, keyword)), device)
+    positional, keyword = to_device(inputs((positional, keyword)), device)
     torch.manual_seed(seed + 20_000)
     with context():
         out = prepared(*positional, **keyword)
@@ -90,7 +90,7 @@ def run(
     return Run(outputs, loss.item(), grads)
 
 
-def _to_device(obj: Any, device: str | torch.device) -> Any:
+def to_device(obj: Any, device: str | torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), obj)
 
 

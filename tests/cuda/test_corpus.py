@@ -8,17 +8,15 @@ import torch
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes.weight_updates import weights_were_written
-from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, WORST, above
+from amp_graph.policy import DTYPES as LOW
+from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, RECURRENT, WORST, above
 from tests.corpus import CASES, make
-from tests.measure import CastCounter, error_ratio
+from tests.measure import CastCounter, error_ratio, to_device
 
 DEVICE = "cuda"
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPARABLE = sorted(name for name, case in CASES.items() if not case.tags & INCOMPARABLE)
 # Autocast raises there on CUDA: it adds a sum in fp32 to zeros in low precision.
 RAISES = {"gcn"}
-# In bf16 autocast runs cuDNN's recurrent layers in fp16 (aten/src/ATen/cudnn/AutocastRNN.cpp).
-RECURRENT = {"gru_bidirectional", "gru_root", "lstm_lm", "lstm_root"}
 # What is an autograd.Function of the user's runs whole, in fp32 where its backward sums.
 WHOLE = {"custom_function"}
 # As CUDA's autocast returns them; dispatch modes, which count here, refuse torch.cond.
@@ -30,6 +28,7 @@ COUNTABLE = sorted(
 @pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_as_exact_as_autocast(name, policy):
+    # In bf16, too, autocast runs cuDNN's recurrent layers in fp16 (aten/src/ATen/cudnn/AutocastRNN.cpp).
     theirs = torch.float16 if name in RECURRENT else LOW[policy]
     found = error_ratio(
         name,
@@ -45,10 +44,6 @@ def test_as_exact_as_autocast(name, policy):
         assert not above({name: found}, WORST)
 
 
-def on_device(obj):
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), obj)
-
-
 def casts(name, policy=None):
     """Count those of the second step."""
     context = contextlib.nullcontext if policy else (lambda: torch.autocast(DEVICE, torch.bfloat16))
@@ -62,7 +57,7 @@ def casts(name, policy=None):
         with CastCounter(model) as counted:
             _, args, kwargs = make(name)
             with context():
-                loss = CASES[name].loss(model(*on_device(args), **on_device(kwargs)))
+                loss = CASES[name].loss(model(*to_device(args, DEVICE), **to_device(kwargs, DEVICE)))
             counted.phase = "backward"
             if loss.requires_grad:
                 loss.backward()

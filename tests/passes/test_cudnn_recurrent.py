@@ -1,11 +1,15 @@
 """What cuDNN is called with for recurrent layers, without a GPU: its part is played by torch's layers on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from amp_graph.passes import cudnn_recurrent, recurrent_layers
+from amp_graph.passes import cudnn_recurrent, keep_recurrent, recurrent_layers
+from amp_graph.passes.keep_recurrent import CudnnRecurrent
 from amp_graph.passes.recurrent_layers import recurrent_whole
+from tests.passes.graphs import capture, passes_before
 
 LENGTH, BATCH, WIDTH, SIZE = 5, 3, 6, 4
 KINDS = {
@@ -114,3 +118,15 @@ def test_without_gradients_nothing_is_kept_for_them(played):
 def test_it_is_for_cuda_alone():
     x, h = torch.zeros(2, 3, 4), torch.zeros(1, 3, 4)
     assert not cudnn_recurrent.runs_by_cudnn(x, [h], [])
+
+
+@pytest.mark.parametrize(("device", "whole"), [("cuda", True), ("cpu", False)])
+def test_the_pass_is_for_cuda_alone(device, whole, monkeypatch):
+    with torch._dynamo.config.patch(allow_rnn=True):
+        graph = capture(nn.RNN(WIDTH, SIZE), torch.randn(LENGTH, BATCH, WIDTH))
+    gm, _ = graph.through(passes_before(CudnnRecurrent))
+    seen = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(keep_recurrent, "value", lambda node: seen)
+    result = CudnnRecurrent().run(gm)
+    assert result.modified == whole
+    assert any(n.target is recurrent_whole for n in gm.graph.nodes) == whole

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.base import VerifyError
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST, InsertCasts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import value
@@ -35,6 +36,20 @@ def test_one_cast_per_value_and_dtype():
     pairs = Counter((c.args[0].name, value(c).dtype) for c in casts)
     assert set(pairs.values()) == {1}
     assert len([p for p in pairs if p[1] == BF16]) == 2
+    assert is_near(gm, graph)
+
+
+@pytest.mark.parametrize("planner", ["", ",planner=paint"])
+def test_on_cuda_a_batch_norm_stays_low_and_a_softmax_is_full_as_under_autocast(planner):
+    def function(s, x):
+        h = F.batch_norm(x @ s.w, None, None, training=True)
+        return h.tanh(), (x @ s.w).softmax(-1).tanh(), F.layer_norm(x @ s.w, (8,)).tanh()
+
+    gm, _, graph = inserted(function, policy="bf16,device=cuda,keep_outputs=false" + planner)
+    found = {
+        name: value(n).dtype for n in gm.graph.nodes for name in names_of(n) if "norm" in name or "softmax" in name
+    }
+    assert found == {"aten.batch_norm": BF16, "aten.softmax": FP32, "aten.layer_norm": FP32}
     assert is_near(gm, graph)
 
 

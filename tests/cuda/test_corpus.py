@@ -25,23 +25,34 @@ COUNTABLE = sorted(
 )
 
 
-@pytest.mark.parametrize("policy", LOW)
-@pytest.mark.parametrize("name", COMPARABLE)
-def test_as_exact_as_autocast(name, policy):
+def compare(name, policy, draws, **options):
+    """Assert that a converted model is as exact as autocast, or as the precision is where autocast does not have it."""
     # In bf16, too, autocast runs cuDNN's recurrent layers in fp16 (aten/src/ATen/cudnn/AutocastRNN.cpp).
     theirs = torch.float16 if name in RECURRENT else LOW[policy]
     found = error_ratio(
         name,
-        lambda model: amp_graph.convert(model, policy),
+        lambda model: amp_graph.convert(model, policy, **options),
         lambda: torch.autocast(DEVICE, theirs, enabled=name not in RAISES),
-        range(12 if CASES[name].tags & NOISY else 6),
+        range(draws),
         loss_scale=LOSS_SCALE if policy == "fp16" else 1.0,
         device=DEVICE,
     )
-    if name in RAISES or theirs != LOW[policy]:  # nothing to compare with: as exact as the precision is
+    if name in RAISES or theirs != LOW[policy]:
         assert found.ours_output < (0.01 if policy == "bf16" else 0.002)
     else:
         assert not above({name: found}, WORST)
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", COMPARABLE)
+def test_as_exact_as_autocast(name, policy):
+    compare(name, policy, draws=12 if CASES[name].tags & NOISY else 6)
+
+
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("name", ["gpt2", "resnet_bottleneck", "lstm_lm"])
+def test_as_exact_as_autocast_through_inductor(name, policy):
+    compare(name, policy, draws=2, compile="inductor")
 
 
 def casts(name, policy=None):

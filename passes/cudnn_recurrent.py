@@ -105,8 +105,9 @@ def _backward(
     options, stride = _options(kind, hidden, layers, bidirectional, True), _per_layer(params, layers, bidirectional)
     h, c = _states(hidden)
     dout, dh, *dc = grads
+    mask = [True, True, bool(dc), True]  # cuDNN refuses to be asked for what the kind does not have
     dx, dh0, dc0, dparams = ATEN._cudnn_rnn_backward(
-        x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), [True] * 4
+        x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), mask
     )
     # Gradients of weights are parts of one piece of memory: each its own, as operators return it.
     return [dx, dh0, *([dc0] if dc else []), *(g.clone() for g in dparams)]

@@ -19,9 +19,14 @@ COMPARABLE = sorted(name for name, case in CASES.items() if not case.tags & INCO
 RAISES = {"gcn"}
 # What is an autograd.Function of the user's runs whole, in fp32 where its backward sums.
 WHOLE = {"custom_function"}
+# Captured in pieces: its mask, which hides nothing, goes from one to another, where transformers 5.17 makes none for
+# autocast; attention with a mask has casts of its own.
+MASKED = {"wav2vec2"}
 # As CUDA's autocast returns them; dispatch modes, which count here, refuse torch.cond.
 COUNTABLE = sorted(
-    n for n, c in CASES.items() if n not in {"cond", *RAISES, *WHOLE} and not c.tags & {"no_autocast", "integer"}
+    n
+    for n, c in CASES.items()
+    if n not in {"cond", *RAISES, *WHOLE, *MASKED} and not c.tags & {"no_autocast", "integer"}
 )
 
 

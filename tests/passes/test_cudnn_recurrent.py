@@ -45,6 +45,7 @@ class Played:
     def _cudnn_rnn_backward(self, x, weights, stride, buffer, h, c, out, dout, dh, dc, mode, size, proj, count, first,
                             drop, train, two_ways, sizes, state, reserve, mask):  # fmt: skip
         assert train
+        assert mask == [True, True, c is not None, True]  # cuDNN refuses to be asked for what is not there
         assert reserve.tolist() == [0, 1, 2]
         reserve.zero_()  # as cuDNN writes to it
         assert buffer.numel() == sum(w.numel() for w in weights)

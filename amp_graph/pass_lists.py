@@ -31,6 +31,7 @@ from amp_graph.passes.fuse_group_norm import FuseGroupNorm
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
 from amp_graph.passes.global_pool import GlobalPool
+from amp_graph.passes.group_weight_casts import GroupWeightCasts
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -170,7 +171,7 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
     if ours:
         trains = torch.is_grad_enabled()
         more = [KeepGradientMemory(copies.gradients)] if trains else [FoldNorms(copies), PackWeights(copies)]
-    return _wanted([KeepWeightCopies(copies), *more], policy)
+    return _wanted([KeepWeightCopies(copies), GroupWeightCasts(copies, device), *more], policy)
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

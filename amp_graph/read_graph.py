@@ -26,6 +26,7 @@ from amp_graph.passes.predict import LEFT_ALONE, PREDICTED
 from amp_graph.passes.recompute_activations import SPARED
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import numel
+from amp_graph.passes.weight_groups import low_weight
 from amp_graph.rewrite import Rewritten
 
 
@@ -102,7 +103,7 @@ def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    return CAST in node.meta and (node.op == "call_method" or is_kept(node))
+    return CAST in node.meta and (node.op == "call_method" or node.target is low_weight or is_kept(node))
 
 
 def mark_of(node: Node) -> Mark | None:

@@ -32,7 +32,8 @@ class KeepWeightCopies(Pass):
     """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
 
     Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
-    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device.
+    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device; see
+    ``group_weight_casts.py``.
     """
 
     copies: WeightCopies
@@ -44,7 +45,7 @@ class KeepWeightCopies(Pass):
         returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
         changes, skips = [], []
         for node in gm.graph.nodes:
-            if not _casts_parameter(node) or value(node).dtype != self.copies.dtype:
+            if not _casts_parameter(node) or value(node).dtype != self.copies.dtype or value(node).device.type != "cpu":
                 continue
             reason = _refusal(node, memory, returned)
             if reason:
@@ -81,8 +82,6 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
         return "the forward returns it"
     if TRANSFORM in node.meta:
         return "inside a torch.func transform"
-    if value(source).device.type != "cpu":
-        return f"it is on {value(source).device.type}"
     return ""
 
 

@@ -101,6 +101,7 @@ __all__ = [
     "softmax_backward",
     "storage_holders",
     "storage_key",
+    "stream_of",
     "sums_of_products",
     "takes_kernels_of_ours",
     "tracing_fake",
@@ -652,6 +653,16 @@ def is_batched(tensor: torch.Tensor) -> bool:
     """Say whether ``tensor`` is a batch of tensors under ``vmap``, which in-place operations may not widen."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def stream_of(tensor: torch.Tensor) -> int | None:
+    """Return which stream work on ``tensor`` goes to now, 0 without streams; None while a CUDA graph is recorded."""
+    if tensor.device.type != "cuda":
+        return 0
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    found: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    return found
 
 
 def in_forward_mode() -> bool:

@@ -5,6 +5,7 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, may_be_kept
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
+from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
@@ -47,6 +49,7 @@ class WeightCopies:
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
+        self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
         self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
         hear_of_updates()
 
@@ -58,14 +61,15 @@ class WeightCopies:
 
     def _forget(self, enabled: bool) -> None:
         self.enabled = enabled
-        for store in (self._kept, *self.packed):
+        for store in (self._kept, *self.packed, *(group.kept for group in self.groups)):
             store.clear()  # the very object that graphs look into
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies of parameters that are still there."""
         self._purge()
-        return [kept.low for kept in self._all()]
+        grouped = [low for group in self.groups for kept in list(group.kept.values()) for low in kept]
+        return [kept.low for kept in self._all()] + grouped
 
     def _all(self) -> list[KeptCopy]:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]

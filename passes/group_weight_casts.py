@@ -1,0 +1,103 @@
+"""Let the casts of parameters be done by few calls.
+
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``. After: ``low = low_weights(w1, w2); a, b = low``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.node_value import captured, tensors, value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import REGION
+from amp_graph.passes.torch_private import bytes_of, storage_key
+from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight
+from amp_graph.passes.what_pays import group_casts_pay
+
+LEAST = 3  # casts: a call for two takes as long as two
+# Bytes of weights whose gradients wait for each other, as in a bucket of DistributedDataParallel: none is widened, and
+# none is handed on, before the last one is there.
+MOST = 25 << 20
+
+
+@dataclass(frozen=True)
+class GroupWeightCasts(Pass):
+    """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
+
+    Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off.
+    Exactness: bit-exact, gradients included. In backward no gradient of a group is there before its last.
+    """
+
+    copies: WeightCopies
+    device: str
+    name: ClassVar[str] = "group-weight-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast of a parameter."""
+        if not group_casts_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
+            return PassResult(gm)
+        memory = observe(gm, marks(gm))
+        returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
+        may = [n for n in gm.graph.nodes if self._may(n, memory, returned)]
+        changes = []
+        for together in _in_groups(may):
+            if len(together) >= LEAST:
+                self._group(gm, together)
+                changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
+        return PassResult(gm, tuple(changes))
+
+    def _may(self, node: Node, memory: Memory, returned: set[int | None]) -> bool:
+        if CAST not in node.meta or node.op != "call_method" or node.meta.keys() & {REGION, CHECKPOINT}:
+            return False
+        source = node.args[0]
+        if not isinstance(source, Node) or source.op != "placeholder" or memory.is_written(source):
+            return False
+        is_weight = isinstance(captured(source), torch.nn.Parameter) and value(node).dtype == self.copies.dtype
+        return is_weight and set(node.kwargs) <= {"memory_format"} and storage_key(value(node)) not in returned
+
+    def _group(self, gm: GraphModule, together: list[Node]) -> None:
+        group = WeightGroup(self.copies.dtype, [_format(n) for n in together])
+        self.copies.groups.add(group)
+        with gm.graph.inserting_before(together[0]):
+            made = gm.graph.call_function(group.read, tuple(n.args[0] for n in together))
+        made.meta["val"] = tuple(value(n) for n in together)
+        for i, node in enumerate(together):
+            node.op, node.target = "call_function", low_weight
+            node.args, node.kwargs = (node.args[0], made, i), {}
+
+
+def _in_groups(casts: list[Node]) -> Iterator[list[Node]]:
+    """Yield neighbours in order: all without gradients; else those not trained, and the others in parts of ``MOST``."""
+    if not torch.is_grad_enabled():
+        yield casts
+        return
+    weights: dict[Node, Any] = {node: captured(node.args[0]) for node in casts}
+    yield [n for n in casts if not weights[n].requires_grad]
+    group: list[Node] = []
+    size = 0
+    for node in (n for n in casts if weights[n].requires_grad):
+        size += bytes_of(weights[node])
+        if group and size > MOST:
+            yield group
+            group, size = [], bytes_of(weights[node])
+        group.append(node)
+    yield group
+
+
+def _format(cast: Node) -> Format:
+    found: Format = cast.kwargs.get("memory_format")  # type: ignore[assignment]
+    return found
+
+
+def _switches_gradients(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"

@@ -1,0 +1,109 @@
+"""Casts of many weights at once, where a call costs more than a cast: on GPUs.
+
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, a kernel and an autograd node each. After:
+``a, b = low_weights(w1, w2)``, one kernel for all that keep their layout; and in backward one that widens their
+gradients. Source of the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.torch_private import is_batched, stream_of
+
+Format = torch.memory_format | None
+LowWeights = Callable[..., Sequence[Tensor]]
+
+
+class WeightGroup:
+    """Weights that are cast together to ``dtype``, each into its ``formats``, where that is not None.
+
+    Nothing is ever old: all are cast at every call. Without gradients they are cast into memory that is kept from call
+    to call, for each stream its own, and none while a CUDA graph is recorded, which has to own what it writes to. With
+    gradients the results are new ones, which autograd saves.
+    """
+
+    def __init__(self, dtype: torch.dtype, formats: Sequence[Format]) -> None:
+        self.dtype = dtype
+        self.formats = tuple(formats)
+        self.kept: dict[int, list[Tensor]] = {}
+        self.read = self._reader()
+
+    def _reader(self) -> LowWeights:
+        """Return what graphs call."""
+
+        def low_weights(*weights: Tensor) -> Sequence[Tensor]:
+            if not all(type(w) is torch.nn.Parameter for w in weights):  # a tensor that stands for others
+                return [_plain(w, self.dtype, f) for w, f in zip(weights, self.formats, strict=True)]
+            if torch.is_grad_enabled():
+                trained = weights[0].requires_grad
+                return _LowWeights.apply(self, *weights) if trained else self.cast(self.new(weights), weights)
+            stream = stream_of(weights[0])
+            low = self.kept.get(stream) if stream is not None else self.new(weights)
+            if low is None:
+                low = self.kept[stream] = self.new(weights)
+            return self.cast(low, weights)
+
+        return low_weights
+
+    def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory for one cast of ``weights``."""
+        with torch.inference_mode(False):  # what is made in there is of no use outside
+            return [
+                torch.empty_like(w, dtype=self.dtype, requires_grad=False, **_format(f))
+                for w, f in zip(weights, self.formats, strict=True)
+            ]
+
+    def cast(self, low: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Cast ``weights`` into ``low``."""
+        with torch.no_grad():
+            copy_all(low, weights)
+        return low
+
+
+class _LowWeights(torch.autograd.Function):
+    """One cast of several weights, and of their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: WeightGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.weights = weights  # for their layout alone
+        return tuple(group.cast(group.new(weights), weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = [g for g in grads if g is not None]
+        if torch.is_grad_enabled() or any(map(is_batched, given)):
+            return None, *(None if g is None else g.to(w.dtype) for g, w in zip(grads, ctx.weights, strict=True))
+        wide = [
+            torch.empty_like(w, requires_grad=False) for w, g in zip(ctx.weights, grads, strict=True) if g is not None
+        ]
+        copy_all(wide, given)
+        rest = iter(wide)
+        return None, *(None if g is None else next(rest) for g in grads)
+
+
+def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
+    """Return what ``weight`` was cast to with others; graphs show by it which weight that is."""
+    return group[place]
+
+
+def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy each of ``given`` into what stands in its place, by one kernel where all have the layout of their place."""
+    alike = [a.stride() == b.stride() for a, b in zip(into, given, strict=True)]
+    for same in (True, False):
+        chosen = [i for i, is_alike in enumerate(alike) if is_alike is same]
+        if chosen:
+            torch._foreach_copy_([into[i] for i in chosen], [given[i] for i in chosen])
+
+
+def _plain(weight: Tensor, dtype: torch.dtype, into: Format) -> Tensor:
+    return weight.to(dtype, **_format(into))
+
+
+def _format(into: Format) -> dict[str, Any]:
+    return {} if into is None else {"memory_format": into}

@@ -1,0 +1,189 @@
+"""Casts of many weights by one call, as on a GPU, here on the CPU: bit for bit what one call for each gives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.conversion import conversion_of
+from amp_graph.passes import group_weight_casts, keep_weight_copies, weight_groups
+
+TOGETHER = "bf16,skip=channels_last"
+ALONE = "bf16,skip=channels_last|group_weight_casts"
+
+
+@pytest.fixture(autouse=True)
+def _pays(monkeypatch):
+    monkeypatch.setattr(group_weight_casts, "group_casts_pay", lambda device: True)
+    monkeypatch.setattr(keep_weight_copies, "_casts_parameter", lambda node: False)  # which is for the CPU
+
+
+class Net(nn.Module):
+    """Convolutions and linears, one of them frozen, one that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.first, self.frozen, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.more, self.none = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, use=True):
+        x = F.relu(self.conv(x)).mean((2, 3))
+        x = self.last(F.gelu(self.frozen(self.first(x))))
+        return (x, self.none(x.detach())) if use else (x, self.more(x))
+
+
+def net(policy):
+    torch.manual_seed(0)
+    return amp_graph.convert(Net(), policy, strict=True)
+
+
+def batch(seed=0):
+    return torch.randn(5, 3, 9, 9, generator=torch.Generator().manual_seed(seed))
+
+
+def lines(model):
+    return [line for graph in amp_graph.report(model).graphs for line in graph.text.splitlines()]
+
+
+def calls(model):
+    return sum(" low_weights(" in line for line in lines(model))
+
+
+def gradients(model, output):
+    model.zero_grad()
+    output.float().square().sum().backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (grad is None) == (found[name] is None), name
+        assert grad is None or torch.equal(grad, found[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_results_and_gradients_are_those_of_casts_alone(dtype):
+    (together, alone), x = (net(p.replace("bf16", dtype)) for p in (TOGETHER, ALONE)), batch()
+    for _ in range(2):
+        ours, theirs = together(x), alone(x)
+        assert all(map(torch.equal, ours, theirs))
+        assert_same(gradients(together, ours[0]), gradients(alone, theirs[0]))  # `none` gets no gradient
+    assert (calls(together), calls(alone)) == (1, 0)  # of the frozen ones there are too few
+    casts = [c for c in amp_graph.report(together).graphs[0].casts if c.of == "weight"]
+    assert {c.source for c in casts} >= {"conv.weight", "last.bias", "frozen.weight"}
+
+
+def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
+    found = []
+    for model in map(net, (TOGETHER, ALONE)):
+        out = model(batch())[0]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        model(batch(1))
+        found.append(gradients(model, out))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_memory_is_kept_and_never_old(mode):
+    (together, alone), x = map(net, (TOGETHER, ALONE)), batch()
+    with mode():
+        together(x), alone(x)
+    copies = conversion_of(together).copies
+    kept, kept_bytes = [t.data_ptr() for t in copies.tensors], [t.nbytes for t in copies.tensors]
+    assert len(kept) == 10
+    assert not any(t.is_inference() for t in copies.tensors)
+    for model in (together, alone):
+        model.last.weight.data.neg_()  # which no version counter shows
+    with mode():
+        assert torch.equal(together(x)[0], alone(x)[0])
+    assert [t.data_ptr() for t in copies.tensors] == kept
+    assert amp_graph.drop_weight_copies(together) == sum(kept_bytes) > 0
+    assert not copies.tensors
+
+
+def test_what_is_recorded_owns_its_memory(monkeypatch):
+    model = net(TOGETHER)
+    monkeypatch.setattr(weight_groups, "stream_of", lambda tensor: None)
+    with torch.no_grad():
+        model(batch())
+    assert calls(model) == 1
+    assert not conversion_of(model).copies.tensors
+
+
+def test_each_stream_has_memory_of_its_own(monkeypatch):
+    model = net(TOGETHER)
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(weight_groups, "stream_of", lambda tensor, stream=stream: stream)
+        with torch.no_grad():
+            model(batch())
+    (group,) = conversion_of(model).copies.groups
+    assert sorted(group.kept) == [1, 2]
+
+
+def test_gradients_of_gradients_and_of_many_at_once():
+    found = []
+    for model in map(net, (TOGETHER, ALONE)):
+        weights = [model.conv.weight, model.first.weight, model.last.bias]
+        out = model(batch())[0].float()
+        (one,) = torch.autograd.grad(out.square().sum(), weights[1:2], create_graph=True)
+        found.append([one, *torch.autograd.grad(one.square().sum(), weights)])
+        many = torch.autograd.grad(model(batch())[0], weights, torch.eye(20).view(20, 5, 4), is_grads_batched=True)
+        found[-1] += many
+    assert all(map(torch.equal, *found))
+
+
+def test_large_weights_do_not_wait_for_all_others(monkeypatch):
+    monkeypatch.setattr(group_weight_casts, "MOST", 1000)
+    monkeypatch.setattr(group_weight_casts, "LEAST", 1)
+    model, order = net(TOGETHER), []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
+    gradients(model, model(batch())[0])
+    assert calls(model) == 3
+    assert set(order[:4]) == {"first.weight", "first.bias", "last.weight", "last.bias"}
+
+
+class Refused(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.w = how, nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(4))
+
+    def forward(self, x):
+        if self.how == "written":
+            with torch.no_grad():
+                for w in self.w:
+                    w.mul_(0.5)
+        for w in self.w:
+            x = x @ w
+        return x
+
+
+@pytest.mark.parametrize(("how", "grouped"), [("", 1), ("written", 0)])
+def test_what_the_graph_writes_is_cast_where_it_is_read(how, grouped):
+    found = []
+    for policy in (TOGETHER, ALONE):
+        torch.manual_seed(0)
+        model = amp_graph.convert(Refused(how), policy)
+        found.append([model(torch.ones(2, 4)) for _ in range(2)][-1])
+        assert calls(model) == (grouped if policy == TOGETHER else 0)
+    assert torch.equal(*found)
+
+
+def test_channels_last_weights_are_cast_into_their_layout():
+    group = weight_groups.WeightGroup(torch.bfloat16, [torch.channels_last, None])
+    weights = [nn.Parameter(torch.randn(8, 4, 3, 3)), nn.Parameter(torch.randn(5, 7).t())]
+    low = group.read(*weights)
+    assert low[0].is_contiguous(memory_format=torch.channels_last)
+    assert low[1].stride() == weights[1].stride()
+    assert all(torch.equal(a, w.bfloat16()) for a, w in zip(low, weights, strict=True))
+    given = [torch.randn_like(t) for t in low]
+    found = torch.autograd.grad(low, weights, given)
+    assert all(g.dtype == torch.float32 and g.stride() == w.stride() for g, w in zip(found, weights, strict=True))
+    assert all(torch.equal(g, one.float()) for g, one in zip(found, given, strict=True))

@@ -16,6 +16,7 @@ from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.conv_as_linear import ConvAsLinear
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
+from amp_graph.passes.count_batches import CountBatches
 from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
@@ -107,7 +108,7 @@ def passes_for(
         FuseGroupNorm(),
         AlignShapes(planned_for),
         *batch_norms,
-        *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears()] if eager else []),
+        *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears(), CountBatches(planned_for)] if eager else []),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

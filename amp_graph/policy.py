@@ -25,7 +25,7 @@ ACCURACIES = ("autocast", "fast")
 # Passes that a policy can do without; the others make the plan and its casts.
 SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "attention", "channels_last", "contiguous_linear", "conv_as_linear",
-    "conv_transpose", "convolution", "cudnn_recurrent", "depthwise", "drop_dropout", "drop_empty",
+    "conv_transpose", "convolution", "count_batches", "cudnn_recurrent", "depthwise", "drop_dropout", "drop_empty",
     "eliminate_casts", "fold_masks", "fold_norms", "fuse_attention", "fuse_batch_norm", "fuse_bias", "fuse_gelu",
     "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts", "keep_gradient_memory",
     "keep_recurrent", "lay_gradients", "linear_cross_entropy", "lstm_backward", "overwrite_logits", "pack_weights",

@@ -5,7 +5,9 @@ Before: ``a = w1.bfloat16(); b = w2.bfloat16()``. After: ``low = low_weights(w1,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,11 +20,11 @@ from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import REGION
+from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import bytes_of, storage_key
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight
-from amp_graph.passes.what_pays import group_casts_pay
+from amp_graph.passes.what_pays import few_calls_pay
 
 LEAST = 3  # casts: a call for two takes as long as two
 # Bytes of weights whose gradients wait for each other, as in a bucket of DistributedDataParallel: none is widened, and
@@ -34,8 +36,9 @@ MOST = 25 << 20
 class GroupWeightCasts(Pass):
     """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
 
-    Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off.
-    Exactness: bit-exact, gradients included. In backward no gradient of a group is there before its last.
+    Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off; those
+    of a group get gradients from the same outputs. Exactness: bit-exact, gradients included. In backward no gradient of
+    a group is there before its last.
     """
 
     copies: WeightCopies
@@ -44,13 +47,13 @@ class GroupWeightCasts(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
-        if not group_casts_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
+        if not few_calls_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
             return PassResult(gm)
         memory = observe(gm, marks(gm))
         returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
         may = [n for n in gm.graph.nodes if self._may(n, memory, returned)]
         changes = []
-        for together in _in_groups(may):
+        for together in _in_groups(may, outputs_reached(gm, memory)):
             if len(together) >= LEAST:
                 self._group(gm, together)
                 changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
@@ -76,22 +79,46 @@ class GroupWeightCasts(Pass):
             node.args, node.kwargs = (node.args[0], made, i), {}
 
 
-def _in_groups(casts: list[Node]) -> Iterator[list[Node]]:
-    """Yield neighbours in order: all without gradients; else those not trained, and the others in parts of ``MOST``."""
+def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
+    """Yield neighbours in order: all without gradients; else those not trained, and the others in parts of ``MOST``.
+
+    What gets gradients from different outputs is apart: one might get none, and hooks would be called with None.
+    """
     if not torch.is_grad_enabled():
         yield casts
         return
     weights: dict[Node, Any] = {node: captured(node.args[0]) for node in casts}
     yield [n for n in casts if not weights[n].requires_grad]
-    group: list[Node] = []
-    size = 0
-    for node in (n for n in casts if weights[n].requires_grad):
-        size += bytes_of(weights[node])
-        if group and size > MOST:
-            yield group
-            group, size = [], bytes_of(weights[node])
-        group.append(node)
-    yield group
+    trained = [n for n in casts if weights[n].requires_grad]
+    for outputs in sorted({reached[n] for n in trained} - {0}):
+        group: list[Node] = []
+        size = 0
+        for node in (n for n in trained if reached[n] == outputs):
+            size += bytes_of(weights[node])
+            if group and size > MOST:
+                yield group
+                group, size = [], bytes_of(weights[node])
+            group.append(node)
+        yield group
+
+
+def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
+    """Return for each node which of the graph's outputs hand it gradients, a bit for each."""
+    sharing: dict[int, list[Node]] = {}
+    for node, keys in memory.storages.items():
+        for key in keys:
+            sharing.setdefault(key, []).append(node)
+    found: dict[Node, int] = {}
+    for i, given in enumerate(gm.graph.output_node().all_input_nodes):
+        found[given] = 1 << i
+    for node in reversed(gm.graph.nodes):
+        readers = set(node.users)
+        for key in memory.storages[node]:
+            if memory.order[node] in memory.writers.get(key, ()):  # what it wrote is read by other names, too
+                readers.update(u for n in sharing[key] for u in n.users if node < u)
+        bits = found.get(node, 0) | functools.reduce(operator.or_, (found[u] for u in readers if u.op != "output"), 0)
+        found[node] = bits if is_trained(node) else 0
+    return found
 
 
 def _format(cast: Node) -> Format:

@@ -16,10 +16,10 @@ from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16, multiplies
 MOST_SCORES = 512 * 512
 
 
-def group_casts_pay(device: str) -> bool:
-    """Say whether casting weights by one call beats a call for each.
+def few_calls_pay(device: str) -> bool:
+    """Say whether one call for many small tensors beats one for each.
 
-    H200: a cast takes its kernel 2 us, the host 16 to 24 us, gradients apart; a quarter of the time of a GPT's token.
+    H200: a cast of a weight takes its kernel 2 us and the host 16 to 24 us, a quarter of the time of a GPT's token.
     """
     return device == "cuda"
 

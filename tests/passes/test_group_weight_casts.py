@@ -15,7 +15,7 @@ ALONE = "bf16,skip=channels_last|group_weight_casts"
 
 @pytest.fixture(autouse=True)
 def _pays(monkeypatch):
-    monkeypatch.setattr(group_weight_casts, "group_casts_pay", lambda device: True)
+    monkeypatch.setattr(group_weight_casts, "few_calls_pay", lambda device: True)
     monkeypatch.setattr(keep_weight_copies, "_casts_parameter", lambda node: False)  # which is for the CPU
 
 
@@ -138,6 +138,41 @@ def test_gradients_of_gradients_and_of_many_at_once():
     assert all(map(torch.equal, *found))
 
 
+class Branches(nn.Module):
+    """Two heads, and a layer whose result goes by memory that is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.beside = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.body(x)
+        view = h.view(-1)
+        view.add_(self.beside(x).view(-1))
+        self.idle(h.detach())
+        return [head(h) for head in self.heads]
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
+    monkeypatch.setattr(group_weight_casts, "LEAST", 2)
+    found = []
+    for policy in (TOGETHER, ALONE):
+        torch.manual_seed(0)
+        model, heard = amp_graph.convert(Branches(), policy, strict=True), set()
+        for name, p in model.named_parameters():
+            p.register_hook(lambda grad, name=name, heard=heard: heard.add((name, grad is None)))
+        out = model(torch.ones(3, 4))
+        found.append((gradients(model, sum(out[i].float() for i in used)), heard))
+        assert calls(model) == (3 if policy == TOGETHER else 0)
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert ("body.weight", False) in heard
+    assert len(heard) == 4 + 2 * len(used)
+
+
 def test_large_weights_do_not_wait_for_all_others(monkeypatch):
     monkeypatch.setattr(group_weight_casts, "MOST", 1000)
     monkeypatch.setattr(group_weight_casts, "LEAST", 1)
@@ -146,7 +181,7 @@ def test_large_weights_do_not_wait_for_all_others(monkeypatch):
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
     gradients(model, model(batch())[0])
-    assert calls(model) == 3
+    assert calls(model) == 4  # of two layers' weights, one of them too large, and of one that reaches another output
     assert set(order[:4]) == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 

@@ -87,7 +87,7 @@ def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[
     if not torch.is_grad_enabled():
         yield casts
         return
-    weights: dict[Node, Any] = {node: captured(node.args[0]) for node in casts}
+    weights: dict[Node, Any] = {node: captured(node.all_input_nodes[0]) for node in casts}
     yield [n for n in casts if not weights[n].requires_grad]
     trained = [n for n in casts if weights[n].requires_grad]
     for outputs in sorted({reached[n] for n in trained} - {0}):

@@ -61,8 +61,10 @@ class WeightCopies:
 
     def _forget(self, enabled: bool) -> None:
         self.enabled = enabled
-        for store in (self._kept, *self.packed, *(group.kept for group in self.groups)):
+        for store in (self._kept, *self.packed):
             store.clear()  # the very object that graphs look into
+        for group in self.groups:
+            group.kept.clear()
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -43,7 +43,9 @@ class WeightGroup:
                 trained = weights[0].requires_grad
                 return _LowWeights.apply(self, *weights) if trained else self.cast(self.new(weights), weights)
             stream = stream_of(weights[0])
-            low = self.kept.get(stream) if stream is not None else self.new(weights)
+            if stream is None:
+                return self.cast(self.new(weights), weights)
+            low = self.kept.get(stream)
             if low is None:
                 low = self.kept[stream] = self.new(weights)
             return self.cast(low, weights)

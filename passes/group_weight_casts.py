@@ -26,7 +26,8 @@ from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight
 from amp_graph.passes.what_pays import few_calls_pay
 
-LEAST = 3  # casts: a call for two takes as long as two
+# Casts: one call for fewer takes as long, which with gradients is a node of autograd's in Python.
+LEAST, LEAST_TRAINED = 3, 12
 # Bytes of weights whose gradients wait for each other, as in a bucket of DistributedDataParallel: none is widened, and
 # none is handed on, before the last one is there.
 MOST = 25 << 20
@@ -54,7 +55,8 @@ class GroupWeightCasts(Pass):
         may = [n for n in gm.graph.nodes if self._may(n, memory, returned)]
         changes = []
         for together in _in_groups(may, outputs_reached(gm, memory)):
-            if len(together) >= LEAST:
+            trains = torch.is_grad_enabled() and any(map(is_trained, together))
+            if len(together) >= (LEAST_TRAINED if trains else LEAST):
                 self._group(gm, together)
                 changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
         return PassResult(gm, tuple(changes))

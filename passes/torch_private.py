@@ -106,6 +106,7 @@ __all__ = [
     "takes_kernels_of_ours",
     "tracing_fake",
     "undisabled",
+    "unflatten",
     "unset_fake_temporarily",
     "weakly",
     "with_parameters",
@@ -663,6 +664,11 @@ def stream_of(tensor: torch.Tensor) -> int | None:
         return None
     found: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
     return found
+
+
+def unflatten(piece: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a one-dimensional ``piece``, one behind the other, of the shapes of ``like``; 2.11 - 2.13."""
+    return list(torch._C._nn.unflatten_dense_tensors(piece, like))
 
 
 def in_forward_mode() -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_private import is_batched, stream_of
+from amp_graph.passes.torch_private import is_batched, stream_of, unflatten
 
 Format = torch.memory_format | None
+ALIGNED = 64  # elements: parts of one piece begin where kernels read fastest, as what is allocated alone does
 LowWeights = Callable[..., Sequence[Tensor]]
 
 
@@ -54,11 +55,24 @@ class WeightGroup:
 
     def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for one cast of ``weights``."""
-        with torch.inference_mode(False):  # what is made in there is of no use outside
-            return [
-                torch.empty_like(w, dtype=self.dtype, requires_grad=False, **_format(f))
-                for w, f in zip(weights, self.formats, strict=True)
-            ]
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is of no use outside
+            return [self._alone(i, w) for i, w in enumerate(weights)]
+
+    def new_in_one_piece(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the same, of those that fit together in one piece: half as long, of which no part is freed alone."""
+        together = {i: w for i, w in enumerate(weights) if self._fits(i, w)}
+        if not together:
+            return self.new(weights)
+        parts = list(together.values())
+        piece = torch.empty(sum(w.numel() for w in parts), dtype=self.dtype, device=parts[0].device)
+        found = dict(zip(together, unflatten(piece, parts), strict=True))
+        return [found[i] if i in found else self._alone(i, w) for i, w in enumerate(weights)]
+
+    def _alone(self, place: int, weight: Tensor) -> Tensor:
+        return torch.empty_like(weight, dtype=self.dtype, requires_grad=False, **_format(self.formats[place]))
+
+    def _fits(self, place: int, weight: Tensor) -> bool:
+        return self.formats[place] is None and weight.numel() % ALIGNED == 0 and weight.is_contiguous()
 
     def cast(self, low: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Cast ``weights`` into ``low``."""
@@ -74,7 +88,7 @@ class _LowWeights(torch.autograd.Function):
     def forward(ctx: Any, group: WeightGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.weights = weights  # for their layout alone
-        return tuple(group.cast(group.new(weights), weights))
+        return tuple(group.cast(group.new_in_one_piece(weights), weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -48,10 +48,14 @@ def compare(name, policy, draws, **options):
         assert not above({name: found}, WORST)
 
 
+# Of one number's gradient, of a bias, six draws say nothing: the ratio is 1.0 to 1.5, of 200 draws 1.05.
+MANY = {"gaussian_policy": 96}
+
+
 @pytest.mark.parametrize("policy", LOW)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_as_exact_as_autocast(name, policy):
-    compare(name, policy, draws=12 if CASES[name].tags & NOISY else 6)
+    compare(name, policy, draws=MANY.get(name, 12 if CASES[name].tags & NOISY else 6))
 
 
 @pytest.mark.parametrize("policy", LOW)

@@ -15,6 +15,7 @@ ALONE = "bf16,skip=channels_last|group_weight_casts"
 
 @pytest.fixture(autouse=True)
 def _pays(monkeypatch):
+    monkeypatch.setattr(group_weight_casts, "LEAST_TRAINED", 3)
     monkeypatch.setattr(group_weight_casts, "few_calls_pay", lambda device: True)
     monkeypatch.setattr(keep_weight_copies, "_casts_parameter", lambda node: False)  # which is for the CPU
 
@@ -157,7 +158,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
-    monkeypatch.setattr(group_weight_casts, "LEAST", 2)
+    monkeypatch.setattr(group_weight_casts, "LEAST_TRAINED", 2)
     found = []
     for policy in (TOGETHER, ALONE):
         torch.manual_seed(0)
@@ -175,13 +176,13 @@ def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
 
 def test_large_weights_do_not_wait_for_all_others(monkeypatch):
     monkeypatch.setattr(group_weight_casts, "MOST", 1000)
-    monkeypatch.setattr(group_weight_casts, "LEAST", 1)
+    monkeypatch.setattr(group_weight_casts, "LEAST_TRAINED", 1)
     model, order = net(TOGETHER), []
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
     gradients(model, model(batch())[0])
-    assert calls(model) == 4  # of two layers' weights, one of them too large, and of one that reaches another output
+    assert calls(model) == 3  # of two layers' weights, of which one fills a group, and of what reaches another output
     assert set(order[:4]) == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 

@@ -21,7 +21,7 @@ from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.torch_private import bytes_of, storage_key
+from amp_graph.passes.torch_private import bytes_of, is_wrapper, storage_key
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight
 from amp_graph.passes.what_pays import few_calls_pay
@@ -67,8 +67,14 @@ class GroupWeightCasts(Pass):
         source = node.args[0]
         if not isinstance(source, Node) or source.op != "placeholder" or memory.is_written(source):
             return False
-        is_weight = isinstance(captured(source), torch.nn.Parameter) and value(node).dtype == self.copies.dtype
-        return is_weight and set(node.kwargs) <= {"memory_format"} and storage_key(value(node)) not in returned
+        weight = captured(source)
+        is_weight = isinstance(weight, torch.nn.Parameter) and not is_wrapper(weight)
+        return (
+            is_weight
+            and value(node).dtype == self.copies.dtype
+            and set(node.kwargs) <= {"memory_format"}
+            and storage_key(value(node)) not in returned
+        )
 
     def _group(self, gm: GraphModule, together: list[Node]) -> None:
         group = WeightGroup(self.copies.dtype, [_format(n) for n in together])

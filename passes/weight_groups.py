@@ -33,13 +33,12 @@ class WeightGroup:
         self.formats = tuple(formats)
         self.kept: dict[int, list[Tensor]] = {}
         self.read = self._reader()
+        self._parts: tuple[list[int], ...] | None = None  # what one kernel casts; known from the first call on
 
     def _reader(self) -> LowWeights:
         """Return what graphs call."""
 
         def low_weights(*weights: Tensor) -> Sequence[Tensor]:
-            if not all(type(w) is torch.nn.Parameter for w in weights):  # a tensor that stands for others
-                return [_plain(w, self.dtype, f) for w, f in zip(weights, self.formats, strict=True)]
             if torch.is_grad_enabled():
                 trained = weights[0].requires_grad
                 return _LowWeights.apply(self, *weights) if trained else self.cast(self.new(weights), weights)
@@ -75,9 +74,10 @@ class WeightGroup:
         return self.formats[place] is None and weight.numel() % ALIGNED == 0 and weight.is_contiguous()
 
     def cast(self, low: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Cast ``weights`` into ``low``."""
-        with torch.no_grad():
-            copy_all(low, weights)
+        """Cast ``weights`` into ``low``. Their strides are those that the graph was captured for."""
+        if self._parts is None:
+            self._parts = by_layout(low, weights)
+        copy_all(low, weights, self._parts)
         return low
 
 
@@ -98,7 +98,7 @@ class _LowWeights(torch.autograd.Function):
         wide = [
             torch.empty_like(w, requires_grad=False) for w, g in zip(ctx.weights, grads, strict=True) if g is not None
         ]
-        copy_all(wide, given)
+        copy_all(wide, given, by_layout(wide, given))
         rest = iter(wide)
         return None, *(None if g is None else next(rest) for g in grads)
 
@@ -108,17 +108,22 @@ def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
     return group[place]
 
 
-def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy each of ``given`` into what stands in its place, by one kernel where all have the layout of their place."""
+def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int], ...]:
+    """Return which of ``given`` have the strides of their place, and which not: one kernel copies the former."""
     alike = [a.stride() == b.stride() for a, b in zip(into, given, strict=True)]
-    for same in (True, False):
-        chosen = [i for i, is_alike in enumerate(alike) if is_alike is same]
-        if chosen:
-            torch._foreach_copy_([into[i] for i in chosen], [given[i] for i in chosen])
+    if all(alike):
+        return (list(range(len(alike))),)
+    return tuple([i for i, is_alike in enumerate(alike) if is_alike is same] for same in (True, False))
 
 
-def _plain(weight: Tensor, dtype: torch.dtype, into: Format) -> Tensor:
-    return weight.to(dtype, **_format(into))
+def copy_all(into: list[Tensor], given: Sequence[Tensor], parts: tuple[list[int], ...]) -> None:
+    """Copy each of ``given`` into what stands in its place, those of a part together."""
+    if len(parts) == 1:
+        torch._foreach_copy_(into, given)
+        return
+    for part in parts:
+        if part:
+            torch._foreach_copy_([into[i] for i in part], [given[i] for i in part])
 
 
 def _format(into: Format) -> dict[str, Any]:

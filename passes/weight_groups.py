@@ -73,7 +73,7 @@ class WeightGroup:
     def _fits(self, place: int, weight: Tensor) -> bool:
         return self.formats[place] is None and weight.numel() % ALIGNED == 0 and weight.is_contiguous()
 
-    def cast(self, low: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    def cast(self, low: list[Tensor], weights: tuple[Tensor, ...]) -> list[Tensor]:
         """Cast ``weights`` into ``low``. Their strides are those that the graph was captured for."""
         if self._parts is None:
             self._parts = by_layout(low, weights)
@@ -116,7 +116,7 @@ def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int
     return tuple([i for i, is_alike in enumerate(alike) if is_alike is same] for same in (True, False))
 
 
-def copy_all(into: list[Tensor], given: Sequence[Tensor], parts: tuple[list[int], ...]) -> None:
+def copy_all(into: list[Tensor], given: list[Tensor] | tuple[Tensor, ...], parts: tuple[list[int], ...]) -> None:
     """Copy each of ``given`` into what stands in its place, those of a part together."""
     if len(parts) == 1:
         torch._foreach_copy_(into, given)

@@ -1,7 +1,8 @@
-"""Lay out the input of a linear in rows, where torch would otherwise multiply it batch by batch.
+"""Lay out the input of a linear in rows, where torch would otherwise multiply it batch by batch, or add the bias apart.
 
-Before: ``linear(h.transpose(0, 1), w, b)`` without gradients: one product an element of the batch, each with its own
-copy of the weight. After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one product.
+Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients that is one product an element of the batch, each with its
+own copy of the weight; with gradients a product, a sum with the bias, and in backward a sum over two dimensions. After:
+``linear(h.transpose(0, 1).contiguous(), w, b)``: one product that begins with the bias, and a sum over rows.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ PRODUCTS = (("aten.linear",), ("aten.matmul",))
 class ContiguousLinear(Pass):
     """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` do not lie in order.
 
-    Law: ``x`` has three dimensions or more, ``w`` two and no gradient: with one, torch folds ``x`` by itself
-    (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp). On every device: the copy is to the product as one is
-    to the width of ``w``. Exactness: rounding-equal, sums in another order.
+    Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by itself
+    (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which it then adds apart
+    (aten/src/ATen/native/Linear.cpp). On every device: the copy is to the product as one is to the width of ``w``.
+    Exactness: rounding-equal, sums in another order, with a bias one rounding less.
     """
 
     name: ClassVar[str] = "contiguous-linear"
@@ -39,7 +41,7 @@ class ContiguousLinear(Pass):
         copies: dict[Node, Node] = {}
         changes = []
         for node in list(gm.graph.nodes):
-            if mode is None or not _is_batched(node):
+            if mode is None or not _takes_a_detour(node):
                 continue
             source = node.args[0]
             assert isinstance(source, Node), "a linear reads a value"
@@ -52,8 +54,8 @@ class ContiguousLinear(Pass):
         return PassResult(gm, tuple(changes))
 
 
-def _is_batched(node: Node) -> bool:
-    """Say whether ``node`` is a product that torch would make batch by batch."""
+def _takes_a_detour(node: Node) -> bool:
+    """Say whether ``node`` is a product that torch would make batch by batch, or without its bias."""
     if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta:
         return False
     x, w = node.args[:2]
@@ -61,6 +63,8 @@ def _is_batched(node: Node) -> bool:
         return False
     if value(x).dim() < 3 or value(w).dim() != 2 or _lies_in_rows(value(x)):
         return False
+    if len(node.args) > 2 and isinstance(node.args[2], Node):
+        return True
     # A cast of a weight has no gradient where none is recorded, the weight itself has it even there.
     return not captured(w).requires_grad or (w.op not in ("placeholder", "get_attr") and not is_trained(node))
 

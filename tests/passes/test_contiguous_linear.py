@@ -74,10 +74,40 @@ def test_what_is_left_alone(name):
     assert not differences(run_step(ours, given), run_step(plain, given))
 
 
-def test_with_gradients_torch_folds_by_itself():
-    for name in ("linear", "matmul"):
-        _, _, _, result = passed(FLATTENED[name], X.clone().requires_grad_(), grad=True, frozen=False)
-        assert not result.changes
+@pytest.mark.parametrize("name", ["without bias", "matmul"])
+def test_with_gradients_torch_folds_by_itself(name):
+    _, _, _, result = passed(FLATTENED[name], X.clone().requires_grad_(), grad=True, frozen=False)
+    assert not result.changes
+
+
+def operations(run, given):
+    """The names of what a forward executes, its output, and the gradients of what it is given."""
+    leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out = run(*given)[0]
+    generator = torch.Generator().manual_seed(4)
+    grads = torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=generator, dtype=out.dtype))
+    return {e.name for e in seen.events()}, [out.detach(), *grads]
+
+
+@pytest.mark.parametrize("name", ["linear", "four dimensions"])
+def test_with_gradients_the_product_begins_with_the_bias(name):
+    plain, ours, given, result = passed(FLATTENED[name], X.clone().requires_grad_(), grad=True, frozen=False)
+    assert len(result.changes) == 1
+    (before, theirs), (after, found) = operations(plain, given), operations(ours, given)
+    assert ("aten::addmm" in before, "aten::addmm" in after) == (False, True)
+    doubled = [t.detach().double().requires_grad_() for t in given]
+    _, exact = operations(lambda *a: [FLATTENED[name](_Of(a), _Of(a).x)], doubled)
+    for one, other, true in zip(found, theirs, exact, strict=True):
+        assert one.stride() == other.stride()
+        assert (one - true).norm() <= 1.05 * (other - true).norm() + 1e-12
+
+
+class _Of:
+    """What a graph is given, known by its shapes."""
+
+    def __init__(self, given):
+        self.x, self.w, self.b = (next(t for t in given if t.shape == known.shape) for known in (X, W, B))
 
 
 def test_two_readers_share_the_copy():

@@ -1,8 +1,8 @@
 """Lay out the input of a linear in rows, where torch would otherwise multiply it batch by batch, or add the bias apart.
 
-Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients that is one product an element of the batch, each with its
-own copy of the weight; with gradients a product, a sum with the bias, and in backward a sum over two dimensions. After:
-``linear(h.transpose(0, 1).contiguous(), w, b)``: one product that begins with the bias, and a sum over rows.
+Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients that is one product an element of the batch, each with
+its own copy of the weight; with gradients a product, a sum with the bias, and in backward a sum over two dimensions.
+After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one product that begins with the bias, and a sum over rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PRODUCTS = (("aten.linear",), ("aten.matmul",))
 class ContiguousLinear(Pass):
     """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` do not lie in order.
 
-    Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by itself
-    (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which it then adds apart
+    Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by
+    itself (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which it then adds apart
     (aten/src/ATen/native/Linear.cpp). On every device: the copy is to the product as one is to the width of ``w``.
     Exactness: rounding-equal, sums in another order, with a bias one rounding less.
     """

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, storage_holders
+from amp_graph.passes.what_pays import adding_by_place_pays
 
 _SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
 
@@ -91,9 +92,20 @@ def spread(grad: Tensor, ids: Tensor, bags: bool) -> tuple[Tensor, Tensor]:
     return rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
 
 
-def add_rows(table: Tensor, rows: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """Add ``rows`` to the zeros of ``table`` in place, but for the row ``padding`` (negative: none); return it."""
-    table.index_add_(0, ids, rows)
+def add_rows(table: Tensor, grad: Tensor, ids: Tensor, padding: int) -> Tensor:
+    """Add rows to the zeros of ``table`` in place, but for the row ``padding`` (negative: none); return it.
+
+    grad: [*ids.shape, width]; or [bags, width] for ``ids`` [bags, length], each of which gets its bag's row: these rows
+    are added place by place instead of being written out, where ``what_pays`` says so.
+    """
+    bags = grad.dim() == ids.dim()
+    if bags and adding_by_place_pays(grad.numel()):
+        grad = grad.contiguous()
+        for one in ids.t().contiguous():
+            table.index_add_(0, one, grad)
+    else:
+        rows, flat = spread(grad, ids, bags)
+        table.index_add_(0, flat, rows)
     if padding >= 0:
         table[padding].zero_()
     return table
@@ -112,10 +124,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        rows, flat = spread(grad, ids, ctx.bags)
         padding = -1 if ctx.padding is None else ctx.padding % len(ctx.weight)
         if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
+            rows, flat = spread(grad, ids, ctx.bags)
             table = torch.ops.aten.embedding_dense_backward(rows, flat, len(ctx.weight), padding, False)
             return table, None, None, None, None
-        table = add_rows(ctx.memory.zeros_like(ctx.weight), rows, flat, padding)
+        table = add_rows(ctx.memory.zeros_like(ctx.weight), grad, ids, padding)
         return table, None, None, None, None

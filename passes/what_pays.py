@@ -481,6 +481,19 @@ def reusing_gradients_pays(device: str, tables: int, computed: int) -> bool:
     return device == "cpu" and tables >= max(LEAST_TABLES, computed)
 
 
+# Elements of the gradients of bags of rows below which a call for each place of a bag is seen.
+LEAST_BY_PLACE = 1 << 14
+
+
+def adding_by_place_pays(elements: int) -> bool:
+    """Say whether rows of bags are better added to a table by a call for each place than written out before.
+
+    CPU, 4 to 100 places of widths of 64 and 256: 1.2 to 2 times as fast from 16,384 ``elements`` of all bags on, 4.5
+    times where what is written out is paged in anew; 0.4 to 0.7 times below.
+    """
+    return elements >= LEAST_BY_PLACE
+
+
 # Elements of a batch norm below which a call of a function with a backward of its own is seen, more than memory.
 FEWEST_OF_A_BATCH_NORM = 1 << 17
 

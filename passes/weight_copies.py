@@ -64,14 +64,13 @@ class WeightCopies:
         for store in (self._kept, *self.packed):
             store.clear()  # the very object that graphs look into
         for group in self.groups:
-            group.kept.clear()
+            group.drop()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies of parameters that are still there."""
         self._purge()
-        grouped = [low for group in self.groups for kept in list(group.kept.values()) for low in kept]
-        return [kept.low for kept in self._all()] + grouped
+        return [kept.low for kept in self._all()] + [low for group in self.groups for low in group.kept]
 
     def _all(self) -> list[KeptCopy]:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]

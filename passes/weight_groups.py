@@ -24,14 +24,15 @@ class WeightGroup:
     """Weights that are cast together to ``dtype``, each into its ``formats``, where that is not None.
 
     Nothing is ever old: all are cast at every call. Without gradients they are cast into memory that is kept from call
-    to call, for each stream its own, and none while a CUDA graph is recorded, which has to own what it writes to. With
-    gradients the results are new ones, which autograd saves.
+    to call of one stream, and given back by the allocator's rules when another one calls; while a CUDA graph is
+    recorded, which has to own what it writes to, into none that is kept. With gradients the results are new ones, which
+    autograd saves.
     """
 
     def __init__(self, dtype: torch.dtype, formats: Sequence[Format]) -> None:
         self.dtype = dtype
         self.formats = tuple(formats)
-        self.kept: dict[int, list[Tensor]] = {}
+        self._last: tuple[int, list[Tensor]] | None = None  # a stream, and what was made for it; replaced as a whole
         self.read = self._reader()
         self._parts: tuple[list[int], ...] | None = None  # what one kernel casts; known from the first call on
 
@@ -45,12 +46,22 @@ class WeightGroup:
             stream = stream_of(weights[0])
             if stream is None:
                 return self.cast(self.new(weights), weights)
-            low = self.kept.get(stream)
-            if low is None:
-                low = self.kept[stream] = self.new(weights)
-            return self.cast(low, weights)
+            last = self._last
+            if last is None or last[0] != stream:
+                last = self._last = stream, self.new(weights)
+            return self.cast(last[1], weights)
 
         return low_weights
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The memory that is kept."""
+        last = self._last
+        return last[1] if last is not None else []
+
+    def drop(self) -> None:
+        """Give it back."""
+        self._last = None
 
     def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for one cast of ``weights``."""

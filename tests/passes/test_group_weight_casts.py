@@ -1,5 +1,7 @@
 """Casts of many weights by one call, as on a GPU, here on the CPU: bit for bit what one call for each gives."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,14 +119,15 @@ def test_what_is_recorded_owns_its_memory(monkeypatch):
     assert not conversion_of(model).copies.tensors
 
 
-def test_each_stream_has_memory_of_its_own(monkeypatch):
-    model = net(TOGETHER)
-    for stream in (1, 2, 1):
+def test_memory_is_that_of_the_stream_that_called_last(monkeypatch):
+    model, seen = net(TOGETHER), []
+    for stream in (1, 1, 2, 3, 3):
         monkeypatch.setattr(weight_groups, "stream_of", lambda tensor, stream=stream: stream)
         with torch.no_grad():
             model(batch())
-    (group,) = conversion_of(model).copies.groups
-    assert sorted(group.kept) == [1, 2]
+        seen.append(conversion_of(model).copies.tensors)
+    assert [len(kept) for kept in seen] == [10] * 5
+    assert [a[0] is b[0] for a, b in pairwise(seen)] == [True, False, False, True]
 
 
 def test_gradients_of_gradients_and_of_many_at_once():

@@ -9,6 +9,7 @@ import functools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -52,9 +53,12 @@ class GroupWeightCasts(Pass):
             return PassResult(gm)
         memory = observe(gm, marks(gm))
         returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
-        may = [n for n in gm.graph.nodes if self._may(n, memory, returned)]
-        changes = []
-        for together in _in_groups(may, outputs_reached(gm, memory)):
+        may: dict[torch.device, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if self._may(node, memory, returned):
+                may.setdefault(value(node).device, []).append(node)
+        changes, reached = [], outputs_reached(gm, memory)
+        for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
             trains = torch.is_grad_enabled() and any(map(is_trained, together))
             if len(together) >= (LEAST_TRAINED if trains else LEAST):
                 self._group(gm, together)
@@ -88,7 +92,7 @@ class GroupWeightCasts(Pass):
 
 
 def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
-    """Yield neighbours in order: all without gradients; else those not trained, and the others in parts of ``MOST``.
+    """Yield neighbours of one device: all without gradients; else those not trained, and the others in parts of ``MOST``.
 
     What gets gradients from different outputs is apart: one might get none, and hooks would be called with None.
     """

@@ -104,7 +104,7 @@ class _LowWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         given = [g for g in grads if g is not None]
-        if torch.is_grad_enabled() or any(map(is_batched, given)):
+        if not given or torch.is_grad_enabled() or any(map(is_batched, given)):
             return None, *(None if g is None else g.to(w.dtype) for g, w in zip(grads, ctx.weights, strict=True))
         wide = [
             torch.empty_like(w, requires_grad=False) for w, g in zip(ctx.weights, grads, strict=True) if g is not None

@@ -92,7 +92,7 @@ class GroupWeightCasts(Pass):
 
 
 def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
-    """Yield neighbours of one device: all without gradients; else those not trained, and the others in parts of ``MOST``.
+    """Yield neighbours of one device: all without gradients; else those not trained, and the others, up to ``MOST``.
 
     What gets gradients from different outputs is apart: one might get none, and hooks would be called with None.
     """

@@ -94,20 +94,20 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
+        rows, flat = spread(grad, ids, ctx.bags)  # in compiled code, which writes them along with something else
         if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
-            rows, flat = spread(grad, ids, ctx.bags)
             table = torch.ops.aten.embedding_dense_backward(rows, flat, ctx.count, ctx.padding, False)
         else:
-            table = OPS.table_gradient(grad, ids, ctx.count, ctx.padding)
+            table = OPS.table_gradient(rows, flat, ctx.count, ctx.padding)
         return table, None, None, None
 
 
-def _table_gradient(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
-    return add_rows(POOL.zeros(count, grad.shape[-1]), grad, ids, padding)
+def _table_gradient(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
+    return add_rows(POOL.zeros(count, rows.shape[1]), rows, ids, padding)
 
 
-def _fake(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
-    return grad.new_empty(count, grad.shape[-1])
+def _fake(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
+    return rows.new_empty(count, rows.shape[1])
 
 
-define_operator("table_gradient(Tensor grad, Tensor ids, SymInt count, int padding) -> Tensor", _table_gradient, _fake)
+define_operator("table_gradient(Tensor rows, Tensor ids, SymInt count, int padding) -> Tensor", _table_gradient, _fake)

@@ -78,6 +78,21 @@ def test_gradients_are_as_exact_as_torchs():
     assert not rewritten(plain)
 
 
+@pytest.mark.parametrize("padding", [-1, 5])
+@pytest.mark.parametrize("bags", [False, True])
+def test_rows_are_added_place_by_place_or_written_out(bags, padding, monkeypatch):
+    ids = IDS % 8
+    grad = torch.randn(*ids.shape, WIDTH, generator=torch.Generator().manual_seed(2))
+    grad = grad[:, 0] if bags else grad
+    rows = grad[:, None].expand(*ids.shape, -1) if bags else grad
+    expected = torch.ops.aten.embedding_dense_backward(rows.contiguous(), ids, 9, padding, False)
+    for least in (0, 1 << 60):
+        monkeypatch.setattr(what_pays, "LEAST_BY_PLACE", least)
+        found = gradient_memory.add_rows(torch.zeros(9, WIDTH), grad, ids, padding)
+        torch.testing.assert_close(found, expected)
+        assert not found[8].any()
+
+
 def test_the_padding_has_no_gradient():
     model = converted()
     step(model, torch.full_like(IDS, 3))

@@ -24,7 +24,7 @@ from tests.passes.planning import machine, problem_of, problems_of
 from tests.passes.programs import program
 from tests.passes.test_tradeoff import bounds, vertices
 
-SEEDS = range(32)
+SEEDS = range(40)
 MULTIPLES = (0.01, 0.5, 0.9, 1.0, 1.2, 1.5, 2.0, 1000.0)
 
 

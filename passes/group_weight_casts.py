@@ -17,12 +17,12 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.keep_weight_copies import casts_of_parameters
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import captured, tensors, value
+from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.torch_private import bytes_of, is_wrapper, storage_key
+from amp_graph.passes.torch_private import bytes_of, is_wrapper
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight
 from amp_graph.passes.what_pays import few_calls_pay
@@ -51,34 +51,18 @@ class GroupWeightCasts(Pass):
         """Visit every inserted cast of a parameter."""
         if not few_calls_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
             return PassResult(gm)
-        memory = observe(gm, marks(gm))
-        returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
         may: dict[torch.device, list[Node]] = {}
-        for node in gm.graph.nodes:
-            if self._may(node, memory, returned):
+        for node, reason in casts_of_parameters(gm, self.copies.dtype):
+            if not reason and _fits(node):
                 may.setdefault(value(node).device, []).append(node)
-        changes, reached = [], outputs_reached(gm, memory)
+        changes = []
+        reached = outputs_reached(gm, observe(gm, marks(gm))) if may and torch.is_grad_enabled() else {}
         for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
             trains = torch.is_grad_enabled() and any(map(is_trained, together))
             if len(together) >= (LEAST_TRAINED if trains else LEAST):
                 self._group(gm, together)
                 changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
         return PassResult(gm, tuple(changes))
-
-    def _may(self, node: Node, memory: Memory, returned: set[int | None]) -> bool:
-        if CAST not in node.meta or node.op != "call_method" or node.meta.keys() & {REGION, CHECKPOINT}:
-            return False
-        source = node.args[0]
-        if not isinstance(source, Node) or source.op != "placeholder" or memory.is_written(source):
-            return False
-        weight = captured(source)
-        is_weight = isinstance(weight, torch.nn.Parameter) and not is_wrapper(weight)
-        return (
-            is_weight
-            and value(node).dtype == self.copies.dtype
-            and set(node.kwargs) <= {"memory_format"}
-            and storage_key(value(node)) not in returned
-        )
 
     def _group(self, gm: GraphModule, together: list[Node]) -> None:
         group = WeightGroup(self.copies.dtype, [_format(n) for n in together])
@@ -131,6 +115,12 @@ def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
         bits = found.get(node, 0) | functools.reduce(operator.or_, (found[u] for u in readers if u.op != "output"), 0)
         found[node] = bits if is_trained(node) else 0
     return found
+
+
+def _fits(cast: Node) -> bool:
+    """Say whether ``cast`` runs wherever its parameter is there, and changes nothing but precision and layout."""
+    elsewhere = not {REGION, CHECKPOINT}.isdisjoint(cast.meta) or is_wrapper(captured(cast.all_input_nodes[0]))
+    return not elsewhere and set(cast.kwargs) <= {"memory_format"}
 
 
 def _format(cast: Node) -> Format:

@@ -5,6 +5,7 @@ Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(we
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,13 +42,10 @@ class KeepWeightCopies(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
-        memory = observe(gm, marks(gm))
-        returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
         changes, skips = [], []
-        for node in gm.graph.nodes:
-            if not _casts_parameter(node) or value(node).dtype != self.copies.dtype or value(node).device.type != "cpu":
+        for node, reason in casts_of_parameters(gm, self.copies.dtype):
+            if node.kwargs or len(node.args) > 1 or value(node).device.type != "cpu":  # into another layout; elsewhere
                 continue
-            reason = _refusal(node, memory, returned)
             if reason:
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
                 continue
@@ -63,13 +61,18 @@ def is_kept(node: Node) -> bool:
     return of == weight_copies.__name__ or (of == packed_weights.__name__ and CAST in node.meta)
 
 
+def casts_of_parameters(gm: GraphModule, dtype: torch.dtype) -> Iterator[tuple[Node, str]]:
+    """Yield each inserted cast of a parameter to ``dtype``, and why it must stay a cast, or ""."""
+    memory = observe(gm, marks(gm))
+    returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
+    for node in gm.graph.nodes:
+        if _casts_parameter(node) and value(node).dtype == dtype:
+            yield node, _refusal(node, memory, returned)
+
+
 def _casts_parameter(node: Node) -> bool:
-    if CAST not in node.meta or node.op != "call_method" or not isinstance(node.args[0], Node):
-        return False
-    source = node.args[0]
-    if node.kwargs or len(node.args) > 1:  # into another layout
-        return False
-    return source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
+    source = node.args[0] if CAST in node.meta and node.op == "call_method" else None
+    return isinstance(source, Node) and source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
 
 
 def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:

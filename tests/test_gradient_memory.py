@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,11 +87,15 @@ def test_rows_are_added_place_by_place_or_written_out(bags, padding, monkeypatch
     grad = grad[:, 0] if bags else grad
     rows = grad[:, None].expand(*ids.shape, -1) if bags else grad
     expected = torch.ops.aten.embedding_dense_backward(rows.contiguous(), ids, 9, padding, False)
+    spread = gradient_memory.spread
     for least in (0, 1 << 60):
         monkeypatch.setattr(what_pays, "LEAST_BY_PLACE", least)
+        written = Mock(wraps=spread)
+        monkeypatch.setattr(gradient_memory, "spread", written)
         found = gradient_memory.add_rows(torch.zeros(9, WIDTH), grad, ids, padding)
         torch.testing.assert_close(found, expected)
         assert not found[8].any()
+        assert written.called == (least > 0 or not bags)
 
 
 def test_the_padding_has_no_gradient():

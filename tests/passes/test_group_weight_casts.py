@@ -1,6 +1,7 @@
 """Casts of many weights by one call, as on a GPU, here on the CPU: bit for bit what one call for each gives."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import group_weight_casts, keep_weight_copies, weight_groups
+from amp_graph.passes import group_weight_casts, weight_groups
+from amp_graph.passes.base import PassResult
+from amp_graph.passes.keep_weight_copies import KeepWeightCopies
+from amp_graph.passes.node_value import value
 
 TOGETHER = "bf16,skip=channels_last"
 ALONE = "bf16,skip=channels_last|group_weight_casts"
@@ -19,7 +23,7 @@ ALONE = "bf16,skip=channels_last|group_weight_casts"
 def _pays(monkeypatch):
     monkeypatch.setattr(group_weight_casts, "LEAST_TRAINED", 3)
     monkeypatch.setattr(group_weight_casts, "few_calls_pay", lambda device: True)
-    monkeypatch.setattr(keep_weight_copies, "_casts_parameter", lambda node: False)  # which is for the CPU
+    monkeypatch.setattr(KeepWeightCopies, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
 
 
 class Net(nn.Module):
@@ -29,13 +33,13 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3)
         self.first, self.frozen, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.more, self.none = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.none = nn.Linear(4, 4)
         self.frozen.requires_grad_(False)
 
-    def forward(self, x, use=True):
+    def forward(self, x):
         x = F.relu(self.conv(x)).mean((2, 3))
         x = self.last(F.gelu(self.frozen(self.first(x))))
-        return (x, self.none(x.detach())) if use else (x, self.more(x))
+        return x, self.none(x.detach())
 
 
 def net(policy):
@@ -157,6 +161,20 @@ class Branches(nn.Module):
         view.add_(self.beside(x).view(-1))
         self.idle(h.detach())
         return [head(h) for head in self.heads]
+
+
+def test_weights_on_several_devices_are_apart(monkeypatch):
+    def elsewhere(node):
+        found = value(node)
+        first = node.op == "call_method" and "first" in str(node.args[0])
+        return SimpleNamespace(dtype=found.dtype, device=torch.device("meta")) if first else found
+
+    monkeypatch.setattr(group_weight_casts, "LEAST_TRAINED", 2)
+    monkeypatch.setattr(group_weight_casts, "value", elsewhere)
+    model = net(TOGETHER)
+    model(batch())
+    grouped = [line for line in lines(model) if " low_weights(" in line]
+    assert sorted(line.count("%") - 1 for line in grouped) == [2, 2, 4]  # first; none; conv and last
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])

@@ -210,7 +210,8 @@ def test_large_weights_do_not_wait_for_all_others(monkeypatch):
 class Refused(nn.Module):
     def __init__(self, how):
         super().__init__()
-        self.how, self.w = how, nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(4))
+        self.how, trained = how, "frozen" not in how
+        self.w = nn.ParameterList(nn.Parameter(torch.randn(4, 4), requires_grad=trained) for _ in range(4))
 
     def forward(self, x):
         if self.how == "written":
@@ -218,11 +219,13 @@ class Refused(nn.Module):
                 for w in self.w:
                     w.mul_(0.5)
         for w in self.w:
+            if self.how == "frozen and written":
+                w.mul_(0.5)
             x = x @ w
         return x
 
 
-@pytest.mark.parametrize(("how", "grouped"), [("", 1), ("written", 0)])
+@pytest.mark.parametrize(("how", "grouped"), [("", 1), ("written", 0), ("frozen", 1), ("frozen and written", 0)])
 def test_what_the_graph_writes_is_cast_where_it_is_read(how, grouped):
     found = []
     for policy in (TOGETHER, ALONE):

@@ -22,6 +22,7 @@ from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
+from amp_graph.passes.finite_images import FiniteImages
 from amp_graph.passes.fold_masks import FoldMasks
 from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_attention import FuseAttention
@@ -171,8 +172,12 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
     more: list[Pass] = []
     if ours:
         trains = torch.is_grad_enabled()
-        more = [KeepGradientMemory(copies.gradients)] if trains else [FoldNorms(copies), PackWeights(copies)]
+        more = [KeepGradientMemory(copies.gradients)] if trains else _for_inference(copies)
     return _wanted([KeepWeightCopies(copies), GroupWeightCasts(copies, device), *more], policy)
+
+
+def _for_inference(copies: WeightCopies) -> list[Pass]:
+    return [FoldNorms(copies), PackWeights(copies), FiniteImages(copies)]
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
+from amp_graph.passes.finite_values import is_finite
 from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
 from amp_graph.passes.weight_copies import FOLDED, WeightCopies
@@ -29,21 +31,30 @@ class Shape(NamedTuple):
     after: str  # "none", "relu", "silu" or "hardswish"
 
 
-# What oneDNN applies to its fp32 sums, and what it calls it. Not its relu, which makes 0 of NaN.
+# What oneDNN applies to its fp32 sums, and what it calls it. Its relu makes 0 of NaN: only where there can be none.
 KERNELS_OWN = {"silu": "swish", "hardswish": "hardswish"}
+_CALL = "convolution_with_norm_of.<locals>.convolution_with_norm"
 Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
 
 
+class Bias(NamedTuple):
+    """What is kept beside a folded weight: its bias in fp32 and in low precision, and what both were made of."""
+
+    full: Tensor
+    low: Tensor
+    elements: list[bytes]
+
+
 def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
-    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other=None, into=False)``.
+    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other, into, finite)``.
 
     x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
     of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the activation;
-    into: whether the result may take their place. The norm is folded into a copy of the weight that outlives the call,
-    once the plain copy has been read a few times; it is made anew when the weight or any element of the vectors has
-    changed.
+    into: whether the result may take their place; finite: whether ``x`` and ``other`` are finite, if all weights are.
+    The norm is folded into a copy of the weight that outlives the call, once the plain copy has been read a few times;
+    it is made anew when the weight or any element of the vectors has changed.
     """
-    known = copies.packed[FOLDED]
+    known, weights = copies.packed[FOLDED], copies.finite
 
     def convolution_with_norm(
         x: Tensor,
@@ -52,28 +63,42 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
         where: tuple[Any, ...],
         other: Tensor | None = None,
         into: bool = False,
+        finite: bool = False,
     ) -> Tensor:
         shape = Shape(*where)
         key = (id(weight), id(vectors[1]))
         kept = known.get(key)
-        if kept is None or kept.beside[1] != _elements(vectors) or not copies.is_current(weight, kept):
+        if kept is None or kept.beside.elements != _elements(vectors) or not copies.is_current(weight, kept):
             known.pop(key, None)
             low, plain = copies.for_packing(weight)
             if plain is None or not all(t is None or is_dense_fp32(t) for t in vectors):
-                return _as_written(x, low, vectors, shape, other)
+                out = _as_written(x, low, vectors, shape, other)
+                if finite:
+                    weights.note(key, weight, is_finite(out))
+                return out
             with torch.inference_mode(False), torch.no_grad():
                 folded, bias = fold(weight, vectors, shape, copies.dtype)
                 packed = pack_convolution_weight(folded, shape, x.shape)
-            kept = copies.keep_packed(weight, plain, packed, FOLDED, key, (bias, _elements(vectors)))
+                beside = Bias(bias, bias.to(copies.dtype), _elements(vectors))
+            weights.note(key, weight, is_finite(folded) and is_finite(bias))
+            kept = copies.keep_packed(weight, plain, packed, FOLDED, key, beside)
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
         inside = KERNELS_OWN.get(shape.after, "none") if other is None else "none"
-        out = convolution_pointwise(x, kept.low, kept.beside[0], shape, other, into, inside)
-        if shape.after == "relu":
-            return relu_in_place(out)
-        return activated(out, shape.after) if inside == "none" else out
+        if shape.after == "relu" and finite and weights.is_all_folded:
+            inside = "relu"
+        bias = kept.beside.full if other is None else kept.beside.low
+        out = convolution_pointwise(x, kept.low, bias, shape, other, into, inside)
+        if inside != "none":
+            return out
+        return relu_in_place(out) if shape.after == "relu" else activated(out, shape.after)
 
     return convolution_with_norm
+
+
+def is_folded(node: Node) -> bool:
+    """Say whether ``node`` calls a ``convolution_with_norm``."""
+    return getattr(node.target, "__qualname__", "").endswith(_CALL)
 
 
 def _elements(vectors: Vectors) -> list[bytes]:

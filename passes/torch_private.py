@@ -842,11 +842,11 @@ def convolution_pointwise(
     into: bool = False,
     activation: str = "none",
 ) -> torch.Tensor:
-    """Return ``conv2d(x, weight, bias)``, plus ``other``, before a relu; 2.11 - 2.13.
+    """Return ``conv2d(x, weight, bias)``, plus ``other``, through ``activation``; 2.11 - 2.13.
 
-    x, other: bf16, channels_last; weight: packed; bias: fp32, which the kernel with ``other`` takes in bf16 only.
+    x, other: bf16, channels_last; weight: packed; bias: fp32, and bf16 with ``other``, whose kernel takes no other.
     ``into``: the result is written over ``other``, bit for bit the same. activation: what the kernel applies to its
-    fp32 sums, "none", "swish" or "hardswish", where there is no ``other``.
+    fp32 sums, "none", "relu", which makes 0 of NaN, or, without ``other``, "swish" or "hardswish".
     """
     assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
     assert _convolution_into is not None, "nothing is folded without oneDNN"
@@ -855,9 +855,9 @@ def convolution_pointwise(
     if other is None:
         found = _convolution_pointwise.default._op(x, weight, bias, *where, activation, [], "")
     else:
-        after: tuple[Any, ...] = ("add", 1.0, None, [], None)
+        after: tuple[Any, ...] = ("add", 1.0, None if activation == "none" else activation, [], None)
         kernel, given = (_convolution_into, (other, x)) if into else (_convolution_pointwise.binary._op, (x, other))
-        found = kernel(*given, weight, bias.to(x.dtype), *where, *after)
+        found = kernel(*given, weight, bias, *where, *after)
     return found
 
 

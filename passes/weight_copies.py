@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
+from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, may_be_kept
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
@@ -47,6 +48,7 @@ class WeightCopies:
         self._kept: dict[int, KeptCopy] = {}
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
+        self.finite = FiniteWeights()
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
@@ -63,6 +65,7 @@ class WeightCopies:
         self.enabled = enabled
         for store in (self._kept, *self.packed):
             store.clear()  # the very object that graphs look into
+        self.finite.drop()
         for group in self.groups:
             group.drop()
 

@@ -319,6 +319,14 @@ def folding_pays(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
+def looking_pays(looked_at: int, spared: int) -> bool:
+    """Say whether it takes less to look at so many elements than passes over ``spared`` bf16 ones, for relus or maxima.
+
+    The sum of fp32 elements takes 0.06 us a thousand, a relu in place of bf16 ones 0.07, a call of its own 5 to 10 us.
+    """
+    return spared > 2 * looked_at + 200_000
+
+
 def accumulating_pays(device: str, dtype: torch.dtype, in_place: bool) -> bool:
     """Say whether a product that adds to a tensor beats a product and a sum; ``in_place``: to a tensor nobody needs.
 

@@ -24,9 +24,10 @@ from amp_graph.name_nodes import name_nodes
 from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError
 from amp_graph.passes.facts import source_line
+from amp_graph.passes.keep_weight_copies import is_kept
 from amp_graph.passes.manager import is_verifying
 from amp_graph.passes.measure_influence import Measured
-from amp_graph.passes.needed_memory import bytes_made
+from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.pieces import adopt_piece
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
@@ -98,10 +99,12 @@ class CapturedGraphs:
         return self._counted(run, LEFT_ALONE in rewritten.gm.meta)
 
     def _keep_memory(self, record: Captured) -> int:
-        """Keep the heap as long as a call and its backward make it: all that it makes, and gradients."""
+        """Keep the heap as long as a call makes it: with its backward all that it makes, and gradients."""
         gm = record.rewritten.gm
-        if not record.grad or not self.policy.keeps_memory or device_of(gm) != "cpu":
+        if not self.policy.keeps_memory or device_of(gm) != "cpu":
             return 0
+        if not record.grad:
+            return HEAP.keep_for_steps(record, most_bytes(gm, but=is_kept))
         gradients = sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
         return HEAP.keep_for_steps(record, bytes_made(gm) + gradients)
 

@@ -54,8 +54,8 @@ class Policy:
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
-    keep_memory: leave the memory that a training step frees in the process for the next one (true), or not; see
-    docs/policy.md.
+    keep_memory: leave the memory that a step, or a call without gradients, frees in the process for the next one
+    (true), or not; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
     recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel

@@ -30,7 +30,8 @@ from amp_graph.train_step import TrainStep
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
-LEFT = "left in the process for the next step (keep_memory=)"
+LEFT = "left in the process for the next"
+WORD = "(keep_memory=)"
 FAILED = "nothing was captured: every call ran as it is written"
 
 
@@ -132,7 +133,7 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
     """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
     for traced in captured.steps.values():
-        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT}" if traced.kept_bytes else ""
+        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
         yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
@@ -144,7 +145,8 @@ def _of_memory(found: Conversion) -> Iterator[str]:
     """Say of which graphs memory is kept."""
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
-            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} and its backward free are {LEFT}"
+            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
+            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

@@ -6,10 +6,11 @@ Before: a graph of any operators, captured or traced. After: ``most_bytes(gm)``,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.passes.node_value import tensors, value
 from amp_graph.passes.torch_private import bytes_of, concrete_size, storage_key
@@ -22,10 +23,10 @@ class _Storage:
     read: int  # where last
 
 
-def most_bytes(gm: GraphModule) -> int:
-    """Return how many bytes of what ``gm`` makes are alive at the same time, at most."""
+def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False) -> int:
+    """Return how many bytes of what ``gm`` makes, ``but`` the results of some, are alive at the same time, at most."""
     added: dict[int, int] = {}  # at each place
-    for one in _storages(gm):
+    for one in _storages(gm, but):
         added[one.made] = added.get(one.made, 0) + one.size
         added[one.read + 1] = added.get(one.read + 1, 0) - one.size
     return max(accumulate(added[place] for place in sorted(added)), default=0)
@@ -33,16 +34,16 @@ def most_bytes(gm: GraphModule) -> int:
 
 def bytes_made(gm: GraphModule) -> int:
     """Return how many bytes ``gm`` makes in all."""
-    return sum(one.size for one in _storages(gm))
+    return sum(one.size for one in _storages(gm, lambda node: False))
 
 
-def _storages(gm: GraphModule) -> list[_Storage]:
+def _storages(gm: GraphModule, but: Callable[[Node], bool]) -> list[_Storage]:
     """Return what ``gm`` makes; not its inputs, views of them, and what has no storage (sparse, wrapped tensors)."""
     given: set[int | None] = {None}
     made: dict[int | None, _Storage] = {}
     for place, node in enumerate(gm.graph.nodes):
         own = tensors(value(node))
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or but(node):
             given |= {storage_key(t) for t in own}
             continue
         for t in own:

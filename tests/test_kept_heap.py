@@ -23,7 +23,12 @@ import amp_graph
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 torch.set_num_threads(1)
-model = torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.ReLU())))
+class Wide(torch.nn.ModuleList):
+    def forward(self, x):
+        found = [layer(x) for layer in self]  # all there at the same time
+        return sum(found[1:], found[0])
+layers = [m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
+model = (Wide if sys.argv[2] == "inference" else lambda all: torch.nn.Sequential(*all))(layers)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 policy, kind = sys.argv[1:]
 x = torch.randn(1 << 13, 256)
@@ -32,6 +37,9 @@ if kind == "TrainStep":
 else:
     amp_graph.convert(model, policy)
     def step(x):
+        if kind == "inference":
+            with torch.inference_mode():
+                return model(x)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -41,7 +49,7 @@ for _ in range(30):
     step(x)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 held = resident()
-del step, model, optimizer
+del step, model, optimizer, layers
 torch._dynamo.reset()
 gc.collect()
 print(sorted(faults[-10:])[5], held - resident())
@@ -77,11 +85,16 @@ def faults_of_blocks(kept):
 
 
 @needs_glibc
-@pytest.mark.parametrize("kind", ["TrainStep", "convert"])
+@pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
     faults, given_back = printed(STEPS, "bf16", kind)
     assert faults < 50
-    assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more
+    assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more; of a call 12, and more
+
+
+@needs_glibc
+def test_control_calls_without_gradients_have_page_faults_where_nothing_is_kept():
+    assert printed(STEPS, "bf16,keep_memory=false", "inference")[0] > 1000
 
 
 @needs_glibc
@@ -227,6 +240,7 @@ def test_what_is_needed_at_the_same_time_is_added_up_once_each():
 
     gm = make_fx(work, tracing_mode="fake")(torch.zeros(100))
     assert most_bytes(gm) == 5 * 400
+    assert most_bytes(gm, but=lambda node: "sort" in node.name) == 3 * 400
 
 
 def step_of(width, policy="bf16"):
@@ -255,10 +269,11 @@ def test_a_converted_model_says_of_which_graphs_memory_is_kept():
     model, plain = (amp_graph.convert(nn.Linear(512, 512), p) for p in ("bf16", "bf16,keep_memory=false"))
     x = torch.randn(64, 512)
     with torch.no_grad():
-        model(x[:1]), model(x)  # the second graph is of any number of rows
+        model(x[:1]), model(x)  # the second graph is of any number of rows; one row is not worth it
     model(x), plain(x)
-    (said,) = (line for line in amp_graph.report(model).text().splitlines() if "memory:" in line)
-    assert "of what graph 2 and its backward free are left in the process" in said
+    call, step = (line for line in amp_graph.report(model).text().splitlines() if "memory:" in line)
+    assert "of what graph 1 frees are left in the process for the next call" in call
+    assert "of what graph 2 and its backward free are left in the process for the next step" in step
     assert "memory:" not in amp_graph.report(plain).text()
 
 

@@ -28,7 +28,7 @@ from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_t
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode
-from amp_graph.passes.what_pays import channels_last_pays, channels_last_weights_pay
+from amp_graph.passes.what_pays import casting_into_layout_pays, channels_last_pays, channels_last_weights_pay
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_grad")
@@ -140,7 +140,9 @@ class _Conversion:
         options: dict[str, Any] = {"memory_format": FORMATS[channels_last]}
         what = "to channels_last" if channels_last else "back to contiguous"
         self.changes.append(Change("channels-last", what, source.name, f"for {node.name}"))
-        if channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1:
+        casts = channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1
+        is_weight = source is not node.all_input_nodes[0]
+        if casts and (is_weight or casting_into_layout_pays(value(source).device.type)):
             # A cast writes a copy anyway: it may as well write it in this layout.
             source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
             source.meta["val"] = self._fresh(source, value(source))

@@ -99,14 +99,20 @@ def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:
             found[node] = Sources(frozenset(), frozenset({node}))
         elif is_folded(node):
             found[node] = _union(found[n] for n in (node.args[0], *node.args[4:5]))
-        elif CAST in node.meta or (
-            names_of(node) and KEEPS_FINITE.issuperset(names_of(node)) and REGION not in node.meta
-        ):
+        elif _keeps_finite(node):
             found[node] = _union(found[n] for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
         else:
             in_range = given.dtype in (torch.float32, torch.bfloat16)
             found[node] = Sources(frozenset({node}), frozenset()) if in_range else None
     return found
+
+
+def _keeps_finite(node: Node) -> bool:
+    """Say whether ``node`` makes nothing but finite values of such; casts and copies of ours do."""
+    if CAST in node.meta or (node.op, node.target) == ("call_method", "contiguous"):
+        return True
+    names = names_of(node)
+    return bool(names) and KEEPS_FINITE.issuperset(names) and REGION not in node.meta
 
 
 def _union(found: Iterable[Sources | None]) -> Sources | None:

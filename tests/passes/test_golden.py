@@ -164,22 +164,23 @@ return (%25,)""",
         self.check(
             body_text(graph_of("residual", multiplies_bf16=True)),
             """\
-%13: bf16[2,4,5,5] = .to(%1, bf16, memory_format=torch.channels_last)  # conv1
+%13: bf16[2,4,5,5] = .bfloat16(%1)  # conv1
 %14: bf16[4,4,3,3] = .bfloat16(%0)  # conv1
-%15: bf16[2,4,5,5] = conv2d(%13, %14, None, (1, 1), (1, 1), (1, 1), 1)  # conv1
-%16: i64[] = .add_(%2, 1)  # bn1
-%17: bf16[2,4,5,5] = batch_norm(%15, %3, %4, %5, %6, True, 0.1, 1e-05)  # bn1
-%18: bf16[2,4,5,5] = relu(%17, inplace=True)  # relu
-%19: bf16[4,4,3,3] = .bfloat16(%7)  # conv2
-%20: bf16[2,4,5,5] = conv2d(%18, %19, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
-%21: i64[] = .add_(%8, 1)  # bn2
-%22: bf16[2,4,5,5] = batch_norm(%20, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
-%23: f32[2,4,5,5] = .contiguous(%1, memory_format=torch.channels_last)  # conv1
-%24: bf16[2,4,5,5] = iadd(%22, %23)
-%25: bf16[2,4,5,5] = relu(%24, inplace=True)  # relu
-%26: bf16[2,4,5,5] = .contiguous(%25, memory_format=torch.contiguous_format)  # relu
-%27: f32[2,4,5,5] = .float(%26)
-return (%27,)""",
+%15: bf16[2,4,5,5] = .contiguous(%13, memory_format=torch.channels_last)  # conv1
+%16: bf16[2,4,5,5] = conv2d(%15, %14, None, (1, 1), (1, 1), (1, 1), 1)  # conv1
+%17: i64[] = .add_(%2, 1)  # bn1
+%18: bf16[2,4,5,5] = batch_norm(%16, %3, %4, %5, %6, True, 0.1, 1e-05)  # bn1
+%19: bf16[2,4,5,5] = relu(%18, inplace=True)  # relu
+%20: bf16[4,4,3,3] = .bfloat16(%7)  # conv2
+%21: bf16[2,4,5,5] = conv2d(%19, %20, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
+%22: i64[] = .add_(%8, 1)  # bn2
+%23: bf16[2,4,5,5] = batch_norm(%21, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
+%24: f32[2,4,5,5] = .contiguous(%1, memory_format=torch.channels_last)  # conv1
+%25: bf16[2,4,5,5] = iadd(%23, %24)
+%26: bf16[2,4,5,5] = relu(%25, inplace=True)  # relu
+%27: bf16[2,4,5,5] = .contiguous(%26, memory_format=torch.contiguous_format)  # relu
+%28: f32[2,4,5,5] = .float(%27)
+return (%28,)""",
         )
 
     def test_recurrent(self):

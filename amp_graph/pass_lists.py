@@ -11,6 +11,7 @@ from amp_graph.passes.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.align_shapes import AlignShapes
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
+from amp_graph.passes.cast_parts import CastParts
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
 from amp_graph.passes.conv_as_linear import ConvAsLinear
@@ -109,7 +110,11 @@ def passes_for(
         FuseGroupNorm(),
         AlignShapes(planned_for),
         *batch_norms,
-        *([LinearCrossEntropy(), FuseNorm(), again, SmallLinears(), CountBatches(planned_for)] if eager else []),
+        *(
+            [LinearCrossEntropy(), FuseNorm(), again, SmallLinears(), CountBatches(planned_for), CastParts()]
+            if eager
+            else []
+        ),
         *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [

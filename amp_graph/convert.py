@@ -120,8 +120,8 @@ def drop_weight_copies(model: torch.nn.Module) -> int:
     """Forget the low-precision copies of the weights of a converted ``model``; the next call makes them anew.
 
     To be called after a write that neither a version counter nor an optimizer's step shows (to a parameter's
-    ``.data``, through ``numpy``), or to have the memory, that kept for gradients of tables included. Returns how many
-    bytes all that had. Raises CaptureError if ``model`` is not converted.
+    ``.data``, through ``numpy``), or to have the memory, with that kept for gradients of tables and for large results.
+    Returns how many bytes all that had. Raises CaptureError if ``model`` is not converted.
     """
     found = conversion_of(model)
     if found is None:

@@ -38,6 +38,7 @@ from amp_graph.passes.group_weight_casts import GroupWeightCasts
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
+from amp_graph.passes.keep_large_results import KeepLargeResults
 from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
@@ -57,6 +58,7 @@ from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
+from amp_graph.passes.widen_products import WidenProducts
 from amp_graph.policy import Policy
 
 
@@ -173,16 +175,15 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
     """Return the passes for eager graphs that read weights which outlive the call; asked while a graph is captured."""
     if copies is None:
         return []
-    ours = policy.op_list(device).unlisted == "opaque"
     more: list[Pass] = []
-    if ours:
-        trains = torch.is_grad_enabled()
-        more = [KeepGradientMemory(copies.gradients)] if trains else _for_inference(copies)
+    if policy.op_list(device).unlisted == "opaque":
+        more = [KeepGradientMemory(copies.gradients)] if torch.is_grad_enabled() else _for_inference(copies, policy)
     return _wanted([KeepWeightCopies(copies), GroupWeightCasts(copies, device), *more], policy)
 
 
-def _for_inference(copies: WeightCopies) -> list[Pass]:
-    return [FoldNorms(copies), PackWeights(copies), FiniteImages(copies)]
+def _for_inference(copies: WeightCopies, policy: Policy) -> list[Pass]:
+    kept: list[Pass] = [KeepLargeResults(copies.results), WidenProducts(copies)] if policy.keeps_memory else []
+    return [FoldNorms(copies), PackWeights(copies), FiniteImages(copies), *kept]
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

@@ -28,9 +28,9 @@ SKIPPABLE = (
     "conv_as_linear", "conv_transpose", "convolution", "count_batches", "cudnn_recurrent", "depthwise", "drop_dropout",
     "drop_empty", "eliminate_casts", "finite_images", "fold_masks", "fold_norms", "fuse_attention", "fuse_batch_norm",
     "fuse_bias", "fuse_gelu", "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts",
-    "keep_gradient_memory", "keep_recurrent", "lay_gradients", "linear_cross_entropy", "lstm_backward",
-    "overwrite_logits", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations", "reduce_from_low",
-    "share_casts", "small_linears", "small_products", "widen_large",
+    "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients", "linear_cross_entropy",
+    "lstm_backward", "overwrite_logits", "pack_weights", "pointwise_conv", "protect_norms", "recompute_activations",
+    "reduce_from_low", "share_casts", "small_linears", "small_products", "widen_large", "widen_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

@@ -1,28 +1,37 @@
 """New memory for large results, which the system maps by large pages where it does that for who asks.
 
 Before: ``logits.float()``, of 32 MiB or more: mapped anew at each call, with a page fault for every 4 KiB. After:
-``widen(logits)``: one for every 2 MiB.
+``widen(logits)``: one for every 2 MiB; or ``widen_again(logits, 0)``: none, once nobody has an earlier result any more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_graph.passes.gradient_memory import is_free
 from amp_graph.passes.native_code import of_c_library
-from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched
+from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, is_in_mode
 from amp_graph.passes.what_pays import large_pages_pay
 
 
 def empty_like(x: Tensor, **options: Any) -> Tensor:
     """``torch.empty_like``, whose pages are large where ``what_pays`` says that this pays and the system grants it."""
-    made = torch.empty_like(x, **options)
+    return _on_large_pages(torch.empty_like(x, **options))
+
+
+def empty(shape: Sequence[int]) -> Tensor:
+    """``torch.empty(shape)`` in fp32, on such pages."""
+    return _on_large_pages(torch.empty(shape, dtype=torch.float32))
+
+
+def _on_large_pages(made: Tensor) -> Tensor:
     if type(made) is Tensor and large_pages_pay(made.device.type, bytes_of(made)):  # fakes have no memory
         _ask(made)
     return made
@@ -30,9 +39,59 @@ def empty_like(x: Tensor, **options: Any) -> Tensor:
 
 def widen(x: Tensor) -> Tensor:
     """``x.float()`` of a low-precision ``x`` in such memory. With gradients, and under transforms, torch's own."""
-    if (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode() or is_batched(x):
+    if is_torchs(x):
         return x.float()
     return empty_like(x, dtype=torch.float32).copy_(x)
+
+
+class LargeResults:
+    """Memory of large results of a model, given again where nobody has it any more; lives with its conversion.
+
+    Up to two for each: the last result is mostly held until the next one is there.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, list[Tensor]] = {}
+        self.widen_again = self._reader()
+
+    def taken(self, shape: Sequence[int], place: int) -> Tensor:
+        """Return memory for a result in fp32, of any values, that nothing else reads or writes.
+
+        place: the number of the result, which shares its memory with no other's.
+        """
+        made = self._made.pop(place, [])  # no other thread finds it now
+        own = next((t for t in reversed(made) if t.shape == shape and is_free(t)), None)  # the warmest
+        if own is None:
+            with torch.inference_mode(False):
+                own = empty(shape)
+        given = own.detach()
+        self._made[place] = [*(t for t in made if t is not own), own][-2:]
+        return given
+
+    def drop(self) -> int:
+        """Give the memory back and return how many bytes it was; results that are held stay."""
+        size = sum(bytes_of(t) for t in self.tensors)
+        self._made.clear()
+        return size
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that is kept."""
+        return [own for made in list(self._made.values()) for own in made]
+
+    def _reader(self) -> Callable[[Tensor, int], Tensor]:
+        def widen_again(x: Tensor, place: int) -> Tensor:
+            """Return ``widen(x)`` in memory that is taken for ``place``."""
+            if is_in_mode(x) or not x.is_contiguous() or is_torchs(x):
+                return widen(x)
+            return self.taken(x.shape, place).copy_(x)
+
+        return widen_again
+
+
+def is_torchs(x: Tensor) -> bool:
+    """Say whether gradients or transforms want torch's own operation."""
+    return (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode() or is_batched(x)
 
 
 def _ask(made: Tensor) -> None:

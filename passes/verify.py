@@ -25,10 +25,12 @@ from amp_graph.passes import (
     finite_values,
     folded_norms,
     gradient_memory,
+    large_pages,
     packed_weights,
     residual_norm,
     runtime,
     weight_copies,
+    wide_products,
 )
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
@@ -54,10 +56,12 @@ OURS = frozenset(
         finite_values,
         folded_norms,
         gradient_memory,
+        large_pages,
         packed_weights,
         residual_norm,
         runtime,
         weight_copies,
+        wide_products,
     )
 )
 

@@ -16,12 +16,13 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, may_be_kept
+from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
-PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED = STORES = range(5)
+PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
@@ -46,18 +47,19 @@ class WeightCopies:
         self._found_written = found_written or (lambda weight: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
-        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py.
+        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, wide_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
         self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
+        self.results = LargeResults()  # and for large results of calls without gradients
         hear_of_updates()
 
     def drop(self) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew."""
-        size = self.bytes + self.gradients.drop()
+        size = self.bytes + self.gradients.drop() + self.results.drop()
         self._forget(enabled=True)
         return size
 

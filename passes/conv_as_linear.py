@@ -1,7 +1,9 @@
-"""Let convolutions whose kernel covers the whole image be linears: each result is one sum over all of it.
+"""Let convolutions be linears whose kernel covers the whole image, or that go over it in patches beside each other.
 
 Before: ``conv2d(x, w, b)``, ``x`` [batch, in, 7, 7] and ``w`` [out, in, 7, 7], as in VGG's classifier.
 After: ``linear(x.flatten(1), w.flatten(1), b).view(-1, out, 1, 1)``.
+Before: ``conv2d(x, w, b, 16).flatten(2).transpose(1, 2)``, the patches of a vision transformer.
+After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, of ``x`` laid out in rows of 16 x 16 places.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
-from amp_graph.passes.formulas import describe
+from amp_graph.passes.formulas import describe, only_reader
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.pointwise_conv import has_norm
 from amp_graph.passes.torch_private import FakeTensorMode
+from amp_graph.passes.what_pays import patches_pay
+
+# What reads [batch, places, channels] of any strides, and makes the same of it, strides included.
+TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 
 
 @dataclass(frozen=True)
 class ConvAsLinear(Pass):
-    """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``.
+    """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
 
-    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes. Exactness: rounding-equal,
-    sums in another order. The kernels of convolutions lay out such weights, which are large, anew in every call, and
-    their gradients too; a linear reads them as they lie.
+    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes; patches on the CPU, of what
+    ``what_pays`` calls few channels. Exactness: rounding-equal, sums in another order. The kernels of convolutions lay
+    out such weights, which are large, anew in every call, and their gradients too; a linear reads them as they lie.
 
     ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which is worth more.
     """
@@ -40,10 +47,15 @@ class ConvAsLinear(Pass):
         mode, changes = fake_mode_of(gm), []
         for node in list(gm.graph.nodes):
             call = convolution_call(node) if calls_convolution(node) else ""
-            if mode is None or isinstance(call, str) or not _covers_the_image(call) or (self.folds and has_norm(node)):
+            if mode is None or isinstance(call, str) or (self.folds and has_norm(node)):
                 continue
-            made = _as_linear(gm, call, mode)
-            changes.append(Change(self.name, "as a linear", made.name, f"its kernel covers images of {call.kernel}"))
+            if _covers_the_image(call):
+                made, why = _as_linear(gm, call, mode), f"its kernel covers images of {call.kernel}"
+            elif _is_of_patches(call):
+                made, why = _of_patches(gm, call, mode), f"over patches of {call.kernel}"
+            else:
+                continue
+            changes.append(Change(self.name, "as a linear", made.name, why))
         return PassResult(gm, tuple(changes))
 
 
@@ -71,3 +83,49 @@ def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> 
     node.replace_all_uses_with(made)
     graph.erase_node(node)
     return made
+
+
+def _is_of_patches(call: ConvolutionCall) -> bool:
+    """Say whether the kernel goes over the image in steps of its own size, to its very end."""
+    x, (height, width) = call.image, call.kernel
+    fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
+    if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
+        return False
+    return not is_channels_last(x) and patches_pay(x.device.type, call.channels, call.kernel)
+
+
+def _of_patches(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:
+    """Put the linear over patches in the place of the convolution; return its result, as an image or in rows."""
+    node, graph, (height, width) = call.node, gm.graph, call.kernel
+    across = (-1, call.channels, call.image.shape[2] // height, height, call.image.shape[3] // width, width)
+    rows = _read_in_rows(node)
+    with graph.inserting_before(node):
+
+        def called(name: str, *args: object) -> Node:
+            return describe(graph.call_method(name, args), node, mode)  # type: ignore[arg-type]
+
+        patches = called("permute", called("view", call.input, across), (0, 2, 4, 1, 3, 5))
+        given = (called("flatten", patches, 3), called("flatten", call.weight, 1), call.bias)
+        made = describe(graph.call_function(F.linear, given), node, mode)
+        # As an image it lies as the convolution's result did, whatever reads it.
+        made = called("flatten", made, 1, 2) if rows else called("contiguous", called("permute", made, (0, 3, 1, 2)))
+    rows = rows or [node]
+    rows[-1].replace_all_uses_with(made)
+    for old in reversed(rows):
+        graph.erase_node(old)
+    return made
+
+
+def _read_in_rows(node: Node) -> list[Node]:
+    """Return ``node`` and what makes [batch, places, channels] of it alone, for readers of any layout; [] otherwise."""
+    flat = only_reader(node, "aten.flatten", "aten.view", "aten.reshape")
+    if flat is None or value(flat).dim() != 3 or value(flat).shape[1] != value(node).shape[1]:
+        return []
+    turned = only_reader(flat, "aten.transpose", "aten.permute")
+    if (
+        turned is None
+        or value(turned).shape[2] != value(flat).shape[1]
+        or value(turned).shape[0] != value(flat).shape[0]
+    ):
+        return []
+    return [node, flat, turned] if all(names_of(user) in TAKE_ANY_LAYOUT for user in turned.users) else []

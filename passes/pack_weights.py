@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.node_value import CAPTURED, value
 from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, packed_reader
@@ -22,6 +23,7 @@ from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import packing_pays, panels_pay
 
+TURNED = "amp_turned"  # meta key: whether the weight that is packed is [inputs, outputs]
 ACTIVATIONS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
@@ -62,15 +64,14 @@ class PackWeights(Pass):
         either = (False, True)
         readers = {(turned, few): packed_reader(self.copies, turned, few) for turned in either for few in either}
         changes = []
-        for node in gm.graph.nodes:
-            if node.target is not self.copies.read:
-                continue
+        for copy in list(gm.graph.find_nodes(op="call_function", target=self.copies.read)):
+            node = _as_matrix(copy)
             found = {user: _product(user, node) for user in node.users}
             form = next(iter(found.values()), None)
             if form is None or not all(p is not None and p.transposed == form.transposed for p in found.values()):
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
-            _pack(node, readers[form.transposed, few], form.transposed)
+            _pack(node, copy, readers[form.transposed, few], form.transposed)
             for user, product in found.items():
                 assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)
@@ -125,8 +126,19 @@ def _values(node: Node) -> Iterator[torch.Tensor]:
             yield value(source)
 
 
-def _pack(weight: Node, reader: Any, transposed: bool) -> None:
-    weight.target, weight.kwargs = reader, {}
+def _as_matrix(copy: Node) -> Node:
+    """Return what alone reads a copy and makes [outputs, inputs] of a kernel's weight; or the copy itself."""
+    user = next(iter(copy.users)) if len(copy.users) == 1 else copy
+    return user if (user.op, user.target, user.args[1:]) == ("call_method", "flatten", (1,)) else copy
+
+
+def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
+    weight.op, weight.target, weight.args, weight.kwargs = "call_function", reader, copy.args, {}
+    weight.meta[TURNED] = transposed
+    if weight is not copy:
+        weight.meta[CAST] = copy.meta[CAST]
+        weight.meta.pop(OPS, None)
+        weight.graph.erase_node(copy)
     if transposed:
         weight.meta["val"] = weight.meta[CAPTURED] = value(weight).t()
         if "example_value" in weight.meta:

@@ -23,7 +23,7 @@ PackedWeight = Callable[[Tensor], Tensor]
 
 
 def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: bool = False) -> PackedWeight:
-    """Return what graphs call for a weight [outputs, inputs] that only ``linear_of_packed`` reads.
+    """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
 
     ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
     ``linear_of_panels`` reads it instead.
@@ -42,14 +42,14 @@ def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: boo
         return _pack(weight)
 
     def _unpacked(weight: Tensor, low: Tensor) -> Tensor:
-        size = reversed(weight.shape) if transposed else weight.shape
-        dense = dense_of(low, *size) if in_panels else low.to_dense()
-        return dense.t() if transposed else dense
+        rows = weight.flatten(1).shape
+        dense = dense_of(low, *(reversed(rows) if transposed else rows)) if in_panels else low.to_dense()
+        return (dense.t() if transposed else dense).view(weight.shape)
 
     def _pack(weight: Tensor) -> Tensor:
         known.pop(id(weight), None)
         low, kept = copies.for_packing(weight)
-        low = low.t() if transposed else low
+        low = low.t() if transposed else low.flatten(1)
         if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
             return low
         with torch.inference_mode(False), torch.no_grad():

@@ -104,6 +104,15 @@ def casting_into_layout_pays(device: str) -> bool:
     return device != "cpu"
 
 
+def patches_pay(device: str, channels: int, kernel: tuple[int, int]) -> bool:
+    """Say whether a convolution over patches beside each other, of so many channels, is better a linear over rows.
+
+    bf16 on CPU, 3 channels: a kernel of 14 to 32 places a side trains 3.6 to 10 times and infers 1.9 to 3.6 times as
+    fast, one of 4 1.7 times and the same. Many channels were not timed, nor CUDA.
+    """
+    return device == "cpu" and channels <= 4 and min(kernel) >= 4
+
+
 def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
     """Say whether parts of a whole of so many elements are better cast on their way into it.
 
@@ -210,6 +219,15 @@ def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> 
     return (
         device == "cpu" and dtype == torch.bfloat16 and outputs >= FEWEST_OUTPUTS and inputs > 1 and multiplies_bf16()
     )
+
+
+def outputs_at_once(rows: int, outputs: int) -> int:
+    """Return how many outputs of a linear are best made at once where all are then widened; ``outputs`` for all.
+
+    bf16 of 2 MiB stay in cache: 512 rows of 30,522 outputs for 768 inputs took 22.7 ms in 16 parts, 30.7 as a whole,
+    1,024 rows of 32,000 55 and 58. Parts of fewer outputs than 1,024 were not timed.
+    """
+    return min(outputs, max(1024, (1 << 20) // max(1, rows) // 64 * 64))
 
 
 # Multiplications up to which a linear over few rows is faster by our kernel, and elements of its weight, which may lie

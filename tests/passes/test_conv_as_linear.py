@@ -9,8 +9,11 @@ import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes import conv_as_linear
 from amp_graph.passes.conv_as_linear import ConvAsLinear
+from amp_graph.passes.convolution_call import calls_convolution
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.torch_private import multiplies_bf16
+from amp_graph.passes.weight_copies import PLAIN_READS
 from tests.passes.graphs import Function, capture_function, differences, run_step
 
 LAST = torch.channels_last
@@ -134,3 +137,120 @@ def test_a_policy_can_leave_it_out():
     model = amp_graph.convert(Head(), "bf16,skip=conv_as_linear")
     model(drawn(6, 4, 6, 6))
     assert "linear" not in conversion_of(model).graphs[0].rewritten.gm.code
+
+
+P = drawn(2, 3, 8, 12, seed=4)
+WP, BP = drawn(10, 3, 4, 4, seed=5) / 7, drawn(10, seed=6)
+
+IN_ROWS = {
+    "flattened": lambda s, x: torch.cat([s.t, F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2)], 1),
+    "viewed": lambda s, x: F.layer_norm(F.conv2d(x, s.w, s.b, 4).view(2, 10, 6).transpose(1, 2), (10,)),
+    "for a linear": lambda s, x: F.linear(F.conv2d(x, s.w, None, (4, 4)).reshape(2, 10, -1).transpose(2, 1), s.v),
+}
+AS_IMAGES = {
+    "read by others too": lambda s, x: ((h := F.conv2d(x, s.w, s.b, 4)).flatten(2).transpose(1, 2) * 2, h.sum((2, 3))),
+    "viewed across": lambda s, x: F.conv2d(x, s.w, s.b, 4).view(2, -1) * 2,
+    "rows that go back": lambda s, x: F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2).transpose(1, 2).view(2, -1),
+    "added to": lambda s, x: F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2) + s.t,
+    "written behind": lambda s, x: F.conv2d(x, s.w, s.b, 4).relu_().mul(2),
+    "of what needs a gradient": lambda s, x: F.conv2d(x * 2, s.w, s.b, 4).flatten(2).flatten(1),
+}
+APART = {
+    "overlapping": lambda s, x: F.conv2d(x, s.w, stride=3),
+    "with gaps": lambda s, x: F.conv2d(x, s.w, stride=5),
+    "a rest": lambda s, x: F.conv2d(x[:, :, :7], s.w, stride=4),
+    "padded": lambda s, x: F.conv2d(x, s.w, stride=4, padding=2),
+    "dilated": lambda s, x: F.conv2d(x, s.w[..., :2, :2], stride=2, dilation=2),
+    "small patches": lambda s, x: F.conv2d(x, s.w[..., :2, :2], stride=2),
+    "channels_last": lambda s, x: F.conv2d(x.contiguous(memory_format=LAST), s.w, stride=4),
+    "many channels": lambda s, x: F.conv2d(x.repeat(1, 4, 1, 1), s.w.repeat(1, 4, 1, 1), stride=4),
+}
+
+
+def patched(function):
+    state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
+    graph = capture_function(function, P.clone().requires_grad_(), **state)
+    gm = graph.fresh()
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    return graph, gm, done.result
+
+
+@pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])
+def test_patches_are_rows(name):
+    graph, gm, result = patched((IN_ROWS | AS_IMAGES)[name])
+    assert len(result.changes) == 1
+    plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
+    for a, b in zip(ours.outputs, plain.outputs, strict=True):
+        assert a.stride() == b.stride()
+    for a, b in zip((*ours.outputs, *ours.grads), (*plain.outputs, *plain.grads), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
+    calls = {n.target for n in gm.graph.nodes}
+    assert not any(calls_convolution(n) for n in gm.graph.nodes)
+    assert ("contiguous" in calls) == (name in AS_IMAGES), "laid out again where somebody may see how it lies"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_other_convolutions_are_no_patches(name):
+    graph, gm, result = patched(APART[name])
+    assert not result.changes
+    assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
+
+
+def test_control_patches_that_are_turned_differ(monkeypatch):
+    describe = conv_as_linear.describe
+
+    def turned(made, like, mode):
+        if made.target == "permute" and len(made.args[1]) == 6:
+            made.args = (made.args[0], (0, 2, 4, 1, 5, 3))
+        return describe(made, like, mode)
+
+    monkeypatch.setattr(conv_as_linear, "describe", turned)
+    graph, gm, _ = patched(AS_IMAGES["viewed across"])
+    assert not torch.allclose(gm(*graph.given)[0], graph.gm(*graph.given)[0], rtol=1e-2)
+
+
+class Transformer(nn.Module):
+    """The begin of a vision transformer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.token = nn.Conv2d(3, 64, 4, 4), nn.Parameter(torch.randn(1, 1, 64))
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        return self.last(self.norm(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))
+
+
+def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    x, model, rival, exact = drawn(2, 3, 32, 32), Transformer(), Transformer(), Transformer().double()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rival(x)
+    out.float().square().sum().backward()
+    right = exact(x.double())
+    right.square().sum().backward()
+    for ours, theirs, known in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
+        assert (ours.grad - known.grad).norm() <= 1.1 * (theirs.grad - known.grad).norm() + 1e-6
+    with torch.no_grad():
+        for _ in range(PLAIN_READS + 2):
+            found = model(x)
+            assert (found - right).norm() <= 1.1 * (out - right).norm()
+    for graph in conversion_of(model).graphs:
+        assert "conv2d" not in graph.rewritten.gm.code
+    if multiplies_bf16():
+        assert amp_graph.report(model).graphs[1].text.count("packed_weight(%0)") == 1
+
+
+def test_images_of_other_sizes():
+    model, plain = (amp_graph.convert(Transformer(), p) for p in ("bf16", "bf16,skip=conv_as_linear"))
+    for shape in ((2, 3, 32, 32), (5, 3, 32, 32), (2, 3, 30, 32), (1, 3, 16, 48)):
+        x = drawn(*shape)
+        torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)

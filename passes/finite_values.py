@@ -58,7 +58,8 @@ class FiniteWeights:
 
     def drop(self) -> None:
         """Forget all of it."""
-        self._known.clear(), self._bad.clear()
+        self._known.clear()
+        self._bad.clear()
 
 
 def all_finite_of(weights: FiniteWeights) -> AllFinite:

@@ -43,8 +43,8 @@ def parts_reader(copies: WeightCopies) -> Callable[[Tensor, int], Tensor | Parts
             return low
         with torch.inference_mode(False), torch.no_grad():
             packed = [pack_linear_weight(part.contiguous()) for part in low.split(outputs)]
-        for start, one in zip(starts, packed, strict=True):
-            copies.keep_packed(weight, plain, one, PARTS, (id(weight), outputs, start))
+        for start, part in zip(starts, packed, strict=True):
+            copies.keep_packed(weight, plain, part, PARTS, (id(weight), outputs, start))
         return tuple(packed)
 
     return packed_parts

@@ -56,5 +56,6 @@ def _weight_of(linear: Any) -> Node | None:
     if len(linear.args) != 3 or linear.kwargs:  # an activation is behind
         return None
     weight = linear.args[1]
-    alone = isinstance(weight, Node) and len(weight.users) == 1
-    return weight if alone and weight.meta.get(TURNED) is False else None
+    if not isinstance(weight, Node) or len(weight.users) != 1:
+        return None
+    return weight if weight.meta.get(TURNED) is False else None

@@ -1,5 +1,5 @@
-/* Products of bf16 matrices where a few rows, or columns, are all there is: fp32 sums, rounded once behind a bias and, where
-   asked, a relu that lets NaN through. On CPUs with AVX512_BF16; with MATRIX_UNITS on those of AMX.
+/* Products of bf16 matrices where a few rows, or columns, are all there is: fp32 sums, rounded once (or left) behind a bias
+   and, where asked, a relu that lets NaN through. On CPUs with AVX512_BF16; with MATRIX_UNITS on those of AMX.
 
    Before: a call of a library, which looks itself up and lays out what it multiplies, for as long as it multiplies. After:
    the product alone, of operands as they lie; or of one in panels (`lay_out`), where it is multiplied often. */
@@ -19,10 +19,10 @@ int has_tiles(void) { return 1; } /* its own: registers */
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* b: in panels where `in_panels`; bias: null for none */
-  Low *out;
+  void *out;               /* of fp32 that was not rounded where `wide`, else of bf16 */
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
-  int64_t in_panels, relu;
+  int64_t in_panels, relu, wide;
   int64_t threads;
 } Product;
 
@@ -89,7 +89,11 @@ INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int
     for (int i = 0; i < rows; i++) {
       __m512 sum = _mm512_add_ps(sums[i][j], bias);
       if (p->relu) sum = _mm512_max_ps(_mm512_setzero_ps(), sum); /* of a NaN and a number the second */
-      _mm256_mask_storeu_epi16(p->out + (row + i) * p->columns + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
+      const int64_t to = (row + i) * p->columns + at;
+      if (p->wide)
+        _mm512_mask_storeu_ps((float *)p->out + to, there, sum);
+      else
+        _mm256_mask_storeu_epi16((Low *)p->out + to, there, (__m256i)_mm512_cvtneps_pbh(sum));
     }
   }
 }

@@ -11,6 +11,7 @@ from array import array
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from amp_graph.passes.native_code import threads_at_once
@@ -56,15 +57,20 @@ def dense_of(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     return parted[:outputs, :inputs]
 
 
-def linear_by_panels(x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool, outputs: int) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, behind a relu where asked: [..., outputs], bf16.
+def linear_by_panels(
+    x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool, outputs: int, wide: bool = False
+) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, behind a relu where asked: [..., outputs], bf16; ``wide`` the fp32 sums.
 
     x: [..., inputs], bias: [outputs] or None, both bf16 with memory of their own to read. Raises MemoryError.
     """
-    rows = as_rows(x)
-    made = x.new_empty((*x.shape[:-1], outputs))
+    rows, made = as_rows(x), _room(x, outputs, wide)
     _run(rows, panels, (1, 0), bias, made, (len(rows), outputs, rows.shape[1]), True, relu)
     return made
+
+
+def _room(x: Tensor, outputs: int, wide: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,8 +105,8 @@ def _run(
         bias = bias.expand(sizes[1]).contiguous()
     added = 0 if bias is None else bias.data_ptr()
     threads = threads_at_once(sizes[1] * sizes[2] * max(OF_AN_ELEMENT, sizes[0]) // OF_AN_ELEMENT)
-    steps = (*a.stride(), *b_steps)
-    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, threads)
+    steps, wide = (*a.stride(), *b_steps), made.dtype is not a.dtype
+    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, wide, threads)
     if compiled.product(array("q", table).tobytes()):
         raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")
 
@@ -109,4 +115,4 @@ def _up(count: int, by: int) -> int:
     return -(-count // by) * by
 
 
-define_as_typed(linear_by_panels, lambda x, outputs: x.new_empty((*x.shape[:-1], outputs)))
+define_as_typed(linear_by_panels, lambda x, outputs, wide: _room(x, outputs, wide))

@@ -35,7 +35,8 @@ def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any]) -> N
     known, wanted = inspect.signature(function), tuple(inspect.signature(fake).parameters)
 
     def picked(*args: Any, **kwargs: Any) -> Any:
-        given = known.bind(*args, **kwargs).arguments
-        return fake(*(given[name] for name in wanted))
+        given = known.bind(*args, **kwargs)
+        given.apply_defaults()
+        return fake(*(given.arguments[name] for name in wanted))
 
     define_operator(function.__name__ + schema, function, picked)

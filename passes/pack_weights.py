@@ -153,10 +153,25 @@ def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     node.args = (product.x, product.weight, product.bias)
     node.meta.pop(OPS, None)
     if behind is not None:
-        (activation,) = node.users
         node.args += behind
-        activation.replace_all_uses_with(node)
-        gm.graph.erase_node(activation)
+        _absorb(gm, node)
+    if few and _is_widened(node):
+        (cast,) = node.users
+        node.kwargs = {**node.kwargs, "wide": True}
+        node.meta.update({key: cast.meta[key] for key in ("val", "example_value", CAPTURED) if key in cast.meta})
+        _absorb(gm, node)
+
+
+def _absorb(gm: GraphModule, node: Node) -> None:
+    (reader,) = node.users
+    reader.replace_all_uses_with(node)
+    gm.graph.erase_node(reader)
+
+
+def _is_widened(node: Node) -> bool:
+    """Say whether a cast of ours to fp32 alone reads ``node``."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user is not None and CAST in user.meta and (user.op, user.target) == ("call_method", "float")
 
 
 def _activation(node: Node) -> tuple[str, ...] | None:

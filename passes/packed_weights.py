@@ -61,19 +61,20 @@ def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: boo
 
 
 def linear_of_panels(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", outputs: int = 0
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", outputs: int = 0, wide: bool = False
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` in panels or plain, through ``after``.
 
-    after: "none" or "relu", of which a NaN comes as one. outputs: how many the weight has.
+    after: "none" or "relu", of which a NaN comes as one. outputs: how many the weight has. wide: in fp32, which with
+    panels was not rounded before.
     """
-    if weight.dim() == 2:
-        return linear_of_packed(x, weight, bias, after)
+    if weight.dim() == 2 or is_in_mode(x):
+        dense = weight if weight.dim() == 2 else dense_of(weight, outputs, x.shape[-1])
+        found = linear_of_packed(x, dense, bias, after)
+        return found.float() if wide else found
     if not is_seen(x):
-        return linear_by_panels(x, weight, bias, after == "relu", outputs)
-    if is_in_mode(x):
-        return linear_of_packed(x, dense_of(weight, outputs, x.shape[-1]), bias, after)
-    found: Tensor = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs)  # what a profile shows
+        return linear_by_panels(x, weight, bias, after == "relu", outputs, wide)
+    found = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs, wide)  # what a profile shows
     return found
 
 

@@ -159,6 +159,27 @@ def test_an_activation_goes_into_the_product(kernel, name):
     assert packed(ours) == 2
 
 
+@pytest.mark.parametrize("verify", ["0", "1"])
+def test_results_in_fp32_are_not_rounded_before(kernel, verify, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", verify)
+    ours, theirs = pair(lambda: Activated(torch.relu))
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    with torch.no_grad():
+        first = ours(X)
+        torch.testing.assert_close(first, theirs(X), rtol=0, atol=0)  # of plain weights: rounded
+        pack_all(ours, theirs)
+        found, rounded = ours(X), theirs(X)
+    assert found.dtype == rounded.dtype == torch.float32
+    assert ("wide=True" in amp_graph.report(ours).graphs[0].text) == (kernel == PANELS)
+    if kernel == PANELS:
+        assert not torch.equal(found, found.bfloat16().float())
+        assert (found - exact).norm() < (rounded - exact).norm()
+    low, _ = pair(lambda: Activated(torch.relu), on="bf16,keep_outputs=false")
+    pack_all(low, low)
+    with torch.no_grad():
+        assert low(X).dtype == torch.bfloat16
+
+
 def test_a_product_that_others_read_too_keeps_its_activation_behind_it():
     ours, theirs = pair(lambda: Activated(F.gelu, shared=True))
     pack_all(ours, theirs)

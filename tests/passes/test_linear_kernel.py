@@ -60,6 +60,19 @@ def test_every_size_is_rounded_once(size, biased, relu):
     check(ours(x, weight, bias, relu), x, weight, bias, relu)
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_wide_results_are_the_sums_that_are_rounded_otherwise(size, relu):
+    x, weight, bias = operands(*size)
+    x.view(-1)[0] = torch.nan
+    panels = kernel.panels_of(weight)
+    wide = kernel.linear_by_panels(x, panels, bias, relu, len(weight), wide=True)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.to(BF16), ours(x, weight, bias, relu), rtol=0, atol=0, equal_nan=True)
+    if size[0] * size[2] > 100:  # control: it was not rounded itself
+        assert not torch.equal(wide[1:], wide[1:].to(BF16).float())
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

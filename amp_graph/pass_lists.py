@@ -23,7 +23,6 @@ from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
-from amp_graph.passes.finite_images import FiniteImages
 from amp_graph.passes.fold_masks import FoldMasks
 from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_attention import FuseAttention
@@ -43,6 +42,7 @@ from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurr
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.look_at_values import LookAtValues
 from amp_graph.passes.machine import class_of, machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.overwrite_logits import OverwriteLogits
@@ -183,7 +183,7 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
 
 def _for_inference(copies: WeightCopies, policy: Policy) -> list[Pass]:
     kept: list[Pass] = [KeepLargeResults(copies.results), WidenProducts(copies)] if policy.keeps_memory else []
-    return [FoldNorms(copies), PackWeights(copies), FiniteImages(copies), *kept]
+    return [FoldNorms(copies), PackWeights(copies), LookAtValues(copies), *kept]
 
 
 def _wanted(passes: list[Pass], policy: Policy) -> list[Pass]:

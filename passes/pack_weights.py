@@ -24,6 +24,7 @@ from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import packing_pays, panels_pay
 
 TURNED = "amp_turned"  # meta key: whether the weight that is packed is [inputs, outputs]
+NOTED = "amp_noted"  # meta key: whether it is noted that a packed weight is finite
 ACTIVATIONS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
@@ -62,7 +63,8 @@ class PackWeights(Pass):
         if may_record_gradients(gm):
             return PassResult(gm)
         either = (False, True)
-        readers = {(turned, few): packed_reader(self.copies, turned, few) for turned in either for few in either}
+        noted = any(names_of(n) in (("aten.relu",), ("aten.relu_",)) for n in gm.graph.nodes)
+        readers = {(turned, few): packed_reader(self.copies, turned, few, noted) for turned in either for few in either}
         changes = []
         for copy in list(gm.graph.find_nodes(op="call_function", target=self.copies.read)):
             node = _as_matrix(copy)
@@ -72,6 +74,7 @@ class PackWeights(Pass):
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
             _pack(node, copy, readers[form.transposed, few], form.transposed)
+            node.meta[NOTED] = noted
             for user, product in found.items():
                 assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)

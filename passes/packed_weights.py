@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.finite_values import FiniteWeights, is_finite
 from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.runtime import activated, relu_in_place
@@ -22,11 +23,13 @@ from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSE
 PackedWeight = Callable[[Tensor], Tensor]
 
 
-def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: bool = False) -> PackedWeight:
+def packed_reader(
+    copies: WeightCopies, transposed: bool = False, in_panels: bool = False, noted: bool = False
+) -> PackedWeight:
     """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
 
     ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
-    ``linear_of_panels`` reads it instead.
+    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite.
     The first calls after an update return a plain copy, the next one packs it: weights that are read once or twice an
     update are not worth it. A copy that nobody else reads goes when it is packed: memory is that of one.
     """
@@ -50,6 +53,8 @@ def packed_reader(copies: WeightCopies, transposed: bool = False, in_panels: boo
         known.pop(id(weight), None)
         low, kept = copies.for_packing(weight)
         low = low.t() if transposed else low.flatten(1)
+        if noted:
+            copies.finite.note((store, id(weight)), weight, is_finite(low))
         if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
             return low
         with torch.inference_mode(False), torch.no_grad():
@@ -94,3 +99,17 @@ def linear_of_packed(
         return linear_of_packed_weight(x, weight, bias, "swish")
     out = linear_of_packed_weight(x, weight, bias)
     return relu_in_place(out) if after == "relu" else out
+
+
+def relu_linear_of(weights: FiniteWeights) -> Callable[..., Tensor]:
+    """Return what graphs call: ``relu_linear(x, weight, bias, finite)``, ``linear_of_packed(x, weight, bias, "relu")``.
+
+    finite: whether ``x`` and ``bias`` are, if all weights are: then the relu is the kernel's.
+    """
+
+    def relu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, finite: bool) -> Tensor:
+        if finite and weight.layout is not torch.strided and weights.is_all_noted:
+            return linear_of_packed_weight(x, weight, bias, "relu")
+        return linear_of_packed(x, weight, bias, "relu")
+
+    return relu_linear

@@ -804,7 +804,7 @@ def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-# Called as (x, weight, bias, "none" or what comes behind, [], its form); 2.11 - 2.13. A "relu" makes 0 of NaN: never.
+# Called as (x, weight, bias, "none" or what comes behind, [], its form); 2.11 - 2.13. A "relu" makes 0 of NaN.
 linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _linear_pointwise = linear_pointwise._op if linear_pointwise is not None else None
 
@@ -814,7 +814,7 @@ def linear_of_packed_weight(
 ) -> torch.Tensor:
     """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed, through oneDNN's ``after``; 2.11 - 2.13.
 
-    after: "none", "swish" or "gelu", the last in the ``form`` "none" or "tanh".
+    after: "none", "relu", which makes 0 of NaN, "swish" or "gelu", the last in the ``form`` "none" or "tanh".
     """
     assert _linear_pointwise is not None, "nothing is packed without oneDNN"
     found: torch.Tensor = _linear_pointwise(x, packed, bias, after, [], form)

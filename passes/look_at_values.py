@@ -1,7 +1,8 @@
 """Look once at what a graph without gradients computes on, and leave out what is there for NaN alone.
 
-Before: ``y = convolution_with_norm(x, w, ..., "relu"); z = max_pool2d(y, 2)``.
-After: ``finite = all_finite((x,)); y = convolution_with_norm(..., finite=finite); z = max_pool_of_finite(y, ...)``.
+Before: ``y = convolution_with_norm(x, w, ..., "relu"); z = max_pool2d(y, 2)``; ``linear_of_packed(x, w, b, "relu")``.
+After: ``finite = all_finite((x,)); y = convolution_with_norm(..., finite=finite); z = max_pool_of_finite(y, ...)``;
+``relu_linear(x, w, b, finite=finite)``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import value
+from amp_graph.passes.pack_weights import NOTED
+from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, relu_linear_of
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.torch_private import concrete_size
@@ -53,38 +56,52 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class FiniteImages(Pass):
+class LookAtValues(Pass):
     """Lets relus be oneDNN's, and maxima of images those of whole numbers, where all that they come from is finite.
 
-    Law: bf16 on the CPU, without gradients, behind convolutions with folded norms. What those come from is looked at,
-    values at every call and parameters once an update; where anything is infinite or NaN, all is computed as before. Of
-    finite values NaN is made only beyond the end of fp32's range. Where looking takes as long as what it spares,
-    nothing changes. Exactness: bit-exact.
+    Law: bf16 on the CPU, without gradients: relus of convolutions with folded norms and of linears with packed weights,
+    pools of maxima behind the first. What those come from is looked at, values at every call and parameters once an
+    update; where anything is infinite or NaN, all is computed as before. Of finite values NaN is made only beyond the
+    end of fp32's range. Where looking takes as long as what it spares, nothing changes. Exactness: bit-exact.
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "finite-images"
+    name: ClassVar[str] = "look-at-values"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution with a folded norm, and every pool of maxima behind a relu."""
-        folded = [] if may_record_gradients(gm) else [n for n in gm.graph.nodes if is_folded(n)]
-        if not folded:
+        """Visit every convolution with a folded norm, every linear behind a relu, and every pool of maxima."""
+        told = [] if may_record_gradients(gm) else [n for n in gm.graph.nodes if is_folded(n) or _is_relu_linear(n)]
+        if not told:
             return PassResult(gm)
         sources, pools = _sources(gm, self.copies.read), _pools(gm)
-        relus = [node for node in folded if _leaves_no_less_than_zero(node)]
-        flags = _Flags(gm, all_finite_of(self.copies.finite), _worth_looking_at([*relus, *pools], sources))
-        max_pool, changes = max_pool_of(self.copies.finite), []
-        for node in sorted({*folded, *pools}):
-            finite = flags.before(node, sources[node])
-            if finite is None:
+        relus = [node for node in told if not is_folded(node) or _leaves_no_less_than_zero(node)]
+        finite = self.copies.finite
+        flags = _Flags(gm, all_finite_of(finite), _worth_looking_at([*relus, *pools], sources))
+        max_pool, relu_linear, changes = max_pool_of(finite), relu_linear_of(finite), []
+        for node in sorted({*told, *pools}):
+            flag = flags.before(node, sources[node])
+            if flag is None:
                 continue
-            node.kwargs = {"finite": finite}
+            node.kwargs = {"finite": flag}
             if node in pools:
                 node.target, node.args = max_pool, pools[node]
                 node.meta.pop(OPS, None)
+            elif not is_folded(node):
+                node.target, node.args = relu_linear, node.args[:3]
             what = "maxima of whole numbers" if node in pools else "told that all is finite"
-            changes.append(Change(self.name, what, node.name, f"if {finite.name} says so"))
+            changes.append(Change(self.name, what, node.name, f"if {flag.name} says so"))
         return PassResult(gm, tuple(changes))
+
+
+def _is_relu_linear(node: Node) -> bool:
+    """Say whether ``node`` is a linear of ours behind a relu, which oneDNN multiplies."""
+    return node.target is linear_of_packed and node.args[3:] == ("relu",) and _is_noted(node)
+
+
+def _is_noted(linear: Node) -> bool:
+    """Say whether it is noted that the packed weight of ``linear`` is finite."""
+    weight = linear.args[1]
+    return isinstance(weight, Node) and bool(weight.meta.get(NOTED))
 
 
 def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:
@@ -99,6 +116,8 @@ def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:
             found[node] = Sources(frozenset(), frozenset({node}))
         elif is_folded(node):
             found[node] = _union(found[n] for n in (node.args[0], *node.args[4:5]))
+        elif node.target in (linear_of_packed, linear_of_panels) and _is_noted(node):
+            found[node] = _union(found[n] for n in (node.args[0], node.args[2]) if n is not None)
         elif _keeps_finite(node):
             found[node] = _union(found[n] for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
         else:

@@ -10,20 +10,20 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import finite_images, finite_values
+from amp_graph.passes import finite_values, look_at_values, pack_weights
 from amp_graph.passes.finite_values import FiniteWeights, max_pool_of
 from amp_graph.passes.torch_private import multiplies_bf16
 from amp_graph.passes.weight_copies import PLAIN_READS
 
 pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="no norm is folded on a CPU that does not multiply bf16")
-OFF = "bf16,skip=finite_images"
+OFF = "bf16,skip=look_at_values"
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
 def small_images_are_worth_it(monkeypatch):
-    monkeypatch.setattr(finite_images, "looking_pays", lambda looked_at, spared: True)
+    monkeypatch.setattr(look_at_values, "looking_pays", lambda looked_at, spared: True)
 
 
 def part(before, after, size=3):
@@ -117,7 +117,7 @@ def test_parameters_and_statistics_that_are_not_finite(name, bad, early):
         model.state_dict()[name].copy_(kept)
     assert same(called(ours), called(theirs))
     assert called(ours).isfinite().all()
-    assert conversion_of(ours).copies.finite.is_all_folded
+    assert conversion_of(ours).copies.finite.is_all_noted
 
 
 def test_a_variance_below_zero_makes_nan_of_what_is_finite():
@@ -139,7 +139,7 @@ def test_control_nan_is_hidden_where_nobody_looks(monkeypatch):
 
 
 def test_control_weights_that_are_not_finite_are_noted(monkeypatch):
-    monkeypatch.setattr(FiniteWeights, "is_all_folded", True)
+    monkeypatch.setattr(FiniteWeights, "is_all_noted", True)
     ours, theirs = pair()
     for model in (ours, theirs):
         with torch.no_grad():
@@ -237,7 +237,94 @@ def test_copies_are_looked_at_once_a_write(monkeypatch):
 def test_a_parameter_that_is_gone_spoils_nothing():
     weights, weight = FiniteWeights(), torch.ones(4)
     weights.note(1, weight, False)
-    assert not weights.is_all_folded
+    assert not weights.is_all_noted
     del weight
     gc.collect()
-    assert weights.is_all_folded
+    assert weights.is_all_noted
+
+
+class Tower(nn.Module):
+    """Linears of a recommendation model, one without a relu between, and a sum of products that is looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 72), nn.Linear(72, 68, bias=False), nn.Linear(68, 70)
+        self.d = nn.Linear(70 * 2, 66)
+
+    def forward(self, x):
+        x = F.relu(self.a(x))
+        x = F.relu(self.c(self.b(x)))
+        return F.relu(self.d(torch.cat([x, (x.t() @ x)[:1].expand_as(x)], 1)))
+
+
+ROWS = torch.randn(40, 12, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    monkeypatch.setattr(pack_weights, "panels_pay", lambda *given: False)
+
+
+def test_linears_have_the_same_bits(by_onednn):
+    ours, theirs = pair(Tower)
+    for times in range(1, PLAIN_READS + 3):
+        assert same(called(ours, ROWS, 1), called(theirs, ROWS, 1)), times
+    assert text_of(ours).count("relu_linear(") == 3
+    assert "relu_linear(" not in text_of(theirs)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_rows_that_are_not_finite(bad, by_onednn):
+    ours, theirs = pair(Tower)
+    called(ours, ROWS), called(theirs, ROWS)
+    x = ROWS.clone()
+    x[3, 4] = bad
+    assert same(called(ours, x, 1), called(theirs, x, 1))
+    assert not called(ours, x, 1).isfinite().all()
+    assert same(called(ours, ROWS, 1), called(theirs, ROWS, 1))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("bad", [NAN, -INF])
+@pytest.mark.parametrize("name", list(Tower().state_dict()))
+def test_linears_whose_parameters_are_not_finite(name, bad, early, by_onednn):
+    ours, theirs = pair(Tower)
+    if not early:
+        called(ours, ROWS), called(theirs, ROWS)
+    kept = ours.state_dict()[name].clone()
+    for model in (ours, theirs):
+        model.state_dict()[name].view(-1)[0] = bad
+    for _ in range(PLAIN_READS + 2):
+        assert same(called(ours, ROWS, 1), called(theirs, ROWS, 1))
+    for model in (ours, theirs):
+        model.state_dict()[name].copy_(kept)
+    assert same(called(ours, ROWS), called(theirs, ROWS))
+    assert called(ours, ROWS).isfinite().all()
+
+
+def test_control_linears_hide_nan_where_nobody_looks(by_onednn, monkeypatch):
+    monkeypatch.setattr(finite_values, "is_finite", lambda x: True)
+    ours, theirs = pair(Tower)
+    x = ROWS.clone()
+    x[3, 4] = NAN
+    assert not same(called(ours, x), called(theirs, x))
+
+
+def test_control_linears_whose_weights_nobody_noted(by_onednn, monkeypatch):
+    monkeypatch.setattr(FiniteWeights, "is_all_noted", True)
+    ours, theirs = pair(Tower)
+    called(ours, ROWS), called(theirs, ROWS)
+    for model in (ours, theirs):
+        with torch.no_grad():
+            model.b.weight[0, 0] = NAN
+    assert not same(called(ours, ROWS), called(theirs, ROWS))
+
+
+def test_weights_are_looked_at_only_where_there_is_a_relu(by_onednn, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr("amp_graph.passes.packed_weights.is_finite", lambda x: looked_at.append(x) or True)
+    for layers, count in (([nn.Linear(12, 72)], 0), ([nn.Linear(12, 72), nn.ReLU()], 1)):
+        model = amp_graph.convert(nn.Sequential(*layers).eval(), "bf16")
+        called(model, ROWS)
+        assert len({id(x) for x in looked_at}) >= count
+        assert bool(looked_at) == bool(count)

@@ -30,7 +30,7 @@ class FiniteWeights:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # of copies, by id
-        self._bad: dict[Any, StorageWeakRef] = {}  # folded into weights that are not finite
+        self._bad: dict[Any, StorageWeakRef] = {}  # weights of which what is not finite was made
 
     def is_kept_finite(self, low: Tensor) -> bool:
         """Say whether ``low`` is finite, a copy that is replaced, or written with a trace, at an update."""
@@ -45,7 +45,7 @@ class FiniteWeights:
         return known[2]
 
     def note(self, key: Any, weight: Tensor, finite: bool) -> None:
-        """Take up whether what was folded into ``weight`` is finite."""
+        """Take up whether what was made of ``weight`` is finite."""
         if finite:
             self._bad.pop(key, None)
         else:
@@ -53,7 +53,7 @@ class FiniteWeights:
 
     @property
     def is_all_noted(self) -> bool:
-        """Whether all folded weights of parameters that still exist are finite."""
+        """Whether all is finite that was made of weights that still exist."""
         return not self._bad or all(storage.expired() for storage in list(self._bad.values()))
 
     def drop(self) -> None:

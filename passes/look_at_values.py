@@ -7,6 +7,7 @@ After: ``finite = all_finite((x,)); y = convolution_with_norm(..., finite=finite
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -130,8 +131,9 @@ def _keeps_finite(node: Node) -> bool:
     """Say whether ``node`` makes nothing but finite values of such; casts and copies of ours do."""
     if CAST in node.meta or (node.op, node.target) == ("call_method", "contiguous"):
         return True
-    names = names_of(node)
-    return bool(names) and KEEPS_FINITE.issuperset(names) and REGION not in node.meta
+    names, numbers = names_of(node), [*node.args, *node.kwargs.values()]
+    finite = all(math.isfinite(number) for number in numbers if isinstance(number, (int, float)))
+    return bool(names) and KEEPS_FINITE.issuperset(names) and finite and REGION not in node.meta
 
 
 def _union(found: Iterable[Sources | None]) -> Sources | None:

@@ -159,7 +159,7 @@ class Between(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "between", [torch.log, torch.sqrt, lambda h: h / 0.0, lambda h: h.log_(), lambda h: h.mul_(INF)]
+    "between", [torch.log, torch.sqrt, lambda h: h / 0.0, lambda h: h.log_(), lambda h: h.mul_(INF), lambda h: h * INF]
 )
 def test_what_makes_nan_is_looked_at(between):
     ours, theirs = pair(lambda: Between(between))

@@ -97,6 +97,7 @@ class StepBuilder:
             step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
         if self.policy.keeps_memory and device_of(gm) == "cpu":
             step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
+            step.watch = HEAP.watch(step, step.most_bytes) if step.kept_bytes else None
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies

@@ -94,19 +94,20 @@ class CapturedGraphs:
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
-        record.kept_bytes = self._keep_memory(record)
+        at_once = self._bytes_at_once(record)
+        record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
-        return self._counted(run, LEFT_ALONE in rewritten.gm.meta)
+        watch = HEAP.watch(record, at_once) if record.kept_bytes else None
+        return self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
 
-    def _keep_memory(self, record: Captured) -> int:
-        """Keep the heap as long as a call makes it: with its backward all that it makes, and gradients."""
+    def _bytes_at_once(self, record: Captured) -> int:
+        """Return how much of the heap a call takes: with its backward all that it makes, and gradients; 0 for none."""
         gm = record.rewritten.gm
         if not self.policy.keeps_memory or device_of(gm) != "cpu":
             return 0
         if not record.grad:
-            return HEAP.keep_for_steps(record, most_bytes(gm, but=is_kept))
-        gradients = sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
-        return HEAP.keep_for_steps(record, bytes_made(gm) + gradients)
+            return most_bytes(gm, but=is_kept)
+        return bytes_made(gm) + sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
@@ -135,8 +136,11 @@ class CapturedGraphs:
         self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy))
 
-    def _counted(self, run: Runner, alone: bool = False) -> Runner:
-        """Return ``run``, counting its runs, those of graphs that are left ``alone``, and the parameters it reads."""
+    def _counted(self, run: Runner, alone: bool = False, watch: Callable[[], None] | None = None) -> Runner:
+        """Return ``run``, counting its runs, those of graphs that are left ``alone``, and the parameters it reads.
+
+        ``watch`` is called before each.
+        """
         first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
@@ -148,6 +152,8 @@ class CapturedGraphs:
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
                 counts.runs += 1
                 counts.runs_left_alone += alone
+            if watch is not None:
+                watch()
             return run(*args)
 
         return counted

@@ -8,6 +8,7 @@ What is free below serves whoever allocates: it is not set aside.
 from __future__ import annotations
 
 import ctypes
+import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,8 @@ FAR = 1 << 32  # bytes between the heap and what is mapped are more
 # Times what is alive at once: what kernels allocate beside that, and gaps that nothing fits in. With 2 most steps went
 # beyond in 5 of 80 processes, by where their blocks happened to lie; with 3 in none. What no step takes is no memory.
 BESIDE = 3
+OFTEN, SELDOM = 8, 64
+SOME = 8  # of a step's memory the part whose page faults show that it lacks it
 
 
 class Allocator(NamedTuple):
@@ -62,6 +65,33 @@ class KeptHeap:
     def keep_for_steps(self, owner: object, at_once: int) -> int:
         """Keep what steps need that have ``at_once`` bytes of tensors alive at the same time; as ``keep``."""
         return self.keep(owner, BESIDE * at_once)
+
+    def watch(self, owner: object, at_once: int) -> Callable[[], None]:
+        """Return what is to be called before every step of ``owner``, and keeps anew what others have taken since.
+
+        What lasts, as another model's weights, may come to lie where a step had its memory. One step of ``OFTEN``, and
+        one of ``SELDOM`` where all is well, is looked at for page faults; of ever fewer where keeping anew has not
+        helped, as results may be mapped each on its own.
+        """
+        known, few = weakref.ref(owner), at_once // SOME / resource.getpagesize()
+        left, pause, before, kept = OFTEN, OFTEN, -1, False
+
+        def watch() -> None:
+            nonlocal left, pause, before, kept
+            left -= 1
+            if left > 0:
+                return
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            if before < 0:
+                before = faults  # and look again before the next step
+                return
+            found, before = faults - before > few, -1
+            if found and (alive := known()) is not None:
+                self.keep_for_steps(alive, at_once)
+            pause = (2 * pause if kept else OFTEN) if found else min(2 * pause, SELDOM)
+            left, kept = pause, found
+
+        return watch
 
     def keep(self, owner: object, need: int) -> int:
         """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.

@@ -58,9 +58,12 @@ class StepGraph:
     absent: dict[int, Tensor] = field(default_factory=dict)  # what it trains beside, by the numbers in ``trained``
     most_bytes: int = 0  # of what it makes, needed at the same time
     kept_bytes: int = 0  # of the heap, from step to step
+    watch: Callable[[], None] | None = None  # keeps that anew where others took it; called before every run
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
+        if self.watch is not None:
+            self.watch()
         with torch.no_grad():
             found = self.run(*args, *self.state)
             if self.after is None:

@@ -2,6 +2,7 @@
 
 import gc
 import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.kept_heap import HEAP, PIECE, Allocator, KeptHeap
+from amp_graph import kept_heap
+from amp_graph.kept_heap import HEAP, PIECE, SELDOM, SOME, Allocator, KeptHeap
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.torch_private import make_fx
 
@@ -30,7 +32,7 @@ class Wide(torch.nn.ModuleList):
 layers = [m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
 model = (Wide if sys.argv[2] == "inference" else lambda all: torch.nn.Sequential(*all))(layers)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-policy, kind = sys.argv[1:]
+policy, kind, *others = sys.argv[1:]
 x = torch.randn(1 << 13, 256)
 if kind == "TrainStep":
     step = amp_graph.TrainStep(model, lambda out: out.square().mean(), optimizer, policy)
@@ -43,8 +45,14 @@ else:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+if others:  # comes to stay where the steps' memory was
+    import ctypes
+    from amp_graph import kept_heap
+    step(x), step(x)
+    lasting = [kept_heap.glibc().malloc(100_000) for _ in range(int(others[0]))]
+    [ctypes.memset(block, 1, 100_000) for block in lasting]
 faults = []
-for _ in range(30):
+for _ in range(30 if not others else 100):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -90,6 +98,18 @@ def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
     faults, given_back = printed(STEPS, "bf16", kind)
     assert faults < 50
     assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more; of a call 12, and more
+
+
+@needs_glibc
+@pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
+def test_what_others_have_taken_is_kept_anew(kind):
+    assert printed(STEPS, "bf16", kind, 2000)[0] < 50
+
+
+@needs_glibc
+def test_control_what_others_have_taken_is_missed_where_nobody_looks():
+    unwatched = "import amp_graph.kept_heap as k; k.KeptHeap.watch = lambda *given: lambda: None\n"
+    assert printed(unwatched + STEPS, "bf16", "inference", 2000)[0] > 1000
 
 
 @needs_glibc
@@ -284,3 +304,32 @@ def test_what_a_captured_graph_makes_is_counted_by_storages():
 
     gm = make_fx(work, tracing_mode="fake")(torch.zeros(100))
     assert bytes_made(gm) == 2 * 400
+
+
+def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(monkeypatch):
+    faults, kept, owner = [0], [], Owner()
+    usage = type("Usage", (), {"ru_minflt": property(lambda self: faults[0])})()
+    monkeypatch.setattr(kept_heap.resource, "getrusage", lambda whose: usage)
+    heap = KeptHeap(lambda: None)
+    monkeypatch.setattr(heap, "keep_for_steps", lambda one, need: kept.append((one, need)))
+
+    def kept_after(steps, faults_of_a_step):
+        kept.clear()
+        for _ in range(steps):
+            watch()
+            faults[0] += faults_of_a_step
+        return len(kept)
+
+    size = 1000 * SOME * resource.getpagesize()
+    watch = heap.watch(owner, size)
+    assert kept_after(1000, 1000) == 0, "so few are no sign"
+    assert 1 <= kept_after(SELDOM + 1, 1001) <= 4
+    assert kept[0] == (owner, size)
+    assert kept_after(1000, 0) == 0, "it helped"
+    assert 1 <= kept_after(2000, 2000) <= 10, "it does not help"
+    kept_after(3000, 0)
+    assert 1 <= kept_after(SELDOM + 1, 1001) <= 4, "others have taken it again"
+    kept.clear()
+    del owner
+    gc.collect()
+    assert kept_after(1000, 2000) == 0

@@ -23,7 +23,7 @@ from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import value
-from amp_graph.passes.pack_weights import NOTED
+from amp_graph.passes.pack_weights import ASKED
 from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, relu_linear_of
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, may_record_gradients
@@ -102,7 +102,7 @@ def _is_relu_linear(node: Node) -> bool:
 def _is_noted(linear: Node) -> bool:
     """Say whether it is noted that the packed weight of ``linear`` is finite."""
     weight = linear.args[1]
-    return isinstance(weight, Node) and bool(weight.meta.get(NOTED))
+    return isinstance(weight, Node) and bool(weight.meta.get(ASKED))
 
 
 def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:

@@ -24,7 +24,7 @@ from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import packing_pays, panels_pay
 
 TURNED = "amp_turned"  # meta key: whether the weight that is packed is [inputs, outputs]
-NOTED = "amp_noted"  # meta key: whether it is noted that a packed weight is finite
+ASKED = "amp_asked"  # meta key: whether it is noted if a packed weight is finite
 ACTIVATIONS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
@@ -74,7 +74,7 @@ class PackWeights(Pass):
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
             _pack(node, copy, readers[form.transposed, few], form.transposed)
-            node.meta[NOTED] = noted
+            node.meta[ASKED] = noted
             for user, product in found.items():
                 assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)

@@ -21,6 +21,7 @@ from amp_graph.passes.torch_private import is_in_mode, is_seen, linear_of_packed
 from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS, WeightCopies
 
 PackedWeight = Callable[[Tensor], Tensor]
+NOTED = "it is noted whether it is finite"
 
 
 def packed_reader(
@@ -41,8 +42,14 @@ def packed_reader(
         if kept is not None and copies.is_current(weight, kept):
             if copies.checked:
                 copies.check(weight, _unpacked(weight, kept.low))
+            if noted and kept.beside is not NOTED:  # packed for a graph that does not ask
+                _note(weight, _unpacked(weight, kept.low))
+                kept.beside = NOTED
             return kept.low
         return _pack(weight)
+
+    def _note(weight: Tensor, low: Tensor) -> None:
+        copies.finite.note((store, id(weight)), weight, is_finite(low))
 
     def _unpacked(weight: Tensor, low: Tensor) -> Tensor:
         rows = weight.flatten(1).shape
@@ -54,12 +61,12 @@ def packed_reader(
         low, kept = copies.for_packing(weight)
         low = low.t() if transposed else low.flatten(1)
         if noted:
-            copies.finite.note((store, id(weight)), weight, is_finite(low))
+            _note(weight, low)
         if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
             return low
         with torch.inference_mode(False), torch.no_grad():
             packed = panels_of(low) if in_panels else pack_linear_weight(low.contiguous())
-        copies.keep_packed(weight, kept, packed, store)
+        copies.keep_packed(weight, kept, packed, store, beside=NOTED if noted else None)
         return packed
 
     return packed_weight

@@ -328,3 +328,31 @@ def test_weights_are_looked_at_only_where_there_is_a_relu(by_onednn, monkeypatch
         called(model, ROWS)
         assert len({id(x) for x in looked_at}) >= count
         assert bool(looked_at) == bool(count)
+
+
+class Either(nn.Module):
+    """Two graphs that read the same weights, of which one has relus."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 72), nn.Linear(72, 70)
+
+    def forward(self, x, relus):
+        return F.relu(self.b(F.relu(self.a(x)))) if relus else self.b(self.a(x))
+
+
+def test_a_weight_that_was_packed_for_another_graph_is_noted(by_onednn):
+    ours, theirs = pair(Either)
+    with torch.no_grad():
+        for model in (ours, theirs):
+            for relus in (True, False) * (PLAIN_READS + 2):
+                model(ROWS, relus)
+        for bad in (NAN, 0.5):
+            for model in (ours, theirs):
+                model.a.weight[0, 0] = bad
+                for _ in range(PLAIN_READS + 2):
+                    model(ROWS, False)
+            found, expected = ours(ROWS, True), theirs(ROWS, True)
+            assert found.isnan().any() == (bad != 0.5)
+            assert same(found, expected)
+    assert conversion_of(ours).copies.finite.is_all_noted

@@ -13,6 +13,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,14 @@ from amp_graph.passes.torch_private import (
     capture_with_dynamo,
     compiled_frames,
     dynamo_listens,
+    freezes_parameters,
     in_transform,
     is_autocast_on,
     is_sharded,
     mode_without_capture,
     outside_dynamo,
     own_code_object,
+    parameters_as_inputs,
     plain_forward,
     weakly,
 )
@@ -172,8 +175,11 @@ class Conversion:
                 str(error).partition(". ")[0],
             )
             return self.escaped.run(self._wide, args, kwargs)
+        # Copies of weights are kept of parameters, not of constants.
+        frozen = found is None and self.compile == "eager" and freezes_parameters()
         try:
-            result = (found or self._run)(*args, **kwargs)
+            with parameters_as_inputs() if frozen else nullcontext():
+                result = (found or self._run)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None

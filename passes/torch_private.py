@@ -1,6 +1,7 @@
 """Every private torch name that amp_graph uses, in one place, each with the versions it was checked on.
 
-Before: ``from torch._guards import tracing`` in six files. After: one file to read when torch moves.
+Before: ``from torch._inductor import config as inductor_config  # 2.11 - 2.13
+from torch._guards import tracing`` in six files. After: one file to read when torch moves.
 Checked on 2.13.0 (all of it run by the test-suite); 2.11 and 2.12 by reading their sources.
 """
 
@@ -25,6 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.13: held by each of Dynamo's captures
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
+from torch._inductor import config as inductor_config  # 2.11 - 2.13
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
@@ -67,6 +69,7 @@ __all__ = [
     "dispatch_has_kernel",
     "dynamo_listens",
     "flash_attention_cpu",
+    "freezes_parameters",
     "holders",
     "in_forward_mode",
     "in_transform",
@@ -94,6 +97,7 @@ __all__ = [
     "own_code_object",
     "pack_convolution_weight",
     "pack_linear_weight",
+    "parameters_as_inputs",
     "plain_forward",
     "reads_of_dtype",
     "saved_tensors_hooks_are_enabled",
@@ -678,6 +682,17 @@ def in_forward_mode() -> bool:
 
 # Whether ``torch.autocast`` is in force on any device, in a tenth of the time of asking two of them; 2.11 - 2.13.
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def freezes_parameters() -> bool:
+    """Say whether Dynamo makes constants of parameters where no gradients are recorded, for Inductor; 2.11 - 2.13."""
+    return bool(inductor_config.freezing) and not torch.is_grad_enabled()
+
+
+def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
+    """Have Dynamo capture parameters as inputs all the same; 2.11 - 2.13."""
+    found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)
+    return found
 
 
 def in_transform() -> bool:

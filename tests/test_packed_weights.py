@@ -348,3 +348,17 @@ def test_lists_of_autocast_run_what_was_written():
         for _ in range(PLAIN_READS + 2):
             ours(X), theirs(X)
     assert packed(ours) == 0
+
+
+def test_parameters_are_no_constants_where_inductor_freezes():
+    plain, _ = pair()
+    with torch._inductor.config.patch(freezing=True):
+        ours, theirs = pair()
+        pack_all(ours, theirs)
+        assert packed(ours) == len(PACKED)
+        edit(ours), edit(theirs)
+        with torch.no_grad():
+            assert_close(ours, theirs)
+    pack_all(plain, plain)
+    texts = [amp_graph.report(model).graphs[0].text for model in (ours, plain)]
+    assert texts[0] == texts[1]

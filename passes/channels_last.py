@@ -28,7 +28,11 @@ from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_t
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode
-from amp_graph.passes.what_pays import casting_into_layout_pays, channels_last_pays, channels_last_weights_pay
+from amp_graph.passes.what_pays_for_images import (
+    casting_into_layout_pays,
+    channels_last_pays,
+    channels_last_weights_pay,
+)
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_grad")

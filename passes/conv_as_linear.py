@@ -22,7 +22,7 @@ from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.pointwise_conv import has_norm
 from amp_graph.passes.torch_private import FakeTensorMode
-from amp_graph.passes.what_pays import patches_pay
+from amp_graph.passes.what_pays_for_images import patches_pay
 
 # What reads [batch, places, channels] of any strides, and makes the same of it, strides included.
 TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))

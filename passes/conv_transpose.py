@@ -19,7 +19,7 @@ from amp_graph.passes.convolution_backward import conv_transpose_low
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.what_pays import bias_gradient_by_sum_pays
+from amp_graph.passes.what_pays_for_images import bias_gradient_by_sum_pays
 
 aten = torch.ops.aten
 SCHEMAS = {

@@ -16,7 +16,7 @@ from amp_graph.passes.convolution_backward import conv2d_low
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.image_layout import is_channels_last, is_image
 from amp_graph.passes.regions import is_trained
-from amp_graph.passes.what_pays import weight_gradient_by_product_pays
+from amp_graph.passes.what_pays_for_images import weight_gradient_by_product_pays
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.passes.what_pays import (
+from amp_graph.passes.what_pays_for_images import (
     depthwise_by_images_pays,
     depthwise_input_gradient_pays,
     depthwise_weight_gradient_pays,

@@ -22,7 +22,7 @@ from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays import folding_pays
+from amp_graph.passes.what_pays_for_images import folding_pays
 
 CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
 CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

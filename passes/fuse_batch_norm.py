@@ -28,7 +28,7 @@ from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import MARK
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import numel
-from amp_graph.passes.what_pays import batch_norm_in_one_pass_pays
+from amp_graph.passes.what_pays_for_images import batch_norm_in_one_pass_pays
 
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}

@@ -21,7 +21,7 @@ from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import numel
-from amp_graph.passes.what_pays import group_norm_backward_pays
+from amp_graph.passes.what_pays_for_images import group_norm_backward_pays
 
 SCHEMA = torch.ops.aten.group_norm.default
 NAMES = ("input", "num_groups", "weight", "bias", "eps")

@@ -17,7 +17,7 @@ from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convol
 from amp_graph.passes.fuse_batch_norm import batch_norm_arguments
 from amp_graph.passes.node_value import value
 from amp_graph.passes.torch_private import concrete_size
-from amp_graph.passes.what_pays import FEW_PLACES, pointwise_product_pays
+from amp_graph.passes.what_pays_for_images import FEW_PLACES, pointwise_product_pays
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a rewrite pays, by what the machine can do: the one place that says so.
+"""Where a rewrite pays, by what the machine can do: the one place that says so, with ``what_pays_for_images.py``.
 
 Before: a pass that rewrites what it can. After: ``if explicit_backward_pays(...)``. The figures are those of
 ``benchmarks/``; a machine with matrix units (AMX) and one with bf16 dot products only were measured.
@@ -68,51 +68,6 @@ def torchs_attention_pays(heads: int, queries: int, keys: int) -> bool:
     return heads <= FEW_HEADS and heads * queries * keys <= FEW_SCORES
 
 
-# One convolution alone does not earn back a change of layout before and behind it.
-FEWEST_CONVOLUTIONS = 2
-
-
-def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bool:
-    """Say whether ``convolutions`` of ``dtype`` in a graph run faster on channels_last tensors on ``device``.
-
-    bf16 on CPU: torch's norms and poolings of contiguous images are up to 15 times slower there, convolutions up to
-    8 times (1x1, with matrix units); of ResNet-50 and a U-Net, autocast on channels_last takes 0.7 to 0.97 of the time.
-    CUDA, in low precision: tensor cores read images so, and cuDNN turns others before and behind each convolution;
-    autocast on channels_last took 0.82 to 1.0 of the time on an H200 (ResNet-50, U-Net, in both modes, compiled too).
-    """
-    if convolutions < FEWEST_CONVOLUTIONS:
-        return False
-    if device == "cuda":
-        return dtype in HALVES
-    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
-
-
-def channels_last_weights_pay(device: str) -> bool:
-    """Say whether a convolution's weight is better cast into channels_last: cuDNN would turn it at each call.
-
-    oneDNN lays weights out in a way of its own, whatever it is given.
-    """
-    return device == "cuda"
-
-
-def casting_into_layout_pays(device: str) -> bool:
-    """Say whether one copy into another dtype and channels_last takes less time than one after the other.
-
-    On the CPU it takes 1.7 to 2.2 times as long, where there is more than one channel: torch's fast transposing copy is
-    for one dtype. Elsewhere it reads and writes half as much.
-    """
-    return device != "cpu"
-
-
-def patches_pay(device: str, channels: int, kernel: tuple[int, int]) -> bool:
-    """Say whether a convolution over patches beside each other, of so many channels, is better a linear over rows.
-
-    bf16 on CPU, 3 channels: a kernel of 14 to 32 places a side trains 3.6 to 10 times and infers 1.9 to 3.6 times as
-    fast, one of 4 1.7 times and the same. Many channels were not timed, nor CUDA.
-    """
-    return device == "cpu" and channels <= 4 and min(kernel) >= 4
-
-
 def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
     """Say whether parts of a whole of so many elements are better cast on their way into it.
 
@@ -120,69 +75,6 @@ def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
     copy for each part takes as long.
     """
     return device == "cpu" and concrete_size(elements) >= 100_000
-
-
-# Places of one output image, and channels, between which the CPU's convolution kernels lose to a product.
-FEW_OF_AN_IMAGE, SOME_OF_AN_IMAGE, ENOUGH_CHANNELS = 16, 49, 32
-
-
-def weight_gradient_by_product_pays(
-    device: str, dtype: torch.dtype, channels: int, kernel: int, strided: bool, places: int
-) -> bool:
-    """Say whether patches times gradients beat the convolution kernel's gradient of a weight of ``kernel`` places.
-
-    bf16 on CPU with dot products, batches of 32, channels_last: 1.3 to 10 times as fast at up to 4 x 4 places; at
-    7 x 7 places 1.1 to 1.3 times for 1x1 kernels, 1.2 to 3 times for strides; 0.4 to 1.1 for the rest. With matrix
-    units the kernel's gradient at 4 x 4 places ran at a tenth of a product's rate.
-    """
-    if device != "cpu" or dtype != torch.bfloat16 or channels < ENOUGH_CHANNELS or not multiplies_bf16():
-        return False
-    return places <= FEW_OF_AN_IMAGE or (places <= SOME_OF_AN_IMAGE and (kernel == 1 or strided))
-
-
-# Places of a kernel up to which oneDNN has compiled a gradient of a depthwise convolution's weight.
-MOST_COMPILED = 3
-
-
-def depthwise_weight_gradient_pays(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
-    """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's weight.
-
-    bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 12 to 45 times as fast for
-    7 x 7 places of a kernel, 11 to 30 times for 5 x 5; 0.7 for 3 x 3, which oneDNN compiles as well.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and max(kernel) > MOST_COMPILED and multiplies_bf16()
-
-
-def depthwise_input_gradient_pays(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
-    """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's input.
-
-    bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): with a stride, for which
-    oneDNN has no bf16 kernel, 15 to 67 times as fast; without 0.4 to 0.5.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and max(stride) > 1 and multiplies_bf16()
-
-
-# Places of a kernel up to which oneDNN has compiled depthwise convolutions of sequences as they lie.
-MOST_OF_A_SEQUENCE = 11
-
-
-def depthwise_by_images_pays(device: str, dtype: torch.dtype, kernel: int) -> bool:
-    """Say whether a depthwise convolution of sequences is faster as one of channels_last images, one place high.
-
-    bf16 on CPU with dot products, copies included: 5 to 21 times as fast for kernels of 15 to 128 places, 0.4 to 0.6
-    for 4 to 11.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and kernel > MOST_OF_A_SEQUENCE and multiplies_bf16()
-
-
-def bias_gradient_by_sum_pays(device: str, dtype: torch.dtype) -> bool:
-    """Say whether a sum beats the gradient of a bias that a transposed convolution's kernel computes.
-
-    bf16 on CPU with dot products, backward with a sum of its own as a part of that with the kernel's: 0.2 to 0.35 for
-    64 x 64 and 32 x 32 places of 64 and 128 channels in channels_last, 0.15 for volumes, 0.6 to 0.7 for sequences, one
-    or two threads; 0.66 for 8,192 elements. A U-Net's step takes 0.94 of the time. fp32 was 0.8 to 1.05.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
 # Logits from which on their fp32 copies leave the caches, and are mapped and paged in anew at each call.
@@ -346,15 +238,6 @@ def lstm_kernel_pays(device: str, dtype: torch.dtype) -> bool:
     return known and _shares_threads()
 
 
-def folding_pays(device: str, dtype: torch.dtype) -> bool:
-    """Say whether a batch norm in evaluation is better folded into its convolution on ``device``.
-
-    bf16 on CPU with dot products: the norm and the relu behind a convolution take 5 % (3x3, 128 channels) to 60 % (1x1,
-    256 channels) of its time; folded, a ResNet-50 takes 0.7 to 0.8 of it.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
-
-
 def looking_pays(looked_at: int, spared: int) -> bool:
     """Say whether it takes less to look at so many elements than passes over ``spared`` bf16 ones, for relus or maxima.
 
@@ -406,22 +289,6 @@ def widening_first_pays(device: str, elements: int) -> bool:
     elements on, 0.75 at 16,384. On CUDA operands promote in registers.
     """
     return device == "cpu" and elements >= FEWEST_WIDENED
-
-
-# Places of all images together up to which laying out a 1x1 convolution's weights costs what a product does not.
-FEW_PLACES = 512
-
-
-def pointwise_product_pays(device: str, dtype: torch.dtype, places: int, trains: bool) -> bool:
-    """Say whether a 1x1 convolution of channels_last images is faster as a product, at least one of the three.
-
-    bf16 on CPU with dot products, at ResNet-50's shapes, stride 2 included (a copy of what is read): the weight's
-    gradient 0.96 to 1.3 times as fast from 1,500 places on and 1.2 to 2.8 times below; result and gradient of the
-    input 1.07 to 1.6 times at 200 to 400 places, 0.94 to 1.13 above, where they stay. With matrix units all three took
-    0.55 to 0.60 of the time at 784 places, and 0.77 (weight) to 1.02 at 12,544.
-    """
-    fits = device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
-    return fits and (trains or places <= FEW_PLACES)
 
 
 # Products of two numbers below which a call's own cost hides what its kernel takes.
@@ -536,34 +403,6 @@ def adding_by_place_pays(elements: int) -> bool:
     times where what is written out is paged in anew; 0.4 to 0.7 times below.
     """
     return elements >= LEAST_BY_PLACE
-
-
-# Elements of a batch norm below which a call of a function with a backward of its own is seen, more than memory.
-FEWEST_OF_A_BATCH_NORM = 1 << 17
-
-
-def batch_norm_in_one_pass_pays(device: str, elements: int) -> bool:
-    """Say whether a batch norm of ``elements`` that trains, and the relu behind it, are faster in compiled C.
-
-    CPU, bf16 with AVX-512, forward and backward of torch's norm and relu: 0.5 to 0.65 of the time from 200,000 elements
-    on, 0.7 at 100,000, 0.9 at 65,536; where caches were emptied in between, as in a step, 0.6 to 0.9 and 1.0
-    (``benchmarks/batch_norm.py``). A norm without a relu takes 0.4 to 0.75 of torch's, from 300,000 elements on with
-    caches emptied, 1.2 at 75,000.
-    """
-    return device == "cpu" and elements >= FEWEST_OF_A_BATCH_NORM
-
-
-# Elements of a group norm below which a call of a function with a backward of its own is seen.
-FEWEST_OF_A_GROUP_NORM = 1 << 15
-
-
-def group_norm_backward_pays(device: str, elements: int) -> bool:
-    """Say whether the gradients of a group norm of ``elements`` in channels_last are faster by compiled C.
-
-    CPU, bf16 with AVX-512, forward and backward: 0.1 to 0.2 of torch's time for images of 64 and 32 places a side, 64
-    and 320 channels, and 16 places of 256; 1.8 for 3,024 elements. A diffusion U-Net's step takes 0.9 of the time.
-    """
-    return device == "cpu" and elements >= FEWEST_OF_A_GROUP_NORM
 
 
 # Elements of a norm below which a call of a function with a backward of its own is seen, more than memory.

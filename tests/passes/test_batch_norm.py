@@ -9,7 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.pass_lists import passes_for
-from amp_graph.passes import batch_norm_ops, native_code, what_pays
+from amp_graph.passes import batch_norm_ops, native_code, what_pays, what_pays_for_images
 from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_again import (
     norm_add_relu_computed_again,
@@ -34,7 +34,7 @@ SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_BATCH_NORM", 1)
     monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
 
 
@@ -335,7 +335,8 @@ def test_a_sum_with_what_nobody_can_compute_again_is_saved():
     ("in_step", "wanted"), [(True, {norm_and_relu, norm_add_relu, pointwise_conv}), (False, set())]
 )
 def test_a_whole_step_has_kernels_of_ours_whoever_compiles_it(in_step, wanted, monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
     gm = capture(made(), IMAGES).fresh()
     run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", in_step=in_step), checked=True)
     assert {norm_and_relu, norm_add_relu, pointwise_conv} & set(targets(gm)) == wanted
@@ -413,10 +414,10 @@ def test_only_sums_that_a_relu_alone_reads_are_fused(form, fused):
 
 
 def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
     *_, result = graphs(made())
     assert "as fast" in result.skips[0].reason
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_BATCH_NORM", 1)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv(native_code.FOLDER, "/nonexistent")
     batch_norm_ops.library.cache_clear()

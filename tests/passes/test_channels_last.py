@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import channels_last, what_pays
+from amp_graph.passes import channels_last, what_pays, what_pays_for_images
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.image_layout import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
@@ -16,7 +16,8 @@ from tests.passes.graphs import Function, capture_function, differences, passes_
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):
@@ -206,12 +207,12 @@ def test_gradients_of_such_weights_keep_their_strides(name):
 
 
 def test_where_it_pays():
-    pays = what_pays.channels_last_pays
+    pays = what_pays_for_images.channels_last_pays
     assert pays("cpu", torch.bfloat16, 2)
     assert not pays("cpu", torch.float16, 2)
     assert all(pays("cuda", dtype, 2) and not pays("cuda", dtype, 1) for dtype in (torch.bfloat16, torch.float16))
     assert not pays("cuda", torch.float32, 9)
-    assert [what_pays.channels_last_weights_pay(device) for device in ("cpu", "cuda")] == [False, True]
+    assert [what_pays_for_images.channels_last_weights_pay(device) for device in ("cpu", "cuda")] == [False, True]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -386,7 +387,8 @@ def test_a_second_run_changes_nothing():
 
 
 def test_a_machine_where_it_does_not_pay(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: False)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
     _, _, _, result = passed(convs)
     assert not result.changes
     assert "does not pay" in result.skips[0].reason

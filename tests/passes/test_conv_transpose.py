@@ -7,11 +7,11 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import what_pays
+from amp_graph.passes import what_pays, what_pays_for_images
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution_backward import conv_transpose_low
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.what_pays import bias_gradient_by_sum_pays
+from amp_graph.passes.what_pays_for_images import bias_gradient_by_sum_pays
 from tests.passes.graphs import BF16, capture_function, passes_before, run_step
 
 TORCHS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -19,7 +19,8 @@ TORCHS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):

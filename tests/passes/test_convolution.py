@@ -7,17 +7,18 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import convolution_backward, what_pays
+from amp_graph.passes import convolution_backward, what_pays, what_pays_for_images
 from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.convolution_backward import conv2d_low, weight_gradient
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.what_pays import weight_gradient_by_product_pays
+from amp_graph.passes.what_pays_for_images import weight_gradient_by_product_pays
 from tests.passes.graphs import BF16, capture_function, passes_before, run_step
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):

@@ -7,12 +7,12 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import depthwise_ops, native_code, what_pays
+from amp_graph.passes import depthwise_ops, native_code, what_pays, what_pays_for_images
 from amp_graph.passes.convolution_backward import depthwise_low, depthwise_rows
 from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.what_pays import depthwise_input_gradient_pays, depthwise_weight_gradient_pays
+from amp_graph.passes.what_pays_for_images import depthwise_input_gradient_pays, depthwise_weight_gradient_pays
 from tests.passes.graphs import BF16, Function, capture_function, passes_before, run_step
 
 LAST = torch.channels_last
@@ -170,7 +170,8 @@ def test_where_there_is_no_memory_that_is_said(monkeypatch):
 
 @pytest.fixture
 def pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def block(kernel=7, stride=1, padding=3, **kwargs):

@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import what_pays
+from amp_graph.passes import what_pays, what_pays_for_images
 from amp_graph.passes.global_pool import GlobalPool, pooled
 from amp_graph.passes.manager import run_passes
 from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step
@@ -17,7 +17,8 @@ LAST = torch.channels_last
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):

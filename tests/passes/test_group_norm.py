@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import group_norm, native_code, what_pays
+from amp_graph.passes import group_norm, native_code, what_pays, what_pays_for_images
 from amp_graph.passes.fuse_group_norm import FuseGroupNorm
 from amp_graph.passes.group_norm import group_norm_low
 from amp_graph.passes.manager import run_passes
@@ -19,8 +19,9 @@ LAST = torch.channels_last
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_GROUP_NORM", 1)
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_GROUP_NORM", 1)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, seed=0):
@@ -130,10 +131,10 @@ def test_norms_that_train_are_replaced():
 def test_what_is_left_alone_says_why(monkeypatch):
     *_, result = passed(Net(affine=False))
     assert ["no weight and bias" in skip.reason for skip in result.skips] == [True]
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_GROUP_NORM", 1 << 30)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_GROUP_NORM", 1 << 30)
     *_, result = passed(Net())
     assert ["as fast" in skip.reason for skip in result.skips] == [True]
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_GROUP_NORM", 1)
+    monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_GROUP_NORM", 1)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv(native_code.FOLDER, "/nonexistent")
     group_norm.library.cache_clear()

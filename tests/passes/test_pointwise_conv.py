@@ -9,7 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import conv_as_product, what_pays
+from amp_graph.passes import conv_as_product, what_pays, what_pays_for_images
 from amp_graph.passes.conv_as_product import pointwise_conv
 
 BF16, LAST = torch.bfloat16, torch.channels_last
@@ -17,7 +17,8 @@ BF16, LAST = torch.bfloat16, torch.channels_last
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    for module in (what_pays, what_pays_for_images):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
@@ -177,7 +178,7 @@ def test_activations_in_place_behind_it():
 
 
 def test_many_places_without_gradients_are_torchs(monkeypatch):
-    monkeypatch.setattr(what_pays, "FEW_PLACES", 0)
+    monkeypatch.setattr(what_pays_for_images, "FEW_PLACES", 0)
     model = amp_graph.convert(Bottleneck().eval(), "bf16")
     with torch.no_grad():
         model(X)

@@ -91,7 +91,9 @@ def _is_of_patches(call: ConvolutionCall) -> bool:
     fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
     if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
         return False
-    return not is_channels_last(x) and patches_pay(x.device.type, call.channels, call.kernel)
+    return not is_channels_last(x) and patches_pay(
+        x.device.type, call.channels, call.kernel, bool(_read_in_rows(call.node))
+    )
 
 
 def _of_patches(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:

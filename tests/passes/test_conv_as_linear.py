@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import conv_as_linear
+from amp_graph.passes import conv_as_linear, what_pays_for_images
 from amp_graph.passes.conv_as_linear import ConvAsLinear
 from amp_graph.passes.convolution_call import calls_convolution
 from amp_graph.passes.identify_ops import IdentifyOps
@@ -161,7 +161,8 @@ APART = {
     "a rest": lambda s, x: F.conv2d(x[:, :, :7], s.w, stride=4),
     "padded": lambda s, x: F.conv2d(x, s.w, stride=4, padding=2),
     "dilated": lambda s, x: F.conv2d(x, s.w[..., :2, :2], stride=2, dilation=2),
-    "small patches": lambda s, x: F.conv2d(x, s.w[..., :2, :2], stride=2),
+    "small patches": lambda s, x: F.linear(F.conv2d(x, s.w[..., :2, :2], stride=2).flatten(2).transpose(1, 2), s.v),
+    "an image of small patches": lambda s, x: F.conv2d(x, s.w, stride=4),
     "channels_last": lambda s, x: F.conv2d(x.contiguous(memory_format=LAST), s.w, stride=4),
     "many channels": lambda s, x: F.conv2d(x.repeat(1, 4, 1, 1), s.w.repeat(1, 4, 1, 1), stride=4),
 }
@@ -176,7 +177,8 @@ def patched(function):
 
 
 @pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])
-def test_patches_are_rows(name):
+def test_patches_are_rows(name, monkeypatch):
+    monkeypatch.setattr(what_pays_for_images, "LEAST_PATCH_OF_AN_IMAGE", 4)
     graph, gm, result = patched((IN_ROWS | AS_IMAGES)[name])
     assert len(result.changes) == 1
     plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
@@ -192,7 +194,9 @@ def test_patches_are_rows(name):
 
 
 @pytest.mark.parametrize("name", APART)
-def test_other_convolutions_are_no_patches(name):
+def test_other_convolutions_are_no_patches(name, monkeypatch):
+    if "image" not in name:
+        monkeypatch.setattr(what_pays_for_images, "LEAST_PATCH_OF_AN_IMAGE", 4)
     graph, gm, result = patched(APART[name])
     assert not result.changes
     assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
@@ -200,6 +204,7 @@ def test_other_convolutions_are_no_patches(name):
 
 def test_control_patches_that_are_turned_differ(monkeypatch):
     describe = conv_as_linear.describe
+    monkeypatch.setattr(what_pays_for_images, "LEAST_PATCH_OF_AN_IMAGE", 4)
 
     def turned(made, like, mode):
         if made.target == "permute" and len(made.args[1]) == 6:

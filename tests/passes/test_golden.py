@@ -3,12 +3,13 @@
 To accept new texts: EXPECTTEST_ACCEPT=1 pytest tests/passes/test_golden.py.
 """
 
+import contextlib
 from unittest import mock
 
 import expecttest
 import torch
 
-from amp_graph.passes import what_pays
+from amp_graph.passes import what_pays, what_pays_for_images
 from amp_graph.passes.text import graph_text
 from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
@@ -18,8 +19,11 @@ def graph_of(name, policy="bf16", multiplies_bf16=False):
     """The rewritten graph, on a machine with or without instructions for bf16: what pays is not the same."""
     build, inputs = CASES[name]
     can = {"multiplies_bf16": multiplies_bf16, "cpu_has_bf16": multiplies_bf16, "cpu_has_amx": False}
-    machine = mock.patch.multiple(what_pays, **{name: mock.Mock(return_value=said) for name, said in can.items()})
-    with torch._dynamo.config.patch(allow_rnn=True), machine:
+    with contextlib.ExitStack() as machine:
+        for module in (what_pays, what_pays_for_images):
+            for known in can.keys() & vars(module).keys():
+                machine.enter_context(mock.patch.object(module, known, mock.Mock(return_value=can[known])))
+        machine.enter_context(torch._dynamo.config.patch(allow_rnn=True))
         return rewritten(capture(build(), *inputs()), policy)
 
 

@@ -13,7 +13,6 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +37,6 @@ from amp_graph.passes.torch_private import (
     capture_with_dynamo,
     compiled_frames,
     dynamo_listens,
-    freezes_parameters,
     in_transform,
     is_autocast_on,
     is_sharded,
@@ -175,11 +173,8 @@ class Conversion:
                 str(error).partition(". ")[0],
             )
             return self.escaped.run(self._wide, args, kwargs)
-        # Copies of weights are kept of parameters, not of constants.
-        frozen = found is None and self.compile == "eager" and freezes_parameters()
         try:
-            with parameters_as_inputs() if frozen else nullcontext():
-                result = (found or self._run)(*args, **kwargs)
+            result = (found or self._looked_up)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -195,6 +190,13 @@ class Conversion:
         elif self.captured.runs_left_alone - alone == self.runs - before == 1:
             self._leave_alone(args, kwargs)
         return result
+
+    def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
+        """Run by way of Dynamo, which captures what it does not know; copies are of parameters, not of constants."""
+        if self.compile != "eager":
+            return self._run(*args, **kwargs)
+        with parameters_as_inputs():
+            return self._run(*args, **kwargs)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one as they are written from now on: in its graph nothing is low."""

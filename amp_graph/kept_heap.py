@@ -8,7 +8,6 @@ What is free below serves whoever allocates: it is not set aside.
 from __future__ import annotations
 
 import ctypes
-import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,7 +23,7 @@ FAR = 1 << 32  # bytes between the heap and what is mapped are more
 # Times what is alive at once: what kernels allocate beside that, and gaps that nothing fits in. With 2 most steps went
 # beyond in 5 of 80 processes, by where their blocks happened to lie; with 3 in none. What no step takes is no memory.
 BESIDE = 3
-OFTEN, SELDOM = 8, 64
+OFTEN, SELDOM = 8, 64  # steps between two whose page faults are looked at
 SOME = 8  # of a step's memory the part whose page faults show that it lacks it
 
 
@@ -73,6 +72,8 @@ class KeptHeap:
         one of ``SELDOM`` where all is well, is looked at for page faults; of ever fewer where keeping anew has not
         helped, as results may be mapped each on its own.
         """
+        import resource  # of Unix, as are the C libraries that anything is kept in
+
         known, few = weakref.ref(owner), at_once // SOME / resource.getpagesize()
         left, pause, before, kept = OFTEN, OFTEN, -1, False
 

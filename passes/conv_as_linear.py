@@ -51,8 +51,8 @@ class ConvAsLinear(Pass):
                 continue
             if _covers_the_image(call):
                 made, why = _as_linear(gm, call, mode), f"its kernel covers images of {call.kernel}"
-            elif _is_of_patches(call):
-                made, why = _of_patches(gm, call, mode), f"over patches of {call.kernel}"
+            elif _is_of_patches(call, rows := _read_in_rows(node)):
+                made, why = _of_patches(gm, call, rows, mode), f"over patches of {call.kernel}"
             else:
                 continue
             changes.append(Change(self.name, "as a linear", made.name, why))
@@ -85,22 +85,19 @@ def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> 
     return made
 
 
-def _is_of_patches(call: ConvolutionCall) -> bool:
-    """Say whether the kernel goes over the image in steps of its own size, to its very end."""
+def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
+    """Say whether the kernel goes over the image in steps of its own size, to its end; ``rows`` make rows of it."""
     x, (height, width) = call.image, call.kernel
     fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
     if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
         return False
-    return not is_channels_last(x) and patches_pay(
-        x.device.type, call.channels, call.kernel, bool(_read_in_rows(call.node))
-    )
+    return not is_channels_last(x) and patches_pay(x.device.type, call.channels, call.kernel, bool(rows))
 
 
-def _of_patches(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:
-    """Put the linear over patches in the place of the convolution; return its result, as an image or in rows."""
+def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:
+    """Put the linear over patches in the place of the convolution, or of ``rows``; return its result."""
     node, graph, (height, width) = call.node, gm.graph, call.kernel
     across = (-1, call.channels, call.image.shape[2] // height, height, call.image.shape[3] // width, width)
-    rows = _read_in_rows(node)
     with graph.inserting_before(node):
 
         def called(name: str, *args: object) -> Node:

@@ -49,7 +49,7 @@ class ConvolutionCall:
     @property
     def kernel(self) -> tuple[int, int]:
         """Height and width of the weight."""
-        return _pair(value(self.weight).shape[2:])
+        return pair(value(self.weight).shape[2:])
 
     @property
     def places(self) -> int:
@@ -96,22 +96,23 @@ def _read(node: Node) -> tuple[int, ConvolutionCall | str]:
     x, weight = given["input"], given["weight"]
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
         return 0, "it is not of a batch of images"
-    kernel = _pair(value(weight).shape[2:])
+    kernel = pair(value(weight).shape[2:])
     padding = padding_of(given["padding"], kernel)
-    if padding is None or (_pair(given["dilation"]) != ONE and kernel != ONE):
+    if padding is None or (pair(given["dilation"]) != ONE and kernel != ONE):
         return 0, "it has dilation, or padding on one side"
-    return given["groups"], ConvolutionCall(node, x, weight, given["bias"], _pair(given["stride"]), padding)
+    return given["groups"], ConvolutionCall(node, x, weight, given["bias"], pair(given["stride"]), padding)
 
 
 def padding_of(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:
     """Return the padding in numbers; None where it differs from side to side ("same" for an even kernel)."""
     if not isinstance(given, str):
-        return _pair(given)
+        return pair(given)
     if given == "valid":
         return (0, 0)
     return (kernel[0] // 2, kernel[1] // 2) if all(size % 2 for size in kernel) else None
 
 
-def _pair(given: Any) -> tuple[int, int]:
+def pair(given: Any) -> tuple[int, int]:
+    """Return a size, a stride, a padding or a dilation for both directions."""
     found = (given,) if isinstance(given, int) else tuple(given)
     return concrete_size(found[0]), concrete_size(found[-1])

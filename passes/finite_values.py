@@ -52,7 +52,7 @@ class FiniteWeights:
             self._bad[key] = StorageWeakRef(weight.untyped_storage())
 
     @property
-    def is_all_noted(self) -> bool:
+    def is_all_finite(self) -> bool:
         """Whether all is finite that was made of weights that still exist."""
         return not self._bad or all(storage.expired() for storage in list(self._bad.values()))
 
@@ -85,7 +85,7 @@ def max_pool_of(weights: FiniteWeights) -> Callable[..., Tensor]:
     """
 
     def max_pool_of_finite(x: Tensor, size: int, finite: bool) -> Tensor:
-        if not finite or not weights.is_all_noted:
+        if not finite or not weights.is_all_finite:
             return F.max_pool2d(x, size, 2, size - 2)
         return _maxima(_maxima(x.view(torch.int16), 2, size), 3, size).view(x.dtype)
 

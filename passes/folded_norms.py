@@ -85,7 +85,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
         elif copies.checked:
             copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
         inside = KERNELS_OWN.get(shape.after, "none") if other is None else "none"
-        if shape.after == "relu" and finite and weights.is_all_noted:
+        if shape.after == "relu" and finite and weights.is_all_finite:
             inside = "relu"
         bias = kept.beside.full if other is None else kept.beside.low
         out = convolution_pointwise(x, kept.low, bias, shape, other, into, inside)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from amp_graph.passes import packed_weights, weight_copies, wide_products
+from amp_graph.passes import packed_weights, weight_copies, widened_products
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
@@ -58,7 +58,7 @@ class KeepWeightCopies(Pass):
 def is_kept(node: Node) -> bool:
     """Say whether ``node`` reads a weight's copy that outlives the call."""
     of = getattr(node.target, "__module__", "")
-    packs = of in (packed_weights.__name__, wide_products.__name__)
+    packs = of in (packed_weights.__name__, widened_products.__name__)
     return of == weight_copies.__name__ or (packs and CAST in node.meta)
 
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.convolution_call import pair
 from amp_graph.passes.finite_values import AllFinite, all_finite_of, max_pool_of
 from amp_graph.passes.folded_norms import is_folded
 from amp_graph.passes.identify_ops import OPS, names_of
@@ -161,20 +162,14 @@ def _pools(gm: GraphModule) -> dict[Node, tuple[Node, int]]:
             continue
         options = {k: v for k, v in node.kwargs.items() if k != "return_indices"}
         given = facts.schema_arguments(POOL, node.args, options)
-        x, size = given["self"], _one(given["kernel_size"])
+        x, size = given["self"], pair(given["kernel_size"])
         shape = value(x).shape[2:]
         even = value(x).dim() == 4 and all(type(n) is int and n % 2 == 0 for n in shape)
-        steps = _one(given["stride"] or given["kernel_size"]) == 2 and _one(given["padding"]) == (size == 3)
-        plain = _one(given["dilation"]) == 1 and not given["ceil_mode"]
-        if size in (2, 3) and even and steps and plain and _leaves_no_less_than_zero(x):
-            found[node] = (x, size)
+        steps = (pair(given["stride"] or given["kernel_size"]), pair(given["padding"]), pair(given["dilation"]))
+        plain = steps in (((2, 2), (n, n), (1, 1)) for n in range(2) if size == (n + 2, n + 2))
+        if even and plain and not given["ceil_mode"] and _leaves_no_less_than_zero(x):
+            found[node] = (x, size[0])
     return found
-
-
-def _one(given: Any) -> int | None:
-    """Return the number that ``given`` is for both directions; None where they differ."""
-    both = (given,) if isinstance(given, int) else tuple(given)
-    return both[0] if len(set(both)) == 1 else None
 
 
 def _worth_looking_at(spared: Iterable[Node], sources: dict[Node, Sources | None]) -> frozenset[Node]:
@@ -205,15 +200,11 @@ class _Flags:
         if sources is None or not sources.values <= self.worth:
             return None
         if sources not in self.made:
-            asked = [one for one in self.made if one | sources == sources]
-            last = max(
-                asked, key=lambda one: len(one.values) + len(one.kept), default=Sources(frozenset(), frozenset())
-            )
-            args: tuple[Any, ...] = (
-                tuple(sorted(sources.values - last.values)),
-                tuple(sorted(sources.kept - last.kept)),
-            )
+            known = [one for one in self.made if one.values <= sources.values and one.kept <= sources.kept]
+            nothing = Sources(frozenset(), frozenset())
+            most = max(known, key=lambda one: len(one.values) + len(one.kept), default=nothing)
+            looks = (tuple(sorted(more)) for more in (sources.values - most.values, sources.kept - most.kept))
             with self.gm.graph.inserting_before(node):
-                earlier = (self.made[last],) if asked else ()
-                self.made[sources] = self.gm.graph.call_function(self.ask, args + earlier)
+                args: tuple[Any, ...] = (*looks, *([self.made[most]] if known else []))
+                self.made[sources] = self.gm.graph.call_function(self.ask, args)
         return self.made[sources]

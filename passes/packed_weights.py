@@ -115,7 +115,7 @@ def relu_linear_of(weights: FiniteWeights) -> Callable[..., Tensor]:
     """
 
     def relu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, finite: bool) -> Tensor:
-        if finite and weight.layout is not torch.strided and weights.is_all_noted:
+        if finite and weight.layout is not torch.strided and weights.is_all_finite:
             return linear_of_packed_weight(x, weight, bias, "relu")
         return linear_of_packed(x, weight, bias, "relu")
 

@@ -1,7 +1,6 @@
 """Every private torch name that amp_graph uses, in one place, each with the versions it was checked on.
 
-Before: ``from torch._inductor import config as inductor_config  # 2.11 - 2.13
-from torch._guards import tracing`` in six files. After: one file to read when torch moves.
+Before: ``from torch._guards import tracing`` in six files. After: one file to read when torch moves.
 Checked on 2.13.0 (all of it run by the test-suite); 2.11 and 2.12 by reading their sources.
 """
 
@@ -69,7 +68,6 @@ __all__ = [
     "dispatch_has_kernel",
     "dynamo_listens",
     "flash_attention_cpu",
-    "freezes_parameters",
     "holders",
     "in_forward_mode",
     "in_transform",
@@ -684,13 +682,10 @@ def in_forward_mode() -> bool:
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-def freezes_parameters() -> bool:
-    """Say whether Dynamo makes constants of parameters where no gradients are recorded, for Inductor; 2.11 - 2.13."""
-    return bool(inductor_config.freezing) and not torch.is_grad_enabled()
-
-
 def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
-    """Have Dynamo capture parameters as inputs all the same; 2.11 - 2.13."""
+    """Have Dynamo capture parameters as inputs, where Inductor's freezing would make constants of them; 2.11 - 2.13."""
+    if not inductor_config.freezing or torch.is_grad_enabled():
+        return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)
     return found
 

@@ -30,7 +30,7 @@ from amp_graph.passes import (
     residual_norm,
     runtime,
     weight_copies,
-    wide_products,
+    widened_products,
 )
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
@@ -61,7 +61,7 @@ OURS = frozenset(
         residual_norm,
         runtime,
         weight_copies,
-        wide_products,
+        widened_products,
     )
 )
 

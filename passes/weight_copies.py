@@ -47,7 +47,7 @@ class WeightCopies:
         self._found_written = found_written or (lambda weight: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
-        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, wide_products.py.
+        # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, widened_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for

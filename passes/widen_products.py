@@ -18,7 +18,7 @@ from amp_graph.passes.packed_weights import linear_of_packed
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import outputs_at_once
-from amp_graph.passes.wide_products import parts_reader, widened_product
+from amp_graph.passes.widened_products import parts_reader, widened_product
 
 
 @dataclass(frozen=True)

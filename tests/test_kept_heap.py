@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph import kept_heap
 from amp_graph.kept_heap import HEAP, PIECE, SELDOM, SOME, Allocator, KeptHeap
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.torch_private import make_fx
@@ -309,7 +308,7 @@ def test_what_a_captured_graph_makes_is_counted_by_storages():
 def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(monkeypatch):
     faults, kept, owner = [0], [], Owner()
     usage = type("Usage", (), {"ru_minflt": property(lambda self: faults[0])})()
-    monkeypatch.setattr(kept_heap.resource, "getrusage", lambda whose: usage)
+    monkeypatch.setattr(resource, "getrusage", lambda whose: usage)
     heap = KeptHeap(lambda: None)
     monkeypatch.setattr(heap, "keep_for_steps", lambda one, need: kept.append((one, need)))
 

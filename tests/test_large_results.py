@@ -10,7 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.errors import VerifyError
-from amp_graph.passes import large_pages, pack_weights, what_pays, wide_products, widen_products
+from amp_graph.passes import large_pages, pack_weights, what_pays, widen_products, widened_products
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import multiplies_bf16, pack_linear_weight
 from amp_graph.passes.weight_copies import PARTS, PLAIN_READS
@@ -82,7 +82,7 @@ def test_parts_are_the_whole(x, bias, verify, monkeypatch):
 
 
 def test_control_a_part_of_another_weight_is_seen(monkeypatch):
-    monkeypatch.setattr(wide_products, "pack_linear_weight", lambda part: pack_linear_weight(part.flip(0)))
+    monkeypatch.setattr(widened_products, "pack_linear_weight", lambda part: pack_linear_weight(part.flip(0)))
     ours, theirs = pair()
     assert not torch.allclose(called(ours), called(theirs), rtol=2**-7, atol=2**-7)
 

@@ -117,7 +117,7 @@ def test_parameters_and_statistics_that_are_not_finite(name, bad, early):
         model.state_dict()[name].copy_(kept)
     assert same(called(ours), called(theirs))
     assert called(ours).isfinite().all()
-    assert conversion_of(ours).copies.finite.is_all_noted
+    assert conversion_of(ours).copies.finite.is_all_finite
 
 
 def test_a_variance_below_zero_makes_nan_of_what_is_finite():
@@ -139,7 +139,7 @@ def test_control_nan_is_hidden_where_nobody_looks(monkeypatch):
 
 
 def test_control_weights_that_are_not_finite_are_noted(monkeypatch):
-    monkeypatch.setattr(FiniteWeights, "is_all_noted", True)
+    monkeypatch.setattr(FiniteWeights, "is_all_finite", True)
     ours, theirs = pair()
     for model in (ours, theirs):
         with torch.no_grad():
@@ -237,10 +237,10 @@ def test_copies_are_looked_at_once_a_write(monkeypatch):
 def test_a_parameter_that_is_gone_spoils_nothing():
     weights, weight = FiniteWeights(), torch.ones(4)
     weights.note(1, weight, False)
-    assert not weights.is_all_noted
+    assert not weights.is_all_finite
     del weight
     gc.collect()
-    assert weights.is_all_noted
+    assert weights.is_all_finite
 
 
 class Tower(nn.Module):
@@ -311,7 +311,7 @@ def test_control_linears_hide_nan_where_nobody_looks(by_onednn, monkeypatch):
 
 
 def test_control_linears_whose_weights_nobody_noted(by_onednn, monkeypatch):
-    monkeypatch.setattr(FiniteWeights, "is_all_noted", True)
+    monkeypatch.setattr(FiniteWeights, "is_all_finite", True)
     ours, theirs = pair(Tower)
     called(ours, ROWS), called(theirs, ROWS)
     for model in (ours, theirs):
@@ -355,4 +355,4 @@ def test_a_weight_that_was_packed_for_another_graph_is_noted(by_onednn):
             found, expected = ours(ROWS, True), theirs(ROWS, True)
             assert found.isnan().any() == (bad != 0.5)
             assert same(found, expected)
-    assert conversion_of(ours).copies.finite.is_all_noted
+    assert conversion_of(ours).copies.finite.is_all_finite

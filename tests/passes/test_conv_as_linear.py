@@ -101,8 +101,9 @@ class Head(nn.Module):
         return self.last(self.norm(self.head(self.conv(x).relu())).relu()).flatten(1)
 
 
-def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_autocasts():
-    x, model, rival, exact = drawn(6, 4, 6, 6), Head(), Head(), Head().double()
+def trained_as_exactly_as_by_autocast(kind, x):
+    """Return the converted model, autocast's result and the exact one; their gradients are compared with fp64's."""
+    model, rival, exact = kind(), kind(), kind().double()
     amp_graph.convert(model, "bf16")
     for _ in range(2):
         model.zero_grad()
@@ -110,9 +111,15 @@ def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_au
     with torch.autocast("cpu", torch.bfloat16):
         out = rival(x)
     out.float().square().sum().backward()
-    exact(x.double()).square().sum().backward()
-    for ours, theirs, right in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
-        assert (ours.grad - right.grad).norm() <= 1.1 * (theirs.grad - right.grad).norm() + 1e-6
+    right = exact(x.double())
+    right.square().sum().backward()
+    for ours, theirs, known in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
+        assert (ours.grad - known.grad).norm() <= 1.1 * (theirs.grad - known.grad).norm() + 1e-6
+    return model, out, right
+
+
+def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_autocasts():
+    model, *_ = trained_as_exactly_as_by_autocast(Head, drawn(6, 4, 6, 6))
     assert model.head.weight.grad.stride() == model.head.weight.stride()
     code = conversion_of(model).graphs[0].rewritten.gm.code
     assert code.count("weight_copy(") == 6
@@ -232,18 +239,8 @@ class Transformer(nn.Module):
 
 def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
-    x, model, rival, exact = drawn(2, 3, 32, 32), Transformer(), Transformer(), Transformer().double()
-    amp_graph.convert(model, "bf16")
-    for _ in range(2):
-        model.zero_grad()
-        model(x).square().sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = rival(x)
-    out.float().square().sum().backward()
-    right = exact(x.double())
-    right.square().sum().backward()
-    for ours, theirs, known in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
-        assert (ours.grad - known.grad).norm() <= 1.1 * (theirs.grad - known.grad).norm() + 1e-6
+    x = drawn(2, 3, 32, 32)
+    model, out, right = trained_as_exactly_as_by_autocast(Transformer, x)
     with torch.no_grad():
         for _ in range(PLAIN_READS + 2):
             found = model(x)

@@ -17,6 +17,7 @@ from torch import nn
 from amp_graph.passes import (
     attention_kernel,
     batch_norm_ops,
+    cast_kernel,
     cross_entropy_kernel,
     depthwise_ops,
     group_norm,
@@ -81,5 +82,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
     if any(part.out_features >= MANY_CLASSES for part in linears):
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
+    if any(p.numel() >= cast_kernel.LARGE for p in model.parameters()):
+        yield f"casts, {low}", lambda: cast_kernel.library(low)
     if linears and low == torch.bfloat16:
         yield "linears", linear_kernel.library  # wanted last: over few rows alone

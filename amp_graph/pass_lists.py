@@ -113,11 +113,18 @@ def passes_for(
         AlignShapes(planned_for),
         *batch_norms,
         *(
-            [LinearCrossEntropy(), FuseNorm(), again, SmallLinears(), CountBatches(planned_for), CastParts()]
+            [
+                LinearCrossEntropy(),
+                FuseNorm(),
+                again,
+                SmallLinears(),
+                CountBatches(planned_for),
+                CastParts(),
+                WidenLarge(),
+            ]
             if eager
             else []
         ),
-        *([WidenLarge()] if eager and not torch.is_grad_enabled() else []),
     ]
     found = [
         IdentifyOps(),

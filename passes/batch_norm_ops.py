@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import load, threads_for
-from amp_graph.passes.norm_ops import MACROS
+from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import CompilerError, load, threads_for
-from amp_graph.passes.norm_ops import MACROS
+from amp_graph.passes.native_code import MACROS, CompilerError, load, threads_for
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # what C calls low precision, and nothing

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.cast_kernel import clear
 from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, storage_holders
 from amp_graph.passes.what_pays import adding_by_place_pays
 
@@ -37,7 +38,7 @@ class GradientMemory:
         if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not is_free(own):
             own = torch.zeros(weight.shape, dtype=weight.dtype)
         else:
-            own.zero_()
+            clear(own)
         given = own.detach()
         self._last[id(weight)] = own
         return given

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.native_code import load, threads_for
-from amp_graph.passes.norm_ops import MACROS
+from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_private import StorageWeakRef, holders, storage_key
+from amp_graph.passes import cast_kernel
+from amp_graph.passes.torch_private import StorageWeakRef, borrow, holders, is_batched, storage_key
 
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
 
@@ -54,6 +55,30 @@ def is_of(kept: KeptCopy, weight: Tensor) -> bool:
     """Say whether ``kept`` was made of ``weight``, and that is where it was."""
     same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
     return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
+
+
+def lend(weight: Tensor, low: Tensor) -> Tensor:
+    """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does; large ones by C."""
+    if weight.numel() < cast_kernel.LARGE or cast_kernel.library(low.dtype) is None:
+        return borrow(weight, low)
+    found: Tensor = _Lent.apply(weight, [low])
+    return found
+
+
+class _Lent(torch.autograd.Function):
+    """Saves nothing, and so serves any number of backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
+        given = torch.empty(0, dtype=low[0].dtype)
+        given.data = low[0]  # no view, and with a version counter of its own
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
+            return grad.float(), None
+        return cast_kernel.widened(grad), None
 
 
 class _Holder:

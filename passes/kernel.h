@@ -65,6 +65,9 @@ INLINE Halves narrow_all(Vector given) {
 #else
 
 typedef uint16_t Low;
+#ifndef LOW_NAN
+#define LOW_NAN 0x7fc0u
+#endif
 
 INLINE float widen(Low x) {
   const uint32_t bits = (uint32_t)x << 16;
@@ -77,7 +80,7 @@ INLINE Low narrow(float x) { /* to the nearest, ties to even */
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (Low)(x != x ? 0x7fc0u : rounded);
+  return (Low)(x != x ? LOW_NAN : rounded);
 }
 
 INLINE Vector widen_all(Halves given) {
@@ -93,10 +96,10 @@ INLINE Halves narrow_all(Vector given) { /* likewise */
   const Bits bits = (Bits)given, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 #if defined(__AVX512F__) /* what the compiler makes of the lines below takes twice as many instructions */
   const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)given, (__m512)given, _CMP_UNORD_Q);
-  return (Halves)_mm512_cvtepi32_epi16(_mm512_mask_set1_epi32((__m512i)rounded, is_nan, 0x7fc0));
+  return (Halves)_mm512_cvtepi32_epi16(_mm512_mask_set1_epi32((__m512i)rounded, is_nan, LOW_NAN));
 #else
   const Bits is_nan = (Bits)(given != given);
-  return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), Halves);
+  return __builtin_convertvector((rounded & ~is_nan) | (LOW_NAN & is_nan), Halves);
 #endif
 }
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.cast_kernel import copy_into
 from amp_graph.passes.gradient_memory import is_free
 from amp_graph.passes.native_code import of_c_library
-from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, is_in_mode
+from amp_graph.passes.torch_private import bytes_of, in_forward_mode, in_transform, is_batched, is_in_mode
 from amp_graph.passes.what_pays import large_pages_pay
 
 
@@ -38,10 +39,26 @@ def _on_large_pages(made: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x.float()`` of a low-precision ``x`` in such memory. With gradients, and under transforms, torch's own."""
-    if is_torchs(x):
+    """``x.float()`` of a low-precision ``x`` in such memory. Under transforms it is torch's own."""
+    if not is_torchs(x):
+        return copy_into(empty_like(x, dtype=torch.float32), x)
+    if in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x):
         return x.float()
-    return empty_like(x, dtype=torch.float32).copy_(x)
+    found: Tensor = _Widened.apply(x)
+    return found
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.low = x.dtype
+        return copy_into(empty_like(x, dtype=torch.float32), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
+            return grad.to(ctx.low)
+        return copy_into(torch.empty_like(grad, dtype=ctx.low), grad)
 
 
 class LargeResults:
@@ -84,7 +101,7 @@ class LargeResults:
             """Return ``widen(x)`` in memory that is taken for ``place``."""
             if is_in_mode(x) or not x.is_contiguous() or is_torchs(x):
                 return widen(x)
-            return self.taken(x.shape, place).copy_(x)
+            return copy_into(self.taken(x.shape, place), x)
 
         return widen_again
 

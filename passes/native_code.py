@@ -30,6 +30,8 @@ LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some
 SECONDS = 120  # that a compiler may take; it needs half a second
 # No product fused with a sum that the source does not fuse.
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+# What C calls the low precision that it is compiled for.
+MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
 # What torch itself asks of a CPU before it calls it by these names; more would not run on another machine of the name.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),

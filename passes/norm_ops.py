@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import load, threads_for
+from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
 
 SOURCE = Path(__file__).with_name("norm_kernel.c")
-MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amp_graph.passes.cast_kernel import total_of
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 # As whole numbers the least of each precision whose sign bit is set, minus infinity; above it are NaNs, then zero.
@@ -58,6 +59,8 @@ class _SharedCast(torch.autograd.Function):
             return total.float(), None, None, None
         if torch.is_grad_enabled():  # create_graph=True: nothing in place
             return sum((g.float() for g in given[1:]), total.float()), None, None, None
+        if not any(map(is_batched, given)) and (made := total_of(given)) is not None:
+            return made, None, None, None
         # The first sum must be made in fp32, where a full-precision reader did not already make it so.
         total = total if total.dtype == torch.float32 else total.float()
         for index, grad in enumerate(given[1:]):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
+from amp_graph.passes.cast_kernel import copy_into
 from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
-from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, may_be_kept
+from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
 from amp_graph.passes.large_pages import LargeResults
-from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
+from amp_graph.passes.torch_private import StorageWeakRef, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
@@ -150,7 +151,7 @@ class WeightCopies:
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
-                    given = kept.given = borrow(weight, kept.low)
+                    given = kept.given = lend(weight, kept.low)
                 return given if once else given.view_as(given)
             return kept.low
 
@@ -183,7 +184,7 @@ class WeightCopies:
         version, mark = weight._version, UPDATES.mark
         if weight.numel() >= LARGE and is_nobody_elses(kept):
             with torch.no_grad():
-                kept.low.copy_(weight)
+                copy_into(kept.low, weight)
             low, own = None, kept.low
         else:
             low, own = self._cast(weight)

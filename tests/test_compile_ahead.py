@@ -23,14 +23,16 @@ KERNELS = {
     "cross entropy": "cross_entropy_kernel",
     "depthwise": "depthwise_ops",
     "group norms": "group_norm",
+    "casts": "cast_kernel",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
+    "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms"},
+        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),

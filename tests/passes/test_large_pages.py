@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import amp_graph
-from amp_graph.passes import large_pages, what_pays, widen_large
+from amp_graph.passes import cast_kernel, large_pages, what_pays, widen_large
 from amp_graph.passes.large_pages import empty_like, widen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -125,11 +125,32 @@ def test_outputs_of_inference_are_widened_so(asked):
     assert asked
 
 
-def test_training_and_small_outputs_are_torchs(asked, monkeypatch):
-    plain = "bf16,skip=keep_large_results"
-    assert not has_it(converted(plain, grad=True)[1])
+@pytest.mark.parametrize("least", [1, 1 << 40], ids=["by C", "by torch"])
+def test_outputs_of_training_are_widened_so_with_their_gradients(least, asked, monkeypatch):
+    monkeypatch.setattr(cast_kernel, "LARGE", least)
+    grads = []
+    for policy in ("bf16", "bf16,skip=widen_large"):
+        found, model = converted(policy, grad=True)
+        assert has_it(model) == ("skip" not in policy)
+        model(X).square().sum().backward()
+        grads.append([found, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *grads))
+
+
+def test_small_outputs_are_torchs(asked, monkeypatch):
     monkeypatch.setattr(what_pays, "LEAST_MAPPED", 1 << 25)
-    assert not has_it(converted(plain)[1])
+    assert not has_it(converted("bf16,skip=keep_large_results")[1])
+
+
+def test_widening_has_second_derivatives_and_several_gradients():
+    x = torch.randn(8, 16).to(BF16).requires_grad_()
+    (first,) = torch.autograd.grad(widen(x).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), x)
+    assert torch.equal(first, (3 * x.detach().float().square()).to(BF16))
+    torch.testing.assert_close(second, 6 * x.detach(), rtol=2**-7, atol=0)
+    many = torch.randn(3, 8, 16)
+    (together,) = torch.autograd.grad(widen(x), x, many, is_grads_batched=True)
+    assert torch.equal(together, many.to(BF16))
 
 
 def test_control_another_number_is_seen(asked, monkeypatch):

@@ -46,6 +46,7 @@ from amp_graph.passes.look_at_values import LookAtValues
 from amp_graph.passes.machine import class_of, machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.overwrite_logits import OverwriteLogits
+from amp_graph.passes.own_products import OwnProducts
 from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
@@ -145,6 +146,7 @@ def passes_for(
         ),
         InsertCasts(dtype, policy.keep_outputs),
         EliminateCasts(),
+        *([OwnProducts()] if ours else []),
         ShareCasts(),
         ProtectNorms(),
         *(kernels if ours else []),

@@ -77,6 +77,16 @@ def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
     return device == "cpu" and concrete_size(elements) >= 100_000
 
 
+def own_product_pays(device: str, rows: int, width: int) -> bool:
+    """Say whether ``x @ x.mT`` of ``x`` [..., rows, width] should have one product for its gradient, of ``g + g.mT``.
+
+    bf16 on CPU with AMX, forward and backward with the sum of the two: 2.4 times as fast for 2,048 of 9 x 64, 1.3 for
+    2,048 of 27 x 64 and for one of 128 x 512, 1.1 for 256 of 64 x 64; 0.9 for 64 of 128 x 64, 0.4 for one of
+    1,024 x 128, where what is turned and added is larger than the operands.
+    """
+    return device == "cpu" and 1 < rows <= width
+
+
 # Logits from which on their fp32 copies leave the caches, and are mapped and paged in anew at each call.
 FEWEST_LOGITS = 1 << 22
 

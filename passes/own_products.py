@@ -1,0 +1,96 @@
+"""Let a product of a value with its own transpose have one product for its gradient, not two that are added.
+
+Before: ``x @ x.mT``, whose gradient is ``g @ x + g.mT @ x``. After: ``own_product(x)``: ``(g + g.mT) @ x``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.torch_private import in_forward_mode, in_transform
+from amp_graph.passes.what_pays import own_product_pays
+
+PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
+TURNS = {("aten.transpose",), ("aten.permute",), ("aten.t",), ("aten.mT",), ("aten.numpy_T",), ("aten.swapaxes",)}
+
+
+@dataclass(frozen=True)
+class OwnProducts(Pass):
+    """Replaces ``x @ x.mT`` that trains with ``own_product(x)``, where ``what_pays`` says so.
+
+    Law: both operands are the same memory, once turned: pairwise products of recommenders, Gram matrices. The gradient
+    is rounded once, and the sum of ``g`` and ``g.mT`` before it, where two were rounded and added. Exactness: forward
+    bit-exact, gradients rounding-equal.
+    """
+
+    name: ClassVar[str] = "own-products"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every product of two operands."""
+        changes = []
+        for node in list(gm.graph.nodes):
+            rows = _own_rows(node)
+            if rows is None:
+                continue
+            turned = next((n for n in node.all_input_nodes if n is not rows), None)
+            node.op, node.target, node.args, node.kwargs = "call_function", own_product, (rows,), {}
+            if turned is not None and not turned.users:
+                gm.graph.erase_node(turned)
+            changes.append(Change(self.name, "one gradient", node.name, f"{rows.name} by its own transpose"))
+        return PassResult(gm, tuple(changes))
+
+
+def _own_rows(node: Node) -> Node | None:
+    """Return ``x`` where ``node`` is ``x @ x.mT`` and that pays, else None."""
+    if names_of(node) not in PRODUCTS or len(node.args) != 2 or node.kwargs or not is_trained(node):
+        return None
+    if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta) or not all(isinstance(n, Node) for n in node.args):
+        return None
+    rows, columns = node.args
+    if not _is_turned(columns, rows) and not _is_turned(rows, columns):
+        return None
+    shape = value(rows).shape
+    if any(type(size) is not int for size in shape):
+        return None
+    return rows if own_product_pays(value(node).device.type, shape[-2], shape[-1]) else None
+
+
+def _is_turned(node: Any, source: Any) -> bool:
+    """Say whether ``node`` is ``source.mT``."""
+    if names_of(node) not in TURNS or node.all_input_nodes != [source] or value(source).dim() < 2:
+        return False
+    a, b = value(source), value(node)
+    if any(type(size) is not int for size in (*a.shape, *b.shape)):
+        return False
+    return (a.shape, a.stride(), a.storage_offset()) == (b.mT.shape, b.mT.stride(), b.storage_offset())
+
+
+class _OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ x.mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found: Tensor = (grad + grad.mT) @ x
+        return found
+
+
+def own_product(x: Tensor) -> Tensor:
+    """Return ``x @ x.mT`` of ``x`` [..., rows, width]: [..., rows, rows]."""
+    if in_transform() or in_forward_mode() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x @ x.mT
+    found: Tensor = _OwnProduct.apply(x)
+    return found

@@ -17,6 +17,7 @@ from torch import nn
 from amp_graph.passes import (
     attention_kernel,
     batch_norm_ops,
+    by_table,
     cast_kernel,
     cross_entropy_kernel,
     depthwise_ops,
@@ -32,6 +33,7 @@ from amp_graph.passes.what_pays import lstm_kernel_pays
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
 COMPILERS = 2  # at a time: more delay what is wanted first
+TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
 MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ours
 _begun: set[str] = set()  # what some thread of this process compiles, or has compiled
 
@@ -84,5 +86,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
     if any(p.numel() >= cast_kernel.LARGE for p in model.parameters()):
         yield f"casts, {low}", lambda: cast_kernel.library(low)
+    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
+        yield "tables", by_table.library
     if linears and low == torch.bfloat16:
         yield "linears", linear_kernel.library  # wanted last: over few rows alone

@@ -56,6 +56,7 @@ from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.passes.share_casts import ShareCasts
 from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
+from amp_graph.passes.table_activations import TableActivations
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
@@ -117,6 +118,7 @@ def passes_for(
             [
                 LinearCrossEntropy(),
                 FuseNorm(),
+                TableActivations(),
                 again,
                 SmallLinears(),
                 CountBatches(planned_for),

@@ -31,7 +31,7 @@ SKIPPABLE = (
     "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients", "linear_cross_entropy",
     "look_at_values", "lstm_backward", "overwrite_logits", "own_products", "pack_weights", "pointwise_conv",
     "protect_norms", "recompute_activations", "reduce_from_low", "share_casts", "small_linears", "small_products",
-    "widen_large", "widen_products",
+    "table_activations", "widen_large", "widen_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

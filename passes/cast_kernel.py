@@ -76,12 +76,13 @@ def total_of(terms: Sequence[Tensor]) -> Tensor | None:
 def _fits(*tensors: Tensor) -> bool:
     """Say whether all are large and lie in memory in one order, without gaps."""
     first = tensors[0]
-    if first.numel() < LARGE or not _is_dense(first):
+    if first.numel() < LARGE or not is_dense(first):
         return False
     return all(t.device.type == "cpu" and not is_in_mode(t) and t.stride() == first.stride() for t in tensors)
 
 
-def _is_dense(t: Tensor) -> bool:
+def is_dense(t: Tensor) -> bool:
+    """Say whether ``t`` lies in memory without gaps, in whatever order of its dimensions."""
     if t.is_contiguous():
         return True
     beside = 1

@@ -56,7 +56,8 @@ def _own_rows(node: Node) -> Node | None:
         return None
     if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta) or not all(isinstance(n, Node) for n in node.args):
         return None
-    rows, columns = node.args
+    rows: Any = node.args[0]
+    columns = node.args[1]
     if not _is_turned(columns, rows) and not _is_turned(rows, columns):
         return None
     shape = value(rows).shape

@@ -38,11 +38,13 @@ from amp_graph.passes.recompute_makers import (
     relu_computed_again,
     relu_kept,
     silu_computed_again,
+    tabled_computed_again,
 )
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import layer_norm_low
+from amp_graph.passes.table_activations import TABLED, form_of
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays import computing_again_is_seen, computing_again_pays
 from amp_graph.passes.who_saves import Readers, readers_of
@@ -148,7 +150,7 @@ class _Work:
             return "it is small, or what reads it takes too little time to compute it twice"
         if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
             return "what reads it takes too little time to compute it twice, with recompute=most"
-        if not self.options.thorough and (kind == "layer norm" or (kind == "gelu" and _is_tanh(node))):
+        if not self.options.thorough and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):
             return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
         if kind == "relu" and self._depth(node) > self.options.longest:
             return f"the {self.options.longest} before it are computed again already"
@@ -218,6 +220,8 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 
 def _cost(node: Node, kind: str) -> str:
+    if node.target in TABLED.values():
+        return "looked up"
     return "gelu by tanh" if kind == "gelu" and _is_tanh(node) else kind
 
 
@@ -247,6 +251,9 @@ def _replace(node: Node, relu: Any) -> None:
         node.target = add_norm_computed_again if node.target is add_norm else norm_alone_computed_again
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
+    if node.target in TABLED.values():
+        node.args, node.kwargs, node.target = (source, form_of(node)), {}, tabled_computed_again
+        return
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
     if kind == "relu":
         node.target, node.args, node.kwargs = relu, (source, relu_in_place), {}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from amp_graph.passes import by_table
 from amp_graph.passes.recompute_recipes import (
     ADD_NORM,
     COMPUTE,
@@ -108,6 +109,11 @@ def add_norm_computed_again(x: Tensor, branch: Tensor | None, *given: Any) -> tu
         _, weight, bias = given[:3]
         marked(made[-1], (x if branch is None else made[0], weight, bias), first=LOWS)
     return made
+
+
+def tabled_computed_again(x: Tensor, form: str) -> Tensor:
+    """An activation by a table whose result can be looked up again."""
+    return marked(by_table.activated(x, form), (x,))
 
 
 def gelu_computed_again(x: Tensor, approximate: str = "none") -> Tensor:

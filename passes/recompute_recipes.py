@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes import batch_norm, residual_norm
+from amp_graph.passes import batch_norm, by_table, residual_norm
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
@@ -124,6 +124,12 @@ def _activated(node: Any) -> Tensor:
     return F.silu(x) if node.name() == "SiluBackward0" else F.gelu(x, approximate=node._saved_approximate)
 
 
+def _by_table(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    (x,) = inputs() if inputs else node.saved_tensors
+    return by_table.value_of(x, node.form)
+
+
 def _relu(node: Any) -> Tensor:
     inputs = node.metadata[KEY].inputs
     return inputs()[0] if inputs else relu_of(before_of(node))
@@ -155,6 +161,7 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     ADD_NORM: _add_norm,
     "GeluBackward0": _activated,
     "SiluBackward0": _activated,
+    "_ByTableBackward": _by_table,
     "ReluBackward0": _relu,
     "AddBackward0": _add,
     **dict.fromkeys(CASTS, _cast),

@@ -24,15 +24,17 @@ KERNELS = {
     "depthwise": "depthwise_ops",
     "group norms": "group_norm",
     "casts": "cast_kernel",
+    "tables": "by_table",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
+    "activations": (nn.GELU(), {"tables"}),
     "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts"},
+        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts", "tables"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),

@@ -1,0 +1,157 @@
+"""Activations of bf16 on the CPU by tables of all numbers that there are, with their gradients, by compiled C.
+
+Before: ``F.gelu(x, approximate="tanh")``, which widens each number and takes a hyperbolic tangent of it. After:
+``gelu_by_table(x, "tanh")``: what torch computes and rounds for each of 65,536 numbers, once a process, looked up. The
+same bits in a half to a sixteenth of the time; the gradient is the incoming one times a slope in fp32, rounded once.
+
+Torch's GELU of images in channels_last is another library's, and apart by one rounding in some 10,000 numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.cast_kernel import is_dense
+from amp_graph.passes.large_pages import empty_like
+from amp_graph.passes.native_code import CompilerError, load, threads_for
+from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_in_mode, is_seen, is_wrapper
+
+ATEN: Any = torch.ops.aten
+SOURCE = Path(__file__).with_name("table_kernel.c")
+# By the name of each form: the function, and its gradient as torch has it.
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gelu": (F.gelu, ATEN.gelu_backward),
+    "gelu by tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: ATEN.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "silu": (F.silu, ATEN.silu_backward),
+    "mish": (F.mish, ATEN.mish_backward),
+}
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernel; None where nothing can be compiled."""
+    try:
+        found = load(SOURCE)
+    except CompilerError:
+        return None
+    found.look_up.argtypes = found.times_slope.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    return found
+
+
+@lru_cache
+def _values(form: str) -> Tensor:
+    """Return what ``form`` makes of each bf16, by its bits: bf16 [65,536], and two of nothing, as pairs are read."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.cat([FORMS[form][0](_numbers()), torch.zeros(2, dtype=torch.bfloat16)])
+
+
+@lru_cache
+def _slopes(form: str) -> Tensor:
+    """Return the slope of ``form`` at each bf16, by its bits: fp32 [65,536]."""
+    with torch.inference_mode(False), torch.no_grad():
+        return FORMS[form][1](torch.ones(1 << 16), _numbers().float())
+
+
+def _numbers() -> Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def activation_by_table(x: Tensor, form: str) -> Tensor:
+    """Return ``form`` of each number of ``x``, bf16 on the CPU, in its layout."""
+    found = library()
+    if found is None or not _has_memory(x):
+        return FORMS[form][0](x)
+    x = x if is_dense(x) else x.contiguous()
+    made, count = empty_like(x), x.numel()
+    table = array("q", (count, x.data_ptr(), 0, _values(form).data_ptr(), made.data_ptr()))
+    found.look_up(table.tobytes(), threads_for(count))
+    return made
+
+
+def gradient_by_table(grad: Tensor, x: Tensor, form: str) -> Tensor:
+    """Return ``grad`` times the slope of ``form`` at ``x``, both bf16 and of one shape, in the layout of ``x``."""
+    found = library()
+    if found is None or not (_has_memory(x) and _has_memory(grad)):
+        return FORMS[form][1](grad, x)
+    x = x if is_dense(x) else x.contiguous()
+    made, count = empty_like(x), x.numel()
+    if grad.stride() != x.stride():
+        grad = torch.empty_like(x).copy_(grad)
+    table = array("q", (count, x.data_ptr(), grad.data_ptr(), _slopes(form).data_ptr(), made.data_ptr()))
+    found.times_slope(table.tobytes(), threads_for(count))
+    return made
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not is_in_mode(x)
+
+
+class _ByTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, form: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.form = form
+        return value_of(x, form)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        function, gradient = FORMS[ctx.form]
+        if torch.is_grad_enabled():  # create_graph=True: not all of torch's gradients have one themselves
+            (found,) = torch.autograd.grad(function(x), x, grad, create_graph=True)
+            return found, None
+        if is_batched(grad):  # is_grads_batched=True
+            return gradient(grad, x), None
+        if is_seen(x):
+            return OPS.gradient_by_table(grad, x, ctx.form), None
+        return gradient_by_table(grad, x, ctx.form), None
+
+
+def value_of(x: Tensor, form: str) -> Tensor:
+    """Return ``form`` of ``x`` without gradients: at once, or as one operator where a tracer or a profiler sees it."""
+    if is_seen(x):
+        found: Tensor = OPS.activation_by_table(x, form)
+        return found
+    return activation_by_table(x, form)
+
+
+def activated(x: Tensor, form: str) -> Tensor:
+    """Return ``form`` of ``x``; torch's own under transforms and of what has no memory to read."""
+    if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x):
+        return FORMS[form][0](x)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return value_of(x, form)
+    found: Tensor = _ByTable.apply(x, form)
+    return found
+
+
+def gelu_by_table(input: Tensor, approximate: str = "none") -> Tensor:
+    """``F.gelu``, bit for bit."""
+    return activated(input, "gelu by tanh" if approximate == "tanh" else "gelu")
+
+
+def silu_by_table(input: Tensor, inplace: bool = False) -> Tensor:
+    """``F.silu``, not in place; the gradient is rounded once, as torch's."""
+    return activated(input, "silu")
+
+
+def mish_by_table(input: Tensor, inplace: bool = False) -> Tensor:
+    """``F.mish``, likewise."""
+    return activated(input, "mish")
+
+
+define_as_typed(activation_by_table, lambda x: torch.empty_like(x))
+define_as_typed(gradient_by_table, lambda x: torch.empty_like(x))

@@ -1,0 +1,63 @@
+"""Let activations of bf16 on the CPU be looked up, where computing them takes longer.
+
+Before: ``gelu(x, approximate="tanh")``. After: ``gelu_by_table(x, approximate="tanh")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes import by_table
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.node_value import value
+from amp_graph.passes.regions import REGION, TRANSFORM
+from amp_graph.passes.what_pays import table_pays
+
+TABLED: dict[tuple[str, ...], Callable[..., Any]] = {
+    ("aten.gelu",): by_table.gelu_by_table,
+    ("aten.silu",): by_table.silu_by_table,
+    ("aten.mish",): by_table.mish_by_table,
+}
+
+
+@dataclass(frozen=True)
+class TableActivations(Pass):
+    """Replaces ``gelu``, ``silu`` and ``mish`` by ones that look their values up, where ``what_pays`` says so.
+
+    Law: bf16 in the CPU's memory, by torch's functions called as such, not in place. Exactness: forward bit-exact, and
+    gradients of GELUs; of others rounding-equal: fp32 products in another order, rounded once. GELUs of images in
+    channels_last are rounding-equal: torch's own differ from those of contiguous ones.
+    """
+
+    name: ClassVar[str] = "table-activations"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every activation."""
+        changes = []
+        for node in gm.graph.nodes:
+            if names_of(node) in TABLED and _fits(node) and by_table.library() is not None:
+                node.target = TABLED[names_of(node)]
+                changes.append(Change(self.name, "by a table", node.name, f"as torch computes {form_of(node)}"))
+        return PassResult(gm, tuple(changes))
+
+
+def form_of(node: Node) -> str:
+    """Return the name that ``by_table.FORMS`` has for an activation."""
+    (name,) = names_of(node)
+    return "gelu by tanh" if "tanh" in (*node.args[1:], *node.kwargs.values()) else name.removeprefix("aten.")
+
+
+def _fits(node: Node) -> bool:
+    if node.op != "call_function" or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
+        return False
+    made, given = value(node), [value(n) for n in node.all_input_nodes]
+    if len(given) != 1 or any(not isinstance(t, torch.Tensor) or t.dtype != torch.bfloat16 for t in (made, *given)):
+        return False
+    return table_pays(made.device.type, form_of(node), made.numel())

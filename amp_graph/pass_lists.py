@@ -54,7 +54,7 @@ from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.passes.share_casts import ShareCasts
-from amp_graph.passes.small_linears import SmallLinears
+from amp_graph.passes.small_linears import BiasInLinears, SmallLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.table_activations import TableActivations
 from amp_graph.passes.weight_copies import WeightCopies
@@ -121,6 +121,7 @@ def passes_for(
                 TableActivations(),
                 again,
                 SmallLinears(),
+                BiasInLinears(),
                 CountBatches(planned_for),
                 CastParts(),
                 WidenLarge(),

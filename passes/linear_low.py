@@ -1,7 +1,7 @@
-"""What converted graphs call for linears that train over few rows: compiled C, forward and backward.
+"""What converted graphs call for linears that train: compiled C over few rows, oneDNN with the bias over many.
 
-Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply. After:
-``linear_low(x, w, b)``.
+Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply; or a
+result that starts as copies of the bias. After: ``linear_low(x, w, b)``, or ``linear_with_bias(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from torch import Tensor
 
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+from amp_graph.passes.torch_private import (
+    in_forward_mode,
+    in_transform,
+    is_batched,
+    is_in_mode,
+    is_seen,
+    is_wrapper,
+    linear_pointwise,
+    unsafe_view,
+)
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,6 +56,36 @@ class _Linear(torch.autograd.Function):
             multiply(grad, weight) if of_x else None,
             multiply(grad.t(), x) if of_weight else None,
             grad.sum(0) if of_bias else None,
+        )
+
+
+def linear_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of CPU tensors that train, by one call of oneDNN. Tracers and what has no memory get torch's."""
+    if bias is None or in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x) or is_wrapper(weight):
+        return F.linear(x, weight, bias)
+    found: Tensor = _WithBias.apply(x, weight, bias)
+    return found
+
+
+class _WithBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        # What it makes of more than two dimensions is a view, which could not be written in place; of a bias that is
+        # expanded it reads what lies behind.
+        found: Tensor = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
+        return found if x.dim() == 2 else unsafe_view(found, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = as_rows(grad)
+        return (
+            torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None,
+            torch.mm(rows.t(), as_rows(x)) if of_weight else None,
+            rows.sum(0) if of_bias else None,
         )
 
 

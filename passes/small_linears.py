@@ -1,22 +1,27 @@
-"""Let linears that train over few rows be multiplied by compiled C.
+"""Let linears that train be multiplied otherwise: over few rows by compiled C, else with the bias in the product.
 
-Before: ``linear(x, w, b)`` of 32 rows, in bf16 on CPU. After: ``linear_low(x, w, b)``.
+Before: ``linear(x, w, b)`` in bf16 on CPU. After: ``linear_low(x, w, b)`` of 32 rows, ``linear_with_bias(x, w, b)`` of
+1,024.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
-from amp_graph.passes.linear_low import linear_low
+from amp_graph.passes.linear_low import linear_low, linear_with_bias
 from amp_graph.passes.node_value import value
+from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.what_pays import small_linear_pays
+from amp_graph.passes.torch_private import linear_pointwise
+from amp_graph.passes.what_pays import bias_in_trained_linear_pays, small_linear_pays
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,57 @@ class SmallLinears(Pass):
         """Visit every linear."""
         changes = []
         for node in gm.graph.nodes:
-            if not _fits(node) or library() is None:
+            form = _form(node)
+            if form is None or not small_linear_pays(*form) or library() is None:
                 continue
             node.op, node.target = "call_function", linear_low
             changes.append(Change(self.name, "own kernel", node.name, "calls of oneDNN take longer than they multiply"))
         return PassResult(gm, tuple(changes))
 
 
-def _fits(node: Node) -> bool:
+@dataclass(frozen=True)
+class BiasInLinears(Pass):
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_with_bias(x, w, b)`` when ``what_pays`` says so.
+
+    Law: the same call of oneDNN, to which the bias is given, where torch copies it into every row of the result
+    beforehand. In backward the products are torch's. Exactness: rounding-equal, sums rounded once with the bias in.
+    """
+
+    name: ClassVar[str] = "bias-in-linears"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every linear that no other pass has taken."""
+        changes = []
+        for node in gm.graph.nodes:
+            form, again = _form(node), node.target is computing_again(F.linear)
+            if form is None or not (again or node.target is F.linear) or _bias(node) is None:
+                continue
+            if bias_in_trained_linear_pays(*form) and linear_pointwise is not None:
+                node.target = computing_again(linear_with_bias) if again else linear_with_bias
+                changes.append(Change(self.name, "bias in the product", node.name, "the kernel adds it without a copy"))
+        return PassResult(gm, tuple(changes))
+
+
+def _form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
+    """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None of anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
-        return False
+        return None
     if len(node.args) + len(node.kwargs) not in (2, 3) or set(node.kwargs) - {"bias"}:
-        return False
+        return None
     given = [value(source) for source in node.all_input_nodes]
     made = value(node)
     if any(type(t) is not type(made) or t.dtype != made.dtype for t in given) or len(node.all_input_nodes) < 2:
-        return False
+        return None
     weight = value(node.args[1]) if isinstance(node.args[1], Node) else None
     sizes = [size for t in (made, *given) for size in t.shape]
     if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
-        return False
+        return None
     outputs, inputs = weight.shape
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    bias = _bias(node)
     if isinstance(bias, Node) and tuple(value(bias).shape) != (outputs,):  # linear broadcasts it
-        return False
-    return small_linear_pays(made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs)
+        return None
+    return made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs
+
+
+def _bias(node: Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")

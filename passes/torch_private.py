@@ -178,7 +178,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-_unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
+unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
 
 
 def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -186,12 +186,12 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
     The engine casts a gradient to the dtype of the value that the receiving node was made for, as the backward of a
     cast does, for create_graph and batched gradients too. Here that is a node which passes ``source`` on, and then
-    the values are exchanged. ``_unsafe_view`` is such a node whose result is no view and has its own version counter.
+    the values are exchanged. ``unsafe_view`` is such a node whose result is no view and has its own version counter.
     The node saves nothing and so serves any number of backwards, whose gradients it adds in that dtype. Where one call
     has several readers, a view of the result adds theirs up before they are cast, as a plain cast's backward does.
     ``source`` lives as long as the result.
     """
-    given = _unsafe_view(source, source.shape)
+    given = unsafe_view(source, source.shape)
     given.data = low
     return given
 

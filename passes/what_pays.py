@@ -192,6 +192,18 @@ def bias_in_product_pays(device: str, dtype: torch.dtype, outputs: int, inputs: 
     return packing_pays(device, dtype, outputs, inputs)
 
 
+# Elements of a linear's result from which on copying the bias there takes longer than a function of our own is called.
+LEAST_BIASED = 1 << 18
+
+
+def bias_in_trained_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether a linear that trains under autograd should give its bias to the product.
+
+    bf16 on CPU with dot products: a step of BERT took 0.97, of a ViT 0.98 of the time, of GPT and a DLRM 0.99.
+    """
+    return rows * outputs >= LEAST_BIASED and bias_in_product_pays(device, dtype, outputs, inputs)
+
+
 # Arithmetic and elements of a step that takes some ten milliseconds: of less, what calls cost is a part worth saving.
 MOST_FLOPS, MOST_ELEMENTS = 1 << 30, 1 << 24
 

@@ -281,6 +281,15 @@ def test_a_step_has_the_bits_of_the_loop():
         assert torch.equal(p, q)
 
 
+def test_results_whose_bias_pays_in_the_product(monkeypatch):
+    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    pays = what_pays.bias_in_trained_linear_pays
+    assert pays("cpu", BF16, 1024, 768, 768)
+    assert not pays("cpu", BF16, 32, 768, 768), "a call is seen"
+    assert not pays("cpu", BF16, 2048, 8192, 512), "mapped anew at each call"
+    assert not pays("cuda", BF16, 1024, 768, 768)
+
+
 def test_sizes_that_pay(monkeypatch):
     monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)

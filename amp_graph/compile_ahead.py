@@ -25,15 +25,17 @@ from amp_graph.passes import (
     linear_kernel,
     lstm_kernel,
     norm_ops,
+    turned_operand,
 )
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.torch_private import cpu_has_bf16
-from amp_graph.passes.what_pays import lstm_kernel_pays
+from amp_graph.passes.what_pays import lstm_kernel_pays, turning_pays
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
 COMPILERS = 2  # at a time: more delay what is wanted first
 TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
+MANY_ROWS = 4096  # that batches may have
 MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ours
 _begun: set[str] = set()  # what some thread of this process compiles, or has compiled
 
@@ -88,5 +90,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield f"casts, {low}", lambda: cast_kernel.library(low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
         yield "tables", by_table.library
+    if any(turning_pays("cpu", low, MANY_ROWS, part.out_features, part.in_features) for part in linears):
+        yield "turned operands", turned_operand.library
     if linears and low == torch.bfloat16:
         yield "linears", linear_kernel.library  # wanted last: over few rows alone

@@ -54,9 +54,10 @@ from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.passes.share_casts import ShareCasts
-from amp_graph.passes.small_linears import BiasInLinears, SmallLinears
+from amp_graph.passes.small_linears import SmallLinears, TrainLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.table_activations import TableActivations
+from amp_graph.passes.turn_operands import TurnOperands
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
@@ -121,7 +122,7 @@ def passes_for(
                 TableActivations(),
                 again,
                 SmallLinears(),
-                BiasInLinears(),
+                TrainLinears(),
                 CountBatches(planned_for),
                 CastParts(),
                 WidenLarge(),
@@ -165,7 +166,7 @@ def passes_for_compilers(policy: Policy) -> list[Pass]:
 def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
     return (
-        _wanted([FuseBias(), SmallProducts(), LayGradients()], policy)
+        _wanted([FuseBias(), TurnOperands(), SmallProducts(), LayGradients()], policy)
         if policy.op_list(device).unlisted == "opaque"
         else []
     )
@@ -180,7 +181,7 @@ def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
     ours = policy.op_list(device).unlisted == "opaque"
-    return _wanted([FuseBias(), AccumulateInPlace(), OverwriteLogits()], policy) if ours else []
+    return _wanted([FuseBias(), TurnOperands(), AccumulateInPlace(), OverwriteLogits()], policy) if ours else []
 
 
 def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:

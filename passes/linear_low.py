@@ -1,7 +1,8 @@
-"""What converted graphs call for linears that train: compiled C over few rows, oneDNN with the bias over many.
+"""What converted graphs call for linears that train: compiled C over few rows, oneDNN's fast forms over many.
 
 Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply; or a
-result that starts as copies of the bias. After: ``linear_low(x, w, b)``, or ``linear_with_bias(x, w, b)``.
+result that starts as copies of the bias, and a product with columns. After: ``linear_low(x, w, b)``, or
+``linear_trained(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from amp_graph.passes.torch_private import (
     linear_pointwise,
     unsafe_view,
 )
+from amp_graph.passes.turned_operand import turned
+from amp_graph.passes.what_pays import bias_in_trained_linear_pays, turning_pays
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,22 +62,27 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def linear_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of CPU tensors that train, by one call of oneDNN. Tracers and what has no memory get torch's."""
-    if bias is None or in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x) or is_wrapper(weight):
+def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of bf16 CPU tensors that train, by oneDNN in the forms that it is fast for.
+
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Tracers, and what has no memory, get torch's.
+    """
+    if in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x) or is_wrapper(weight):
         return F.linear(x, weight, bias)
-    found: Tensor = _WithBias.apply(x, weight, bias)
+    found: Tensor = _Trained.apply(x, weight, bias)
     return found
 
 
-class _WithBias(torch.autograd.Function):
+class _Trained(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        # What it makes of more than two dimensions is a view, which could not be written in place; of a bias that is
-        # expanded it reads what lies behind.
-        found: Tensor = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
+        if bias is None or linear_pointwise is None or not bias_in_trained_linear_pays(*_form(x, weight)):
+            found = torch.mm(as_rows(x), weight.t()) if bias is None else torch.addmm(bias, as_rows(x), weight.t())
+        else:  # of a bias that is expanded oneDNN reads what lies behind
+            found = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
+        # No view, which could not be written in place.
         return found if x.dim() == 2 else unsafe_view(found, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -82,11 +90,21 @@ class _WithBias(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = as_rows(grad)
-        return (
-            torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None,
-            torch.mm(rows.t(), as_rows(x)) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        of_rows = torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
+        return of_rows, _of_weight(rows, as_rows(x)) if of_weight else None, rows.sum(0) if of_bias else None
+
+
+def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Return ``grad.t() @ x``."""
+    turns = turning_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
+    if not turns or torch.is_grad_enabled() or is_batched(grad):
+        return torch.mm(grad.t(), x)
+    return torch.mm(turned(grad.t()), x)
+
+
+def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
+    outputs, inputs = weight.shape
+    return x.device.type, x.dtype, x.numel() // max(1, inputs), outputs, inputs
 
 
 def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

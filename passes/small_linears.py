@@ -1,6 +1,6 @@
-"""Let linears that train be multiplied otherwise: over few rows by compiled C, else with the bias in the product.
+"""Let linears that train be multiplied by compiled C over few rows, and else in the forms that oneDNN is fast for.
 
-Before: ``linear(x, w, b)`` in bf16 on CPU. After: ``linear_low(x, w, b)`` of 32 rows, ``linear_with_bias(x, w, b)`` of
+Before: ``linear(x, w, b)`` in bf16 on CPU. After: ``linear_low(x, w, b)`` of 32 rows, ``linear_trained(x, w, b)`` of
 1,024.
 """
 
@@ -16,12 +16,12 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
-from amp_graph.passes.linear_low import linear_low, linear_with_bias
+from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.torch_private import linear_pointwise
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays, small_linear_pays
+from amp_graph.passes.turned_operand import library as library_for_turning
+from amp_graph.passes.what_pays import bias_in_trained_linear_pays, small_linear_pays, turning_pays
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,28 @@ class SmallLinears(Pass):
 
 
 @dataclass(frozen=True)
-class BiasInLinears(Pass):
-    """Replaces ``linear(x, w, b)`` that trains with ``linear_with_bias(x, w, b)`` when ``what_pays`` says so.
+class TrainLinears(Pass):
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
 
-    Law: the same call of oneDNN, to which the bias is given, where torch copies it into every row of the result
-    beforehand. In backward the products are torch's. Exactness: rounding-equal, sums rounded once with the bias in.
+    Law: the same products by oneDNN. The bias is given to the first, where torch copies it into every row of the result
+    beforehand; and for the weight's gradient the result's is turned by compiled C, which oneDNN does in twice the time.
+    Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
     """
 
-    name: ClassVar[str] = "bias-in-linears"
+    name: ClassVar[str] = "train-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear that no other pass has taken."""
         changes = []
         for node in gm.graph.nodes:
             form, again = _form(node), node.target is computing_again(F.linear)
-            if form is None or not (again or node.target is F.linear) or _bias(node) is None:
+            if form is None or not (again or node.target is F.linear):
                 continue
-            if bias_in_trained_linear_pays(*form) and linear_pointwise is not None:
-                node.target = computing_again(linear_with_bias) if again else linear_with_bias
-                changes.append(Change(self.name, "bias in the product", node.name, "the kernel adds it without a copy"))
+            how = ["its bias in the product"] if _bias(node) is not None and bias_in_trained_linear_pays(*form) else []
+            how += ["its gradient turned by C"] if turning_pays(*form) and library_for_turning() is not None else []
+            if how:
+                node.target = computing_again(linear_trained) if again else linear_trained
+                changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))
         return PassResult(gm, tuple(changes))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import amp_graph
 from amp_graph import compile_ahead
 from amp_graph.compile_ahead import compile_ahead as begin
-from amp_graph.passes import native_code
+from amp_graph.passes import native_code, what_pays
 from amp_graph.passes.native_code import CompilerError
 
 BF16 = torch.bfloat16
@@ -25,16 +25,18 @@ KERNELS = {
     "group norms": "group_norm",
     "casts": "cast_kernel",
     "tables": "by_table",
+    "turned operands": "turned_operand",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
+    "wide": (nn.Linear(512, 512), {"linears", "casts", "turned operands"}),
     "activations": (nn.GELU(), {"tables"}),
     "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts", "tables"},
+        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts", "tables", "turned operands"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),
@@ -51,6 +53,7 @@ def loaded(monkeypatch):
     found = []
     monkeypatch.setattr(compile_ahead, "_begun", set())
     monkeypatch.setattr(compile_ahead, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
     for name, module in KERNELS.items():
         monkeypatch.setattr(getattr(compile_ahead, module), "library", lambda *low, name=name: found.append(name))
     return found

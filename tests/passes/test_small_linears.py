@@ -11,7 +11,7 @@ import amp_graph
 from amp_graph.passes import linear_kernel as kernel
 from amp_graph.passes import linear_low as low
 from amp_graph.passes import small_linears, what_pays
-from amp_graph.passes.linear_low import linear_low, linear_with_bias
+from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.small_linears import SmallLinears
@@ -318,21 +318,24 @@ NAMES = ("x", "weight", "bias")
 @pytest.fixture
 def many_are_few(monkeypatch):
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
-    monkeypatch.setattr(small_linears, "bias_in_trained_linear_pays", lambda *form: True)
+    for module in (small_linears, low):
+        monkeypatch.setattr(module, "bias_in_trained_linear_pays", lambda *form: True)
 
 
+@pytest.mark.usefixtures("many_are_few")
 @pytest.mark.parametrize("trains", ["x", "weight", "bias", "all"])
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
 def test_with_the_bias_in_the_product_it_is_rounded_once(shape, outputs, trains):
     given, grad = operands(shape, outputs)
-    check(gradients(linear_with_bias, given, grad), given, grad)
+    check(gradients(linear_trained, given, grad), given, grad)
     kept = [t.detach().requires_grad_(trains in (name, "all")) for t, name in zip(given, NAMES, strict=True)]
-    linear_with_bias(*kept).backward(grad)
+    linear_trained(*kept).backward(grad)
     wanted = [t for t in kept if t.requires_grad]
-    assert all(map(torch.equal, [t.grad for t in wanted], torch.autograd.grad(linear_with_bias(*kept), wanted, grad)))
+    assert all(map(torch.equal, [t.grad for t in wanted], torch.autograd.grad(linear_trained(*kept), wanted, grad)))
     assert all(t.grad is None for t in kept if not t.requires_grad)
 
 
+@pytest.mark.usefixtures("many_are_few")
 @pytest.mark.parametrize("wrong", ["no bias", "rows rolled"])
 def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
     def broken(x, weight, bias, *more):
@@ -342,9 +345,10 @@ def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
     monkeypatch.setattr(low, "linear_pointwise", broken)
     given, grad = operands((64, 64), 64)
     with pytest.raises(AssertionError):
-        check(gradients(linear_with_bias, given, grad), given, grad)
+        check(gradients(linear_trained, given, grad), given, grad)
 
 
+@pytest.mark.usefixtures("many_are_few")
 def test_with_the_bias_in_the_product_every_mode_of_autograd():
     given, grad = operands((6, 32), 48)
 
@@ -353,17 +357,17 @@ def test_with_the_bias_in_the_product_every_mode_of_autograd():
         return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
 
     wide = [t.detach().double().requires_grad_() for t in given]
-    for one, true in zip(second(linear_with_bias, given, grad), second(F.linear, wide, grad.double()), strict=True):
+    for one, true in zip(second(linear_trained, given, grad), second(F.linear, wide, grad.double()), strict=True):
         assert (one - true).norm() <= 0.02 * true.norm()
     many = torch.stack([grad, -grad, 2 * grad])
-    together = torch.autograd.grad(linear_with_bias(*given), given, many, is_grads_batched=True)
+    together = torch.autograd.grad(linear_trained(*given), given, many, is_grads_batched=True)
     for i, one in enumerate(many):
-        for found, true in zip(together, gradients(linear_with_bias, given, one)[1:], strict=True):
+        for found, true in zip(together, gradients(linear_trained, given, one)[1:], strict=True):
             torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
     x, weight, bias = (t.detach() for t in given)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
-        assert torch.autograd.forward_ad.unpack_dual(linear_with_bias(dual, weight, bias)).tangent is not None
+        assert torch.autograd.forward_ad.unpack_dual(linear_trained(dual, weight, bias)).tangent is not None
 
 
 @pytest.mark.usefixtures("many_are_few")
@@ -384,11 +388,11 @@ def test_results_of_many_rows_may_be_written_in_place(edit):
 def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
     torch.manual_seed(0)
     base, found = Net(), []
-    for policy in ("bf16" + more, "bf16,skip=bias_in_linears" + more):
+    for policy in ("bf16" + more, "bf16,skip=train_linears" + more):
         loop = amp_graph.convert(copy.deepcopy(base), policy)
         loss = F.mse_loss(loop(X), X)
         loss.backward()
-        assert ("linear_with_bias" in amp_graph.report(loop).graphs[0].text) == ("skip" not in policy)
+        assert ("linear_trained" in amp_graph.report(loop).graphs[0].text) == ("skip" not in policy)
         found.append([loss.detach(), *(p.grad for p in loop.parameters())])
     whole = copy.deepcopy(base)
     step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1), "bf16" + more)

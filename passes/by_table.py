@@ -53,20 +53,20 @@ def library() -> ctypes.CDLL | None:
 
 @lru_cache
 def _values(form: str) -> Tensor:
-    """Return what ``form`` makes of each bf16, by its bits: bf16 [65,536], and two of nothing, as pairs are read."""
+    """Return what ``form`` makes of each bf16, by its bits: bf16 [65,536], and two more, as pairs are read."""
     with torch.inference_mode(False), torch.no_grad():
-        return torch.cat([FORMS[form][0](_numbers()), torch.zeros(2, dtype=torch.bfloat16)])
+        return torch.cat([FORMS[form][0](numbers := _numbers()), numbers[:2]])
 
 
 @lru_cache
 def _slopes(form: str) -> Tensor:
     """Return the slope of ``form`` at each bf16, by its bits: fp32 [65,536]."""
     with torch.inference_mode(False), torch.no_grad():
-        return FORMS[form][1](torch.ones(1 << 16), _numbers().float())
+        return FORMS[form][1](torch.ones_like(numbers := _numbers().float()), numbers)
 
 
 def _numbers() -> Tensor:
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
 
 
 def activation_by_table(x: Tensor, form: str) -> Tensor:

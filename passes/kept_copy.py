@@ -70,7 +70,7 @@ class _Lent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
-        given = torch.empty(0, dtype=low[0].dtype)
+        given = low[0].new_empty(0)
         given.data = low[0]  # no view, and with a version counter of its own
         return given
 

@@ -234,3 +234,11 @@ def test_a_converted_model_trains_bit_for_bit_as_without_c(policy, monkeypatch):
             optimizer.step()
         found.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_another_default_device_changes_nothing():
+    weight = nn.Parameter(torch.randn(64, 48))
+    with torch.device("meta"):
+        given = lend(weight, weight.detach().to(BF16))
+        given.sum().backward()
+    assert torch.equal(weight.grad, torch.ones(64, 48))

@@ -145,6 +145,16 @@ def test_transforms_and_what_has_no_memory():
         assert forward_ad.unpack_dual(activated(dual, "mish")).tangent is not None
 
 
+def test_tables_are_the_cpus_whatever_device_is_the_default():
+    for made in (by_table._values, by_table._slopes):
+        made.cache_clear()
+    x = every_number()
+    with torch.device("meta"):
+        found = activated(x.clone().requires_grad_(), "gelu")
+        found.backward(torch.ones_like(found))
+    same(found.detach(), F.gelu(x))
+
+
 def test_without_a_compiler_it_is_torchs(monkeypatch):
     monkeypatch.setattr(by_table, "library", lambda: None)
     x = every_number()

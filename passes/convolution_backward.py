@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.torch_private import in_forward_mode, is_batched
+from amp_graph.passes.turned_operand import turned_product
 
 
 def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -186,7 +187,7 @@ def _derivable(out: Tensor, given: Sequence[Tensor | None], need: Sequence[bool]
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """Return the gradient of ``weight``, of its shape and dtype: patches of ``x`` times ``grad``, over all places."""
     out, channels, height, width = weight.shape
-    product = rows(grad).t() @ _patches(x, (height, width), stride, padding)
+    product = turned_product(rows(grad), _patches(x, (height, width), stride, padding))
     return product.view(out, height, width, channels).permute(0, 3, 1, 2)
 
 

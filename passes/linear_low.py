@@ -25,8 +25,8 @@ from amp_graph.passes.torch_private import (
     linear_pointwise,
     unsafe_view,
 )
-from amp_graph.passes.turned_operand import turned
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays, turning_pays
+from amp_graph.passes.turned_operand import turned_product
+from amp_graph.passes.what_pays import bias_in_trained_linear_pays
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,15 +91,7 @@ class _Trained(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = as_rows(grad)
         of_rows = torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
-        return of_rows, _of_weight(rows, as_rows(x)) if of_weight else None, rows.sum(0) if of_bias else None
-
-
-def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """Return ``grad.t() @ x``."""
-    turns = turning_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
-    if not turns or torch.is_grad_enabled() or is_batched(grad):
-        return torch.mm(grad.t(), x)
-    return torch.mm(turned(grad.t()), x)
+        return of_rows, turned_product(rows, as_rows(x)) if of_weight else None, rows.sum(0) if of_bias else None
 
 
 def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:

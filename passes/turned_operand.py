@@ -11,11 +11,13 @@ from array import array
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from amp_graph.passes.native_code import CompilerError, load, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import is_in_mode, is_seen
+from amp_graph.passes.torch_private import is_batched, is_in_mode, is_seen
+from amp_graph.passes.what_pays import turning_pays
 
 SOURCE = Path(__file__).with_name("transpose_kernel.c")
 LINE = 32  # numbers of 16 bits in a line of memory
@@ -42,6 +44,17 @@ def turned(a: Tensor) -> Tensor:
         found: Tensor = OPS.turned_operand(a)  # what a tracer or a profiler sees
         return found
     return turned_operand(a)
+
+
+def turned_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.t() @ b`` of matrices of rows, ``a`` turned beforehand where ``what_pays`` says so.
+
+    Second derivatives and several gradients at once are torch's own.
+    """
+    pays = turning_pays(b.device.type, b.dtype, len(b), a.shape[1], b.shape[1])
+    if not pays or torch.is_grad_enabled() or is_batched(a):
+        return torch.mm(a.t(), b)
+    return torch.mm(turned(a.t()), b)
 
 
 def turned_operand(a: Tensor) -> Tensor:

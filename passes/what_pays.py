@@ -206,17 +206,21 @@ def bias_in_trained_linear_pays(device: str, dtype: torch.dtype, rows: int, outp
     return fits and bias_in_product_pays(device, dtype, outputs, inputs)
 
 
-# Multiplications, and inputs, of a weight's gradient from which on turning the result's gradient beforehand is faster.
+# Multiplications, and inputs, of a weight's gradient from which on turning the result's gradient beforehand is faster;
+# and of wide ones.
 LEAST_TURNED, FEWEST_INPUTS_TURNED = 1 << 29, 384
+LEAST_TURNED_WIDE, WIDE = 1 << 28, 1024
 
 
 def turning_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether ``grad.t() @ x`` is faster once ``grad`` [rows, outputs] was turned by C; x: [rows, inputs].
 
     bf16 on CPU with AMX, of oneDNN's time: 0.66 for 1,024 of 1024 x 1024 and 768 x 3072, 0.75 for 768 x 768, 0.82 for
-    1,568 of 384 x 1536, 0.69 of 1536 x 384; 1.1 for 8,192 of 256 x 1024, 1.2 to 1.5 for few or narrow rows.
+    1,568 of 384 x 1536, 0.69 of 1536 x 384, 0.82 for 256 of 1024 x 1024, 0.68 to 0.74 for the patches of convolutions;
+    1.1 for 8,192 of 256 x 1024, 1.2 to 1.5 for few or narrow rows.
     """
-    large = inputs >= FEWEST_INPUTS_TURNED and rows * outputs * inputs >= LEAST_TURNED
+    least = LEAST_TURNED_WIDE if inputs >= WIDE else LEAST_TURNED
+    large = inputs >= FEWEST_INPUTS_TURNED and rows * outputs * inputs >= least
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
 
 

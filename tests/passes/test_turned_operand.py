@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import linear_low, native_code, small_linears, turn_operands, turned_operand, what_pays
+from amp_graph.passes import native_code, small_linears, turn_operands, turned_operand, what_pays
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
@@ -95,7 +95,7 @@ def test_its_fake_lies_as_it_does():
 
 @pytest.fixture
 def it_always_pays(monkeypatch):
-    for module in (linear_low, small_linears, turn_operands):
+    for module in (turned_operand, small_linears, turn_operands):
         monkeypatch.setattr(module, "turning_pays", lambda device, dtype, *sizes: dtype == BF16)
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
 
@@ -122,7 +122,7 @@ def test_gradients_are_as_near_as_torchs(shape, biased):
 
 @pytest.mark.usefixtures("it_always_pays")
 def test_control_a_gradient_that_is_not_turned_is_found_out(monkeypatch):
-    monkeypatch.setattr(linear_low, "turned", lambda a: a.contiguous().view(-1).view(a.shape[::-1]).t())
+    monkeypatch.setattr(turned_operand, "turned", lambda a: a.contiguous().view(-1).view(a.shape[::-1]).t())
     x, weight = torch.randn(64, 64).to(BF16), torch.randn(64, 64).to(BF16).requires_grad_()
     grad = torch.randn(64, 64).to(BF16)
     (found,) = torch.autograd.grad(linear_trained(x, weight), weight, grad)
@@ -223,6 +223,7 @@ def test_sizes_that_pay(monkeypatch):
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
     assert pays("cpu", BF16, 1024, 768, 768)
     assert pays("cpu", BF16, 1568, 384, 1536)
+    assert pays("cpu", BF16, 784, 256, 2304), "wide: patches"
     assert not pays("cpu", BF16, 1024, 1024, 256)
     assert not pays("cpu", BF16, 256, 768, 768)
     assert not pays("cpu", torch.float32, 1024, 768, 768)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amp_graph.passes.cast_kernel import is_dense
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import CompilerError, load, threads_for
+from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_in_mode, is_seen, is_wrapper
 
@@ -43,11 +43,9 @@ FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled."""
-    try:
-        found = load(SOURCE)
-    except CompilerError:
-        return None
-    found.look_up.argtypes = found.times_slope.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found = load_if_possible(SOURCE)
+    if found is not None:
+        found.look_up.argtypes = found.times_slope.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import MACROS, CompilerError, load, threads_for
+from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.torch_private import is_in_mode
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
@@ -26,11 +26,9 @@ MOST_TERMS = 16
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
-    try:
-        found = load(SOURCE, MACROS[low])
-    except CompilerError:
-        return None
-    found.add_up.argtypes = found.round_off.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found = load_if_possible(SOURCE, MACROS[low])
+    if found is not None:
+        found.add_up.argtypes = found.round_off.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
 
 

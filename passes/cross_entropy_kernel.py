@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import MACROS, CompilerError, load, threads_for
+from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # what C calls low precision, and nothing
@@ -23,11 +23,9 @@ LOW, NONE = 2, 0  # what C calls low precision, and nothing
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
-    try:
-        found = load(SOURCE, MACROS[low])
-    except CompilerError:
-        return None
-    found.rows.argtypes = found.backward.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    found = load_if_possible(SOURCE, MACROS[low])
+    if found is not None:
+        found.rows.argtypes = found.backward.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
 
 

@@ -62,6 +62,14 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
         return _loaded(source, macros)
 
 
+def load_if_possible(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """``load``, or None where there is no compiler, it refuses, or nothing can be written."""
+    try:
+        return load(source, macros)
+    except CompilerError:
+        return None
+
+
 def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
     headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from amp_graph.passes.native_code import CompilerError, load
+from amp_graph.passes.native_code import load_if_possible
 from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
 
 DOT_PRODUCTS = ("-mavx512bf16",)
@@ -25,8 +25,5 @@ def built(source: Path, *flags: str) -> ctypes.CDLL | None:
     """Return ``source`` as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
     if not cpu_has_bf16() or (flags and not cpu_has_amx()):
         return None
-    try:
-        found = load(source, (*DOT_PRODUCTS, *flags))
-    except CompilerError:
-        return None
-    return found if found.has_tiles() else None
+    found = load_if_possible(source, (*DOT_PRODUCTS, *flags))
+    return found if found is not None and found.has_tiles() else None

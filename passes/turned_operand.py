@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native_code import CompilerError, load, threads_for
+from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import is_batched, is_in_mode, is_seen
 from amp_graph.passes.what_pays import turning_pays
@@ -27,11 +27,9 @@ FAR = 256  # numbers: rows a multiple of them apart share few places of the cach
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled."""
-    try:
-        found = load(SOURCE)
-    except CompilerError:
-        return None
-    found.transpose.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found = load_if_possible(SOURCE)
+    if found is not None:
+        found.transpose.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
 
 

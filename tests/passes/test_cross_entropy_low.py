@@ -145,7 +145,7 @@ def test_without_a_compiler_torch_computes_it(monkeypatch):
     def refuse(*_):
         raise native_code.CompilerError("none")
 
-    monkeypatch.setattr(cross_entropy_kernel, "load", refuse)
+    monkeypatch.setattr(native_code, "load", refuse)
     monkeypatch.setattr(cross_entropy_kernel, "library", LIBRARY.__wrapped__)
     assert cross_entropy_kernel.losses_of_rows(LOGITS, TARGET, -100) is None
     test_loss_and_gradients_are_torchs(("mean", 0.0, None, -100))

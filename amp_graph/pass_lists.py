@@ -54,9 +54,10 @@ from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.passes.share_casts import ShareCasts
-from amp_graph.passes.small_linears import SmallLinears, TrainLinears
+from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.table_activations import TableActivations
+from amp_graph.passes.train_linears import TrainLinears
 from amp_graph.passes.turn_operands import TurnOperands
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import fewest_computed_again

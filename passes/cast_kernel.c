@@ -1,7 +1,7 @@
 /* Casts between fp32 and low precision, sums in fp32, and zeros, in one pass over memory.
 
    Before: a copy that reads each line of its result's memory before it overwrites it; a sum of low-precision numbers that
-   widens each beforehand. After: `add_up`, of one number a place (a cast), of several, or of none (zeros); and `narrow_all_of`.
+   widens each beforehand. After: `add_up`, of one number a place (a cast), of several, or of none (zeros); and `round_off`.
    `past` writes whole lines past the caches, as `memcpy` does from some size on: for what is not read soon.
 
    native_code.py compiles this file. */

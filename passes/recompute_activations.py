@@ -222,11 +222,7 @@ def _dtype(node: Any) -> torch.dtype | None:
 def _cost(node: Node, kind: str) -> str:
     if node.target in TABLED.values():
         return "looked up"
-    return "gelu by tanh" if kind == "gelu" and _is_tanh(node) else kind
-
-
-def _is_tanh(node: Node) -> bool:
-    return "tanh" in (*node.args[1:], *node.kwargs.values())
+    return form_of(node) if kind == "gelu" else kind
 
 
 def _is_batch_norm(node: Node) -> bool:

@@ -1,7 +1,6 @@
-"""Let linears that train be multiplied by compiled C over few rows, and else in the forms that oneDNN is fast for.
+"""Let linears that train over few rows be multiplied by compiled C.
 
-Before: ``linear(x, w, b)`` in bf16 on CPU. After: ``linear_low(x, w, b)`` of 32 rows, ``linear_trained(x, w, b)`` of
-1,024.
+Before: ``linear(x, w, b)`` of 32 rows, in bf16 on CPU. After: ``linear_low(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
-from amp_graph.passes.linear_low import linear_low, linear_trained
+from amp_graph.passes.linear_low import linear_low
 from amp_graph.passes.node_value import value
-from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.turned_operand import library as library_for_turning
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays, small_linear_pays, turning_pays
+from amp_graph.passes.what_pays import small_linear_pays
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class SmallLinears(Pass):
         """Visit every linear."""
         changes = []
         for node in gm.graph.nodes:
-            form = _form(node)
+            form = linear_form(node)
             if form is None or not small_linear_pays(*form) or library() is None:
                 continue
             node.op, node.target = "call_function", linear_low
@@ -46,33 +42,7 @@ class SmallLinears(Pass):
         return PassResult(gm, tuple(changes))
 
 
-@dataclass(frozen=True)
-class TrainLinears(Pass):
-    """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
-
-    Law: the same products by oneDNN. The bias is given to the first, where torch copies it into every row of the result
-    beforehand; and for the weight's gradient the result's is turned by compiled C, which oneDNN does in twice the time.
-    Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
-    """
-
-    name: ClassVar[str] = "train-linears"
-
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear that no other pass has taken."""
-        changes = []
-        for node in gm.graph.nodes:
-            form, again = _form(node), node.target is computing_again(F.linear)
-            if form is None or not (again or node.target is F.linear):
-                continue
-            how = ["its bias in the product"] if _bias(node) is not None and bias_in_trained_linear_pays(*form) else []
-            how += ["its gradient turned by C"] if turning_pays(*form) and library_for_turning() is not None else []
-            if how:
-                node.target = computing_again(linear_trained) if again else linear_trained
-                changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))
-        return PassResult(gm, tuple(changes))
-
-
-def _form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
+def linear_form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
     """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None of anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
@@ -87,11 +57,12 @@ def _form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
     if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
         return None
     outputs, inputs = weight.shape
-    bias = _bias(node)
+    bias = bias_of(node)
     if isinstance(bias, Node) and tuple(value(bias).shape) != (outputs,):  # linear broadcasts it
         return None
     return made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs
 
 
-def _bias(node: Node) -> Any:
+def bias_of(node: Node) -> Any:
+    """Return the bias that a linear is given, None where it has none."""
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")

@@ -36,7 +36,7 @@ def library() -> ctypes.CDLL | None:
 def turned(a: Tensor) -> Tensor:
     """Return ``a``, a matrix of 16-bit numbers on the CPU whose columns lie in memory, with rows that do.
 
-    [rows, columns], rows somewhat further apart than they are long. Anything else is returned as it is.
+    [rows, columns], rows somewhat further apart than they are long. Of anything else torch makes such a copy.
     """
     if is_seen(a):
         found: Tensor = OPS.turned_operand(a)  # what a tracer or a profiler sees

@@ -10,7 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.passes import linear_kernel as kernel
 from amp_graph.passes import linear_low as low
-from amp_graph.passes import small_linears, what_pays
+from amp_graph.passes import small_linears, train_linears, what_pays
 from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
@@ -318,7 +318,7 @@ NAMES = ("x", "weight", "bias")
 @pytest.fixture
 def many_are_few(monkeypatch):
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
-    for module in (small_linears, low):
+    for module in (train_linears, low):
         monkeypatch.setattr(module, "bias_in_trained_linear_pays", lambda *form: True)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import native_code, small_linears, turn_operands, turned_operand, what_pays
+from amp_graph.passes import native_code, small_linears, train_linears, turn_operands, turned_operand, what_pays
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
@@ -95,7 +95,7 @@ def test_its_fake_lies_as_it_does():
 
 @pytest.fixture
 def it_always_pays(monkeypatch):
-    for module in (turned_operand, small_linears, turn_operands):
+    for module in (turned_operand, train_linears, turn_operands):
         monkeypatch.setattr(module, "turning_pays", lambda device, dtype, *sizes: dtype == BF16)
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
 

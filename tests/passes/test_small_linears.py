@@ -348,6 +348,7 @@ def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
         check(gradients(linear_trained, given, grad), given, grad)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("many_are_few")
 def test_with_the_bias_in_the_product_every_mode_of_autograd():
     given, grad = operands((6, 32), 48)

@@ -22,14 +22,14 @@ from amp_graph.passes import (
     cross_entropy_kernel,
     depthwise_ops,
     group_norm,
+    amx_product,
     linear_kernel,
     lstm_kernel,
     norm_ops,
-    turned_operand,
 )
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.torch_private import cpu_has_bf16
-from amp_graph.passes.what_pays import lstm_kernel_pays, turning_pays
+from amp_graph.passes.what_pays import amx_product_pays, lstm_kernel_pays
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
@@ -90,7 +90,8 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield f"casts, {low}", lambda: cast_kernel.library(low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
         yield "tables", by_table.library
-    if any(turning_pays("cpu", low, MANY_ROWS, part.out_features, part.in_features) for part in linears):
-        yield "turned operands", turned_operand.library
+    weights = [part.weight for part in parts if isinstance(part, nn.Linear | nn.Conv2d)]
+    if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w[0].numel()) for w in weights):
+        yield "amx products", amx_product.library
     if linears and low == torch.bfloat16:
         yield "linears", linear_kernel.library  # wanted last: over few rows alone

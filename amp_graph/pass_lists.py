@@ -40,6 +40,7 @@ from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
 from amp_graph.passes.keep_large_results import KeepLargeResults
 from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
+from amp_graph.passes.amx_products import AmxProducts
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.look_at_values import LookAtValues
@@ -58,7 +59,6 @@ from amp_graph.passes.small_linears import SmallLinears
 from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.table_activations import TableActivations
 from amp_graph.passes.train_linears import TrainLinears
-from amp_graph.passes.turn_operands import TurnOperands
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
@@ -167,7 +167,7 @@ def passes_for_compilers(policy: Policy) -> list[Pass]:
 def passes_in_inductor(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graphs that Inductor makes its code from."""
     return (
-        _wanted([FuseBias(), TurnOperands(), SmallProducts(), LayGradients()], policy)
+        _wanted([FuseBias(), AmxProducts(), SmallProducts(), LayGradients()], policy)
         if policy.op_list(device).unlisted == "opaque"
         else []
     )
@@ -182,7 +182,7 @@ def passes_for_inductor(policy: Policy, user: object) -> list[Pass]:
 def passes_of_step(policy: Policy, device: str) -> list[Pass]:
     """Return the passes of ``policy`` over the flat graph of a whole step that runs as it is."""
     ours = policy.op_list(device).unlisted == "opaque"
-    return _wanted([FuseBias(), TurnOperands(), AccumulateInPlace(), OverwriteLogits()], policy) if ours else []
+    return _wanted([FuseBias(), AmxProducts(), AccumulateInPlace(), OverwriteLogits()], policy) if ours else []
 
 
 def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -> list[Pass]:

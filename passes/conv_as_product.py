@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.convolution_backward import rows, weight_gradient
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
+from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
 
 
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
@@ -46,7 +46,7 @@ class _PointwiseConv(torch.autograd.Function):
             product = ctx.few or torch.is_grad_enabled()
             dx = _spread(grad, weight, x, ctx.stride) if product else _torchs(grad, weight, x, ctx.stride)
         if ctx.needs_input_grad[1]:
-            dweight = weight_gradient(grad, x, weight, ctx.stride, (0, 0))
+            dweight = weight_gradient(grad, x, weight, ctx.stride, (0, 0), takes_fp32(ctx, 1))
         if ctx.needs_input_grad[2]:
             dbias = grad.sum((0, 2, 3))
         return dx, dweight, dbias, None, None

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.depthwise_ops import OPS
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
-from amp_graph.passes.turned_operand import turned_product
+from amp_graph.passes.amx_product import gradient_of_weight
+from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
 
 
 def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -56,7 +56,9 @@ class _Conv2d(torch.autograd.Function):
             how = (ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1)
             kernel = torch.ops.aten.convolution_backward
             dx, _, dbias = kernel(grad, x, weight, sizes, *how, [need[0], False, need[2]])
-        dweight = weight_gradient(grad, x, weight, ctx.stride, ctx.padding) if need[1] else None
+        dweight = None
+        if need[1]:
+            dweight = weight_gradient(grad, x, weight, ctx.stride, ctx.padding, takes_fp32(ctx, 1))
         return dx, dweight, dbias, None, None
 
 
@@ -184,10 +186,15 @@ def _derivable(out: Tensor, given: Sequence[Tensor | None], need: Sequence[bool]
     return [next(found) if needed else None for needed in need]
 
 
-def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Return the gradient of ``weight``, of its shape and dtype: patches of ``x`` times ``grad``, over all places."""
+def weight_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], wide: bool
+) -> Tensor:
+    """Return the gradient of ``weight``, of its shape: patches of ``x`` times ``grad``, summed over all places.
+
+    Of the dtype of ``weight``; or ``wide``, cast to fp32 where that costs nothing.
+    """
     out, channels, height, width = weight.shape
-    product = turned_product(rows(grad), _patches(x, (height, width), stride, padding))
+    product = gradient_of_weight(rows(grad), _patches(x, (height, width), stride, padding), wide)
     return product.view(out, height, width, channels).permute(0, 3, 1, 2)
 
 

@@ -15,17 +15,24 @@ from torch.fx.node import map_arg
 
 from amp_graph.passes import packed_weights, weight_copies, widened_products
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.conv_as_product import pointwise_conv
+from amp_graph.passes.convolution_backward import conv2d_low
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import TRANSFORM
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies
 
 # They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
 READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
+# They hand their weight's gradient back in fp32, where compiled C makes it.
+_OWN_GRADIENTS = (linear_low, linear_trained, pointwise_conv, conv2d_low)
+HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class KeepWeightCopies(Pass):
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
                 continue
             node.op, node.target = "call_function", self.copies.read
-            node.kwargs = {"once": True} if _is_read_once(node) else {}
+            node.kwargs = _how_it_is_read(node)
             changes.append(Change(self.name, "kept", node.name, "cast once an update"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -87,6 +94,15 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
     if TRANSFORM in node.meta:
         return "inside a torch.func transform"
     return ""
+
+
+def _how_it_is_read(cast: Node) -> dict[str, bool]:
+    if not _is_read_once(cast):
+        return {}
+    (reader,) = cast.users
+    return (
+        {"once": True, "wide": True} if reader.target in HAND_BACK_FP32 and cast is reader.args[1] else {"once": True}
+    )
 
 
 def _is_read_once(cast: Node) -> bool:

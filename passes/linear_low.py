@@ -1,4 +1,4 @@
-"""What converted graphs call for linears that train: compiled C over few rows, oneDNN's fast forms over many.
+"""What converted graphs call for linears that train: compiled C, and oneDNN in the forms that it is fast for.
 
 Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply; or a
 result that starts as copies of the bias, and a product with columns. After: ``linear_low(x, w, b)``, or
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes import amx_product
+from amp_graph.passes.amx_product import gradient_of_weight, room, side_by_side
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import (
@@ -23,9 +25,9 @@ from amp_graph.passes.torch_private import (
     is_seen,
     is_wrapper,
     linear_pointwise,
+    takes_fp32,
     unsafe_view,
 )
-from amp_graph.passes.turned_operand import turned_product
 from amp_graph.passes.what_pays import bias_in_trained_linear_pays
 
 
@@ -52,18 +54,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
-        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
-        grad = as_rows(grad)
+        rows, of_columns = as_rows(grad), grad.sum(0) if of_bias else None
+        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
+            return torch.mm(rows, weight) if of_x else None, torch.mm(rows.t(), x) if of_weight else None, of_columns
         return (
-            multiply(grad, weight) if of_x else None,
-            multiply(grad.t(), x) if of_weight else None,
-            grad.sum(0) if of_bias else None,
+            _multiplied(rows, weight) if of_x else None,
+            _multiplied(rows.t(), x, wide=takes_fp32(ctx, 1)) if of_weight else None,
+            of_columns,
         )
 
 
 def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of bf16 CPU tensors that train, by oneDNN in the forms that it is fast for.
+    """``F.linear`` of bf16 CPU tensors that train, by oneDNN in the forms that it is fast for; the rest by compiled C.
 
     x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Tracers, and what has no memory, get torch's.
     """
@@ -91,7 +93,8 @@ class _Trained(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = as_rows(grad)
         of_rows = torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
-        return of_rows, turned_product(rows, as_rows(x)) if of_weight else None, rows.sum(0) if of_bias else None
+        found = gradient_of_weight(rows, as_rows(x), takes_fp32(ctx, 1)) if of_weight else None
+        return of_rows, found, rows.sum(0) if of_bias else None
 
 
 def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
@@ -99,28 +102,21 @@ def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
     return x.device.type, x.dtype, x.numel() // max(1, inputs), outputs, inputs
 
 
-def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """Return ``a @ b + bias``: at once, or as one operator where a mode is to see it, a tracer say."""
     if is_seen(a):
-        found: Tensor = OPS.product_low(a, b, bias)
+        found: Tensor = OPS.product_low(a, b, bias, wide)
         return found
-    return product_low(a, b, bias)
+    return product_low(a, b, bias, wide)
 
 
-def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once."""
-    if library() is not None:
-        return product(_side_by_side(a), _side_by_side(b), bias)
-    return a @ b if bias is None else torch.addmm(bias, a, b)
-
-
-def _side_by_side(t: Tensor) -> Tensor:
-    return t if 1 in t.stride() else t.contiguous()
-
-
-def _empty(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
+def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Return ``a @ b + bias`` of bf16 matrices, rounded once, by compiled C where there is any; ``wide``: cast to fp32."""
+    if amx_product.library() is not None or library() is None:
+        return amx_product.amx_product(a, b, bias, wide)
+    found = product(side_by_side(a), side_by_side(b), bias)
+    return found.float() if wide else found
 
 
 # An operator, so that a graph in which it is traced (TrainStep's) has one node.
-define_as_typed(product_low, _empty)
+define_as_typed(product_low, room)

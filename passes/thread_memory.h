@@ -1,6 +1,12 @@
 /* Memory of a thread, for as long as it lives: taken anew at each call, it would cost what a small product does. */
 
 #include <stdlib.h>
+#ifdef LARGE_PAGES /* behind whatever includes kernel.h: asked of the system, which may not grant them */
+#include <sys/mman.h>
+#define OWN_PAGE ((size_t)2 << 20)
+#else
+#define OWN_PAGE ((size_t)64)
+#endif
 
 static pthread_key_t own_key;
 static int has_own_key;
@@ -14,7 +20,11 @@ static Low *own_memory(int64_t wanted) {
   if (held < wanted) {
     pthread_once(&own_once, make_own_key);
     free(memory);
-    memory = (Low *)aligned_alloc(64, (size_t)((wanted * 2 + 63) / 64 * 64));
+    const size_t size = (wanted * 2 + OWN_PAGE - 1) / OWN_PAGE * OWN_PAGE;
+    memory = (Low *)aligned_alloc(OWN_PAGE, size);
+#ifdef LARGE_PAGES
+    if (memory) madvise(memory, size, MADV_HUGEPAGE);
+#endif
     held = memory ? wanted : 0;
     if (has_own_key) pthread_setspecific(own_key, memory); /* there are not many: without one, it is kept */
   }

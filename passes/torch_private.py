@@ -105,6 +105,7 @@ __all__ = [
     "storage_key",
     "stream_of",
     "sums_of_products",
+    "takes_fp32",
     "takes_kernels_of_ours",
     "tracing_fake",
     "undisabled",
@@ -194,6 +195,15 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     given = unsafe_view(source, source.shape)
     given.data = low
     return given
+
+
+def takes_fp32(ctx: Any, place: int) -> bool:
+    """Say whether the ``place``-th tensor that a Function was given passes its gradient on in fp32, as what ``borrow`` returns does.
+
+    Asked in backward; 2.11 - 2.13. What it is handed in another dtype the engine casts.
+    """
+    node, output = ctx.next_functions[place]
+    return node is not None and node._input_metadata[output].dtype == torch.float32
 
 
 def holders(owner: Any, name: str) -> tuple[int, int, int]:

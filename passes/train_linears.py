@@ -1,4 +1,4 @@
-"""Let linears that train over many rows be multiplied in the forms that oneDNN is fast for.
+"""Let linears that train over many rows be multiplied in the forms that oneDNN is fast for, or by compiled C.
 
 Before: ``linear(x, w, b)`` of 1,024 rows, in bf16 on CPU. After: ``linear_trained(x, w, b)``.
 """
@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.amx_product import library
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.small_linears import bias_of, linear_form
-from amp_graph.passes.turned_operand import library
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays, turning_pays
+from amp_graph.passes.what_pays import bias_in_trained_linear_pays, amx_product_pays
 
 
 @dataclass(frozen=True)
 class TrainLinears(Pass):
     """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
 
-    Law: the same products by oneDNN. The bias is given to the first, where torch copies it into every row of the result
-    beforehand; and for the weight's gradient the result's is turned by compiled C, which oneDNN does in twice the time.
+    Law: the same products, the first and the gradient of ``x`` by oneDNN. The bias is given to the first, where torch
+    copies it into every row of the result beforehand; the weight's gradient is compiled C's.
     Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
     """
 
@@ -39,7 +39,7 @@ class TrainLinears(Pass):
                 continue
             biased = bias_of(node) is not None and bias_in_trained_linear_pays(*form)
             how = ["its bias in the product"] if biased else []
-            how += ["its gradient turned by C"] if turning_pays(*form) and library() is not None else []
+            how += ["its weight's gradient by C"] if amx_product_pays(*form) and library() is not None else []
             if how:
                 node.target = computing_again(linear_trained) if again else linear_trained
                 changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))

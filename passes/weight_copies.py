@@ -18,7 +18,7 @@ from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
 from amp_graph.passes.large_pages import LargeResults
-from amp_graph.passes.torch_private import StorageWeakRef, bytes_of, storage_key, words_of
+from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
@@ -123,24 +123,29 @@ class WeightCopies:
         updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
-        def weight_copy(weight: Tensor, once: bool = False) -> Tensor:
+        def given_back(weight: Tensor, cast: Tensor, wide: bool) -> Tensor:
+            """Return a plain cast, or what passes a gradient on in fp32."""
+            return borrow(weight, cast.detach()) if wide and cast.requires_grad and type(cast) is Tensor else cast
+
+        def weight_copy(weight: Tensor, once: bool = False, wide: bool = False) -> Tensor:
+            """Return the copy; ``once``: to who hands back one gradient, which with ``wide`` is fp32 already."""
             kept = known.get(id(weight))
             if kept is None:
-                return self._first(weight)
+                return given_back(weight, self._first(weight), wide)
             mark = updates.mark
             if kept.mark is not mark and kept.passed is not mark and is_passed_over(kept, weight) and grad_enabled():
                 kept.passed = mark
-                return lowered(weight)
+                return given_back(weight, lowered(weight), wide)
             if (
                 storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
                 or weight.data_ptr() != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                return self._first(weight)
+                return given_back(weight, self._first(weight), wide)
             if weight._version != kept.version or mark is not kept.mark:
                 cast = self._again(weight, kept)
                 if cast is not None:
-                    return cast
+                    return given_back(weight, cast, wide)
                 kept = known[id(weight)]
             elif kept.words.tobytes() != kept.values:
                 return self._written_in_secret(weight)
@@ -151,7 +156,7 @@ class WeightCopies:
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
-                    given = kept.given = lend(weight, kept.low)
+                    given = kept.given = (borrow if wide else lend)(weight, kept.low)
                 return given if once else given.view_as(given)
             return kept.low
 

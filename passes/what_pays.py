@@ -164,7 +164,7 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
 # Multiplications up to which a linear that trains is faster by our kernel, and where oneDNN alone has threads;
 # elements of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
 MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
-MOST_TRAINED_BY_UNITS = 1 << 21  # with matrix units, which were not timed
+MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 26, 1 << 19
 
 
 def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
@@ -172,14 +172,18 @@ def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, 
 
     bf16 on CPU with dot products, one thread, under autograd (``benchmarks/linears.py --training``): 1.6 times as fast
     for 4 to 64 rows of 64 x 64, 1.4 for 256; 1.4 to 1.3 times for 1 to 64 of 256 x 256, 1.1 for 256; 1.2 for 32 of
-    512 x 256, 0.8 for 32 of 768 x 768. With two threads the same, 1.5 for 32 and 64 of 256 x 256.
+    512 x 256, 0.8 for 32 of 768 x 768. With two threads the same, 1.5 for 32 and 64 of 256 x 256. With AMX, of oneDNN's
+    products' time: 0.3 for 32 of 64 x 64, 0.5 for 32 of 256 x 256, 0.6 to 0.75 up to 256 of 512 x 512, 0.85 to 1.0 for
+    2,048 of 256 x 64, 1.0 to 1.3 for 2,048 of 512 x 256.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or rows < 2:
         return False
-    most = MOST_TRAINED_BY_UNITS if cpu_has_amx() else MOST_TRAINED
+    most, of_a_weight = MOST_TRAINED, MOST_OF_A_TRAINED_WEIGHT
+    if cpu_has_amx():
+        most, of_a_weight = MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS
     if not _shares_threads():
         most = MOST_TRAINED_BY_ONE
-    fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= MOST_OF_A_TRAINED_WEIGHT
+    fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= of_a_weight
     return fits and rows * outputs * inputs <= most
 
 
@@ -206,21 +210,17 @@ def bias_in_trained_linear_pays(device: str, dtype: torch.dtype, rows: int, outp
     return fits and bias_in_product_pays(device, dtype, outputs, inputs)
 
 
-# Multiplications, and inputs, of a weight's gradient from which on turning the result's gradient beforehand is faster;
-# and of wide ones.
-LEAST_TURNED, FEWEST_INPUTS_TURNED = 1 << 29, 384
-LEAST_TURNED_WIDE, WIDE = 1 << 28, 1024
+# Multiplications, and outputs, of a weight's gradient from which on our product is faster than oneDNN's.
+LEAST_LARGE, FEWEST_LARGE = 1 << 15, 16
 
 
-def turning_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
-    """Say whether ``grad.t() @ x`` is faster once ``grad`` [rows, outputs] was turned by C; x: [rows, inputs].
+def amx_product_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+    """Say whether ``grad.t() @ x`` is faster by ``amx_product``; grad: [rows, outputs], x: [rows, inputs].
 
-    bf16 on CPU with AMX, of oneDNN's time: 0.66 for 1,024 of 1024 x 1024 and 768 x 3072, 0.75 for 768 x 768, 0.82 for
-    1,568 of 384 x 1536, 0.69 of 1536 x 384, 0.82 for 256 of 1024 x 1024, 0.68 to 0.74 for the patches of convolutions;
-    1.1 for 8,192 of 256 x 1024, 1.2 to 1.5 for few or narrow rows.
+    bf16 on CPU with AMX, one thread, of oneDNN's time: 0.5 to 0.8 from 8 to 512 rows of 64 x 64 to 3072 x 768, 0.5 to
+    0.95 for more; cast to fp32, of oneDNN's and a cast's 0.4 to 0.8. 1.0 to 1.15 for 1 or 13 outputs.
     """
-    least = LEAST_TURNED_WIDE if inputs >= WIDE else LEAST_TURNED
-    large = inputs >= FEWEST_INPUTS_TURNED and rows * outputs * inputs >= least
+    large = outputs >= FEWEST_LARGE and rows * outputs * inputs >= LEAST_LARGE
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
 
 

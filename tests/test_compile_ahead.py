@@ -25,18 +25,18 @@ KERNELS = {
     "group norms": "group_norm",
     "casts": "cast_kernel",
     "tables": "by_table",
-    "turned operands": "turned_operand",
+    "amx products": "amx_product",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms"}),
-    "wide": (nn.Linear(512, 512), {"linears", "casts", "turned operands"}),
+    "wide": (nn.Linear(512, 512), {"linears", "casts", "amx products"}),
     "activations": (nn.GELU(), {"tables"}),
-    "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts"}),
+    "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts", "amx products"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts", "tables", "turned operands"},
+        {*KERNELS} - {"batch norms", "depthwise", "group norms", "casts", "tables"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),

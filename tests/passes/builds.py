@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.passes import tiled_code
+from amp_graph.passes import linear_kernel, tiled_code
 from amp_graph.passes.native_code import CompilerError, load
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
@@ -16,7 +16,7 @@ M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numb
 
 def built(source, name):
     """The library as it is called, or a skip where this machine cannot have it."""
-    if name == "emulated units" and tiled_code.built(source):
+    if name == "emulated units" and tiled_code.built(linear_kernel.SOURCE):
         version = hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]
         macros = ("-DMATRIX_UNITS", "-include", str(TILES), f"-DEMULATED=0x{version}")
         try:

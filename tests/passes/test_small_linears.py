@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.passes import amx_product, small_linears, train_linears, what_pays
 from amp_graph.passes import linear_kernel as kernel
 from amp_graph.passes import linear_low as low
-from amp_graph.passes import small_linears, train_linears, what_pays
 from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
@@ -21,10 +21,14 @@ from tests.passes.graphs import BF16, capture_function, passes_until
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(params=[*BUILDS, "amx product"])
 def every_build(request, monkeypatch):
-    found = kernel.typed(built(kernel.SOURCE, request.param))
-    monkeypatch.setattr(kernel, "library", lambda: found)
+    if request.param == "amx product":
+        found = amx_product.typed(built(amx_product.SOURCE, "matrix units"))
+    else:
+        library, found = kernel.typed(built(kernel.SOURCE, request.param)), None
+        monkeypatch.setattr(kernel, "library", lambda: library)
+    monkeypatch.setattr(amx_product, "library", lambda: found)
 
 
 def drawn(*shape, seed=0):
@@ -65,9 +69,9 @@ def test_results_and_gradients_are_rounded_once(shape, outputs, biased):
 
 @pytest.mark.parametrize("wrong", ["the weight turned", "rows rolled", "rounded twice"])
 def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
-    plain = kernel.product
+    plain = low.product_low
 
-    def broken(a, b, bias=None):
+    def broken(a, b, bias=None, wide=False):
         if wrong == "rounded twice":
             made = plain(a, b)
             return made if bias is None else made + bias
@@ -75,7 +79,7 @@ def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
             return plain(a, b).roll(1, 0)
         return plain(a, b.t() if wrong == "the weight turned" and b.shape[0] == b.shape[1] else b, bias)
 
-    monkeypatch.setattr(low, "product", broken)
+    monkeypatch.setattr(low, "product_low", broken)
     given, grad = operands((64, 64), 64)
     with pytest.raises(AssertionError):
         check(gradients(linear_low, given, grad), given, grad)
@@ -92,8 +96,8 @@ def test_gradients_of_any_layout(layout):
 
 def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
     counted = []
-    plain = kernel.product
-    monkeypatch.setattr(low, "product", lambda *args: counted.append(len(args)) or plain(*args))
+    plain = low.product_low
+    monkeypatch.setattr(low, "product_low", lambda *args: counted.append(len(args)) or plain(*args))
     (x, weight, bias), grad = operands((8, 64), 48)
     linear_low(x.detach(), weight, bias).backward(grad)
     assert len(counted) == 2  # the result, and the gradient of the weight
@@ -147,7 +151,7 @@ def through(function, *inputs, **state):
 W, B = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
 
 
-@pytest.mark.parametrize(("rows", "small"), [(8, True), (1, False), (4096, False)])
+@pytest.mark.parametrize(("rows", "small"), [(8, True), (1, False), (1 << 15, False)])
 def test_only_where_it_pays(rows, small):
     gm, result = through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(rows, 64), w=W, b=B)
     assert result.modified == small
@@ -305,7 +309,11 @@ def test_sizes_that_pay(monkeypatch):
         monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
         assert pays("cpu", BF16, 32, 256, 256) is shared
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    assert not pays("cpu", BF16, 32, 256, 256), "not timed"
+    assert not pays("cpu", BF16, 32, 256, 256), "oneDNN has the threads"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert pays("cpu", BF16, 256, 512, 512)
+    assert not pays("cpu", BF16, 2048, 512, 256)
+    assert not pays("cpu", BF16, 32, 1024, 1024)
     assert small_linears.small_linear_pays is pays
 
 

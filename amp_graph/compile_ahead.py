@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from amp_graph.passes import (
+    amx_product,
     attention_kernel,
     batch_norm_ops,
     by_table,
@@ -22,7 +23,6 @@ from amp_graph.passes import (
     cross_entropy_kernel,
     depthwise_ops,
     group_norm,
-    amx_product,
     linear_kernel,
     lstm_kernel,
     norm_ops,

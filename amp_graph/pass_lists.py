@@ -9,6 +9,7 @@ import torch
 
 from amp_graph.passes.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.align_shapes import AlignShapes
+from amp_graph.passes.amx_products import AmxProducts
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.base import Pass
 from amp_graph.passes.cast_parts import CastParts
@@ -40,7 +41,6 @@ from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
 from amp_graph.passes.keep_large_results import KeepLargeResults
 from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
-from amp_graph.passes.amx_products import AmxProducts
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
 from amp_graph.passes.look_at_values import LookAtValues

@@ -21,6 +21,7 @@
 #define SOME_DEPTH 2048
 #define DEEP_ROWS 256
 #define OF_A (1 << 22)     /* elements of a that are laid out at once */
+#define LARGE (1 << 18)    /* elements of a result: of fewer, caches keep them until they are read */
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
@@ -128,10 +129,10 @@ INLINE __m512 widen_half(__m512i low, int half) {
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16);
 }
 
-/* One row of sums, rounded and cast again, past the caches where it is whole lines. */
-INLINE void put_wide(__m512i low, float *to, int64_t columns) {
+/* One row of sums, rounded and cast again; `past` the caches where it is whole lines. */
+INLINE void put_wide(__m512i low, float *to, int64_t columns, int past) {
   const __m512 one = widen_half(low, 0), two = widen_half(low, 1);
-  if (columns >= SIDE && !((uintptr_t)to % 64)) {
+  if (past && columns >= SIDE && !((uintptr_t)to % 64)) {
     _mm512_stream_ps(to, one);
     _mm512_stream_ps(to + 16, two);
   } else {
@@ -151,7 +152,7 @@ INLINE void put_out(const Product *p, const float *sums, int64_t row, int64_t co
     const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(two, one);
     const int64_t at = (row + i) * p->columns + column;
     if (p->wide)
-      put_wide(low, (float *)p->out + at, columns);
+      put_wide(low, (float *)p->out + at, columns, p->rows * p->columns >= LARGE);
     else
       _mm512_mask_storeu_epi16((Low *)p->out + at, there, low);
   }

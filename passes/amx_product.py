@@ -1,7 +1,8 @@
 """Products of bf16 matrices by the matrix units of the CPU (AMX), in compiled C.
 
 Before: ``(grad.t() @ x).float()``, the gradient of a linear's weight, for which oneDNN turns ``grad`` first, at two
-thirds of the speed of the linear's other products; and which is then cast. After: ``amx_product(grad.t(), x, wide=True)``.
+thirds of the speed of the linear's other products; and which is then cast. After:
+``amx_product(grad.t(), x, wide=True)``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.amx_product import library
+from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.what_pays import amx_product_pays

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.amx_product import gradient_of_weight
+from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
 
 

@@ -19,6 +19,7 @@ from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.convolution_backward import conv2d_low
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
@@ -100,9 +101,9 @@ def _how_it_is_read(cast: Node) -> dict[str, bool]:
     if not _is_read_once(cast):
         return {}
     (reader,) = cast.users
-    return (
-        {"once": True, "wide": True} if reader.target in HAND_BACK_FP32 and cast is reader.args[1] else {"once": True}
-    )
+    large = value(cast).numel() >= LARGE  # a small gradient is cast as fast as ``borrow`` is called
+    wide = large and reader.target in HAND_BACK_FP32 and cast is reader.args[1]
+    return {"once": True, "wide": True} if wide else {"once": True}
 
 
 def _is_read_once(cast: Node) -> bool:

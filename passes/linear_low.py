@@ -111,7 +111,7 @@ def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
 
 
 def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias`` of bf16 matrices, rounded once, by compiled C where there is any; ``wide``: cast to fp32."""
+    """Return ``a @ b + bias`` of bf16 matrices, rounded once, by compiled C if there is any; ``wide``: in fp32."""
     if amx_product.library() is not None or library() is None:
         return amx_product.amx_product(a, b, bias, wide)
     found = product(side_by_side(a), side_by_side(b), bias)

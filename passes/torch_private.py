@@ -198,7 +198,7 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def takes_fp32(ctx: Any, place: int) -> bool:
-    """Say whether the ``place``-th tensor that a Function was given passes its gradient on in fp32, as what ``borrow`` returns does.
+    """Say whether the ``place``-th tensor that a Function was given wants its gradient in fp32, as ``borrow``'s do.
 
     Asked in backward; 2.11 - 2.13. What it is handed in another dtype the engine casts.
     """

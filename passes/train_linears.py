@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.amx_product import library
+from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.small_linears import bias_of, linear_form
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays, amx_product_pays
+from amp_graph.passes.what_pays import amx_product_pays, bias_in_trained_linear_pays
 
 
 @dataclass(frozen=True)

@@ -123,29 +123,25 @@ class WeightCopies:
         updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
-        def given_back(weight: Tensor, cast: Tensor, wide: bool) -> Tensor:
-            """Return a plain cast, or what passes a gradient on in fp32."""
-            return borrow(weight, cast.detach()) if wide and cast.requires_grad and type(cast) is Tensor else cast
-
         def weight_copy(weight: Tensor, once: bool = False, wide: bool = False) -> Tensor:
             """Return the copy; ``once``: to who hands back one gradient, which with ``wide`` is fp32 already."""
             kept = known.get(id(weight))
             if kept is None:
-                return given_back(weight, self._first(weight), wide)
+                return self._first(weight)
             mark = updates.mark
             if kept.mark is not mark and kept.passed is not mark and is_passed_over(kept, weight) and grad_enabled():
                 kept.passed = mark
-                return given_back(weight, lowered(weight), wide)
+                return lowered(weight)
             if (
                 storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
                 or weight.data_ptr() != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                return given_back(weight, self._first(weight), wide)
+                return self._first(weight)
             if weight._version != kept.version or mark is not kept.mark:
                 cast = self._again(weight, kept)
                 if cast is not None:
-                    return given_back(weight, cast, wide)
+                    return cast
                 kept = known[id(weight)]
             elif kept.words.tobytes() != kept.values:
                 return self._written_in_secret(weight)

@@ -164,7 +164,7 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
 # Multiplications up to which a linear that trains is faster by our kernel, and where oneDNN alone has threads;
 # elements of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
 MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
-MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 26, 1 << 19
+MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 24, 1 << 19
 
 
 def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:

@@ -76,7 +76,7 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
         yield f"norms, {low}", lambda: norm_ops.library(low)
-    if lstm_kernel_pays("cpu", low) and any(isinstance(part, nn.LSTM) for part in parts):
+    if any(isinstance(part, nn.LSTM) and lstm_kernel_pays("cpu", low, 1, part.hidden_size) for part in parts):
         yield "lstm", lstm_kernel.library
     if batch_norms:
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)

@@ -26,6 +26,7 @@
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* bias: null for none */
+  float *of_a;             /* written: [rows], what each row of a adds up to, where its columns are in rows; null: not */
   void *out;               /* of fp32 where `wide`, with the numbers of bf16 that it has otherwise */
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
@@ -57,8 +58,11 @@ INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t dept
     }
 }
 
-/* The same of an operand whose lines are side by side: pairs of the depth, turned where they are rows of a. */
-INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_t depth, int turned, Low *to) {
+/* The same of an operand whose lines are side by side: pairs of the depth, turned where they are rows of a. What each line
+   adds up to is added to `sums`, unless that is null. */
+INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_t depth, int turned, float *sums,
+                      Low *to) {
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
   const int64_t steps = ROOMY(depth, DEEP) / DEEP;
   for (int64_t s = 0; s < steps; ++s)
     for (int64_t n = 0; n < lines; n += SIDE) {
@@ -71,6 +75,15 @@ INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_
         const __m512i two = _mm512_maskz_loadu_epi16(k + 1 < depth ? there : 0, from + (k + 1) * one_deeper + n);
         interleave(one, two, low + i, high + i);
       }
+      if (sums) {
+        __m512 left = _mm512_load_ps(sums + n), right = _mm512_load_ps(sums + n + 16);
+        for (int i = 0; i < 16; ++i) {
+          left = _mm512_dpbf16_ps(left, (__m512bh)low[i], ones);
+          right = _mm512_dpbf16_ps(right, (__m512bh)high[i], ones);
+        }
+        _mm512_store_ps(sums + n, left);
+        _mm512_store_ps(sums + n + 16, right);
+      }
       if (turned) turn(low), turn(high);
       for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * DEEP, low[i]);
       for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + STEP / 2 + i * DEEP, high[i]);
@@ -78,13 +91,14 @@ INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_
 }
 
 /* NEAR of the depth after NEAR of the depth, each with all of its panels. */
-INLINE void lay_out(const Low *from, int64_t line, int64_t one_deeper, int64_t lines, int64_t depth, int of_b, Low *to) {
+INLINE void lay_out(const Low *from, int64_t line, int64_t one_deeper, int64_t lines, int64_t depth, int of_b,
+                    float *sums, Low *to) {
   for (int64_t k = 0; k < depth; k += NEAR, to += NEAR * ROOMY(lines, SIDE)) {
     const int64_t deep = depth - k < NEAR ? depth - k : NEAR;
     if (one_deeper == 1)
       lay_lines(from + k, line, lines, deep, of_b, to);
     else
-      lay_depth(from + k * one_deeper, one_deeper, lines, deep, !of_b, to);
+      lay_depth(from + k * one_deeper, one_deeper, lines, deep, !of_b, sums, to);
   }
 }
 
@@ -196,26 +210,30 @@ static void multiply(Shared *all, int64_t from_row, int64_t to_row, int64_t from
   const Product *p = all->p;
   const int64_t depth = ROOMY(p->depth, DEEP), at_once = depth > MOST_DEPTH ? SOME_DEPTH : depth;
   const int64_t room = at_once < depth ? DEEP_ROWS : ROOMY(OF_A / (at_once + 1) + 1, SIDE);
-  const int64_t rows = least(room, ROOMY(to_row - from_row, SIDE)), columns = least(BLOCK, ROOMY(to_column - from_column, SIDE));
+  const int64_t rows = least(room, ROOMY(to_row - from_row, SIDE));
+  const int64_t columns = least(BLOCK, ROOMY(to_column - from_column, SIDE));
   const int64_t waiting = (at_once < depth ? rows : least(rows, LOW_ROWS)) * columns;
-  Low *own = own_memory((rows + columns) * at_once + 2 * waiting);
+  Low *own = own_memory((rows + columns) * at_once + 2 * (waiting + rows));
   if (!own) {
     all->failed = 1;
     return;
   }
-  Low *a = own + 2 * waiting, *b = a + rows * at_once;
+  float *sums = (float *)own, *of_a = sums + waiting;
+  Low *a = (Low *)(of_a + rows), *b = a + rows * at_once;
   const Tiles before = borrow_tiles();
   for (int64_t r = from_row; r < to_row; r += rows) {
-    for (int64_t c = from_column; c < to_column; c += columns) {
+    const int64_t high = least(rows, to_row - r);
+    memset(of_a, 0, rows * sizeof(float));
+    for (int64_t c = from_column; c < to_column; c += columns)
       for (int64_t k = 0; k < p->depth; k += at_once) {
-        Block w = {p, r, least(rows, to_row - r), c, least(columns, to_column - c), k, least(at_once, p->depth - k), a, b, (float *)own};
+        const Block w = {p, r, high, c, least(columns, to_column - c), k, least(at_once, p->depth - k), a, b, sums};
         if (c == from_column || at_once < depth)
-          lay_out(p->a + r * p->a_row + k * p->a_column, p->a_row, p->a_column, w.rows, w.depth, 0, a);
-        lay_out(p->b + c * p->b_column + k * p->b_row, p->b_column, p->b_row, w.columns, w.depth, 1, b);
-        for (int64_t i = 0; i < w.rows; i += LOW_ROWS)
-          multiply_rows(&w, i, least(LOW_ROWS, w.rows - i), at_once < depth ? 0 : i);
+          lay_out(p->a + r * p->a_row + k * p->a_column, p->a_row, p->a_column, high, w.depth, 0, c ? 0 : of_a, a);
+        lay_out(p->b + c * p->b_column + k * p->b_row, p->b_column, p->b_row, w.columns, w.depth, 1, 0, b);
+        for (int64_t i = 0; i < high; i += LOW_ROWS)
+          multiply_rows(&w, i, least(LOW_ROWS, high - i), at_once < depth ? 0 : i);
       }
-    }
+    if (p->of_a && !from_column) memcpy(p->of_a + r, of_a, high * sizeof(float));
   }
   return_tiles(&before);
   if (p->wide) _mm_sfence();

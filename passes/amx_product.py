@@ -38,19 +38,22 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def gradient_of_weight(grad: Tensor, x: Tensor, wide: bool) -> Tensor:
-    """Return ``grad.t() @ x`` of bf16 matrices, rounded once; by compiled C where ``what_pays`` says so.
+def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
+    """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, ``biased``, what the columns of ``grad`` add up to.
 
-    grad: [rows, outputs], x: [rows, inputs]. ``wide``: compiled C's is cast to fp32. Second derivatives and several
-    gradients at once are torch's own.
+    grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which the first is
+    then cast to fp32. Second derivatives and several gradients at once are torch's own.
     """
     pays = amx_product_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
-        return torch.mm(grad.t(), x)
-    if is_seen(grad):
-        found: Tensor = OPS.amx_product(grad.t(), x, None, wide)  # what a tracer or a profiler sees
-        return found
-    return amx_product(grad.t(), x, None, wide)
+        return torch.mm(grad.t(), x), grad.sum(0) if biased else None
+    if is_seen(grad):  # what a tracer or a profiler sees
+        product, *sums = (
+            OPS.amx_product_and_sums(grad, x, wide) if biased else (OPS.amx_product(grad.t(), x, None, wide),)
+        )
+    else:
+        product, *sums = amx_product_and_sums(grad, x, wide) if biased else (amx_product(grad.t(), x, None, wide),)
+    return product, sums[0] if sums else None
 
 
 def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -59,16 +62,32 @@ def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
     a: [rows, depth], b: [depth, columns], bias: [columns] or None, with memory of their own to read. Raises
     MemoryError.
     """
-    made, compiled = room(a, b, wide), library()
+    if library() is None or 0 in (*a.shape, *b.shape):
+        return room(a, b, wide).copy_(a @ b if bias is None else torch.addmm(bias, a, b))
+    if bias is not None and not (bias.numel() == b.shape[1] and bias.is_contiguous()):
+        bias = bias.expand(b.shape[1]).contiguous()
+    return _run(side_by_side(a), b, bias, wide, None)
+
+
+def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
+    """Return ``a.t() @ b`` as ``amx_product`` does, and the sums of the columns of ``a``, fp32 rounded once to bf16.
+
+    a: [depth, rows], b: [depth, columns]: all in one reading of ``a``. Raises MemoryError.
+    """
+    if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
+        return [amx_product(a.t(), b, None, wide), a.sum(0)]
+    sums = a.new_empty(a.shape[1], dtype=torch.float32)
+    return [_run(a.t(), b, None, wide, sums), sums.to(a.dtype)]
+
+
+def _run(a: Tensor, b: Tensor, bias: Tensor | None, wide: bool, sums: Tensor | None) -> Tensor:
+    made, b, compiled = room(a, b, wide), side_by_side(b), library()
+    assert compiled is not None, "asked where there is a kernel"
     (rows, columns), depth = made.shape, a.shape[1]
-    if compiled is None or 0 in (rows, columns, depth):
-        return made.copy_(a @ b if bias is None else torch.addmm(bias, a, b))
-    a, b = side_by_side(a), side_by_side(b)
-    if bias is not None and not (bias.numel() == columns and bias.is_contiguous()):
-        bias = bias.expand(columns).contiguous()
     threads = threads_at_once(rows * columns * depth // OF_AN_ELEMENT)
-    given = (a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), made.data_ptr())
-    table = array("q", (*given, rows, columns, depth, *a.stride(), *b.stride(), wide, threads))
+    others = (0 if t is None else t.data_ptr() for t in (bias, sums))
+    table = array("q", (a.data_ptr(), b.data_ptr(), *others, made.data_ptr(), rows, columns, depth))
+    table.extend((*a.stride(), *b.stride(), wide, threads))
     if compiled.product(table.tobytes()):
         raise MemoryError(f"a product of {rows} x {depth} by {depth} x {columns}: no memory to lay it out")
     return made
@@ -84,4 +103,9 @@ def side_by_side(t: Tensor) -> Tensor:
     return t if 1 in t.stride() else t.contiguous()
 
 
+def _rooms(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
+    return [room(a.t(), b, wide), a.new_empty(a.shape[1])]
+
+
 define_as_typed(amx_product, room)
+define_as_typed(amx_product_and_sums, _rooms)

@@ -1,10 +1,11 @@
-"""Let compiled C make what weights' gradients are, in flat graphs: of whole steps, and for Inductor.
+"""Let compiled C make the gradients of weights and biases, in flat graphs: of whole steps, and for Inductor.
 
-Before: ``mm(grad.t(), x)``. After: ``amx_product(grad.t(), x)``.
+Before: ``mm(grad.t(), x)``, ``sum(grad, 0)``. After: ``amx_product_and_sums(grad, x)``.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,14 +20,15 @@ from amp_graph.passes.operators import OPS
 from amp_graph.passes.what_pays import amx_product_pays
 
 ATEN: Any = torch.ops.aten
+TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 
 
 @dataclass(frozen=True)
 class AmxProducts(Pass):
     """Replaces ``mm`` whose first operand's columns lie in memory with ``amx_product``, when ``what_pays`` says so.
 
-    Law: bf16 matrices on the CPU, in sizes known while they are traced. Exactness: rounding-equal, fp32 sums in another
-    order.
+    And sums over these columns, where a product reads them anyway. Law: bf16 matrices on the CPU, in sizes known while
+    they are traced. Exactness: rounding-equal, fp32 sums in another order.
     """
 
     name: ClassVar[str] = "amx-products"
@@ -38,9 +40,40 @@ class AmxProducts(Pass):
             a, b = node.args
             if not (isinstance(a, Node) and isinstance(b, Node) and _pays(value(a), value(b))) or library() is None:
                 continue
-            node.target, node.args = OPS.amx_product.default, (a, b, None, False)
+            added = _added_up(node, a)
+            if added is None:
+                node.target, node.args = OPS.amx_product.default, (a, b, None, False)
+            else:
+                _with_sums(gm, node, b, added)
             changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
+        gm.graph.eliminate_dead_code()
         return PassResult(gm, tuple(changes))
+
+
+def _added_up(product: Node, a: Node) -> Node | None:
+    """Return the node that adds up the columns of what ``a`` is the transpose of, behind ``product``; None without."""
+    source = a.args[0] if a.target in TRANSPOSES else None
+    if not isinstance(source, Node) or value(source).dim() != 2:
+        return None
+    sums = (user for user in source.users if user.target is ATEN.sum.dim_IntList and not user.kwargs)
+    return next((s for s in sums if list(s.args[1]) in ([0], [-2]) and product < s), None)  # type: ignore[call-overload]
+
+
+def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
+    """Put one call in the place of ``product`` and of the sums ``added``, a row where they keep that dimension."""
+    source = added.args[0]
+    with gm.graph.inserting_before(product):
+        both = gm.graph.call_function(OPS.amx_product_and_sums.default, (source, b, False))
+        parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        flat = value(added).view(-1)
+        both.meta = {**product.meta, "val": [value(product), flat]}
+        parts[0].meta, parts[1].meta = dict(product.meta), {**added.meta, "val": flat}
+        if value(added).dim() == 2:
+            parts[1] = gm.graph.call_function(ATEN.unsqueeze.default, (parts[1], 0))
+            parts[1].meta = dict(added.meta)
+    for old, new in zip((product, added), parts, strict=True):
+        old.replace_all_uses_with(new)
+        gm.graph.erase_node(old)
 
 
 def _pays(a: Any, b: Any) -> bool:

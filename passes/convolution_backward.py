@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.amx_product import gradient_of_weight
+from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
 
@@ -194,7 +194,7 @@ def weight_gradient(
     Of the dtype of ``weight``; or ``wide``, cast to fp32 where that costs nothing.
     """
     out, channels, height, width = weight.shape
-    product = gradient_of_weight(rows(grad), _patches(x, (height, width), stride, padding), wide)
+    product, _ = gradients_of_linear(rows(grad), _patches(x, (height, width), stride, padding), False, wide)
     return product.view(out, height, width, channels).permute(0, 3, 1, 2)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes import amx_product
-from amp_graph.passes.amx_product import gradient_of_weight, room, side_by_side
+from amp_graph.passes.amx_product import gradients_of_linear, room, side_by_side
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import (
@@ -54,14 +54,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows, of_columns = as_rows(grad), grad.sum(0) if of_bias else None
-        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
-            return torch.mm(rows, weight) if of_x else None, torch.mm(rows.t(), x) if of_weight else None, of_columns
-        return (
-            _multiplied(rows, weight) if of_x else None,
-            _multiplied(rows.t(), x, wide=takes_fp32(ctx, 1)) if of_weight else None,
-            of_columns,
-        )
+        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
+        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
+        rows = as_rows(grad)
+        of_rows = multiply(rows, weight) if of_x else None
+        if of_weight and amx_product.library() is not None:
+            return of_rows, *gradients_of_linear(rows, x, of_bias, takes_fp32(ctx, 1))
+        return of_rows, multiply(rows.t(), x) if of_weight else None, rows.sum(0) if of_bias else None
 
 
 def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -93,8 +92,9 @@ class _Trained(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = as_rows(grad)
         of_rows = torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
-        found = gradient_of_weight(rows, as_rows(x), takes_fp32(ctx, 1)) if of_weight else None
-        return of_rows, found, rows.sum(0) if of_bias else None
+        if not of_weight:
+            return of_rows, None, rows.sum(0) if of_bias else None
+        return of_rows, *gradients_of_linear(rows, as_rows(x), of_bias, takes_fp32(ctx, 1))
 
 
 def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
@@ -102,21 +102,20 @@ def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
     return x.device.type, x.dtype, x.numel() // max(1, inputs), outputs, inputs
 
 
-def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias``: at once, or as one operator where a mode is to see it, a tracer say."""
     if is_seen(a):
-        found: Tensor = OPS.product_low(a, b, bias, wide)
+        found: Tensor = OPS.product_low(a, b, bias)
         return found
-    return product_low(a, b, bias, wide)
+    return product_low(a, b, bias)
 
 
-def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias`` of bf16 matrices, rounded once, by compiled C if there is any; ``wide``: in fp32."""
+def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once."""
     if amx_product.library() is not None or library() is None:
-        return amx_product.amx_product(a, b, bias, wide)
-    found = product(side_by_side(a), side_by_side(b), bias)
-    return found.float() if wide else found
+        return amx_product.amx_product(a, b, bias)
+    return product(side_by_side(a), side_by_side(b), bias)
 
 
 # An operator, so that a graph in which it is traced (TrainStep's) has one node.
-define_as_typed(product_low, room)
+define_as_typed(product_low, lambda a, b: room(a, b, False))

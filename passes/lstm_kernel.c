@@ -3,22 +3,31 @@
    Before: oneDNN's layer, whose backward takes three times as long as its forward, and reads as much again as it computed.
    After: `forward`, a step at a time a product and what the gates make of it, which keeps the gates' sums and the cells;
    and `backward`, likewise, which leaves the gradients of the weights and of x to products over all steps at once.
-   Gates are i, f, g and o, as in torch. Only where the CPU has AVX512_BF16.
+   Gates are i, f, g and o, as in torch. Only where the CPU has AVX512_BF16; with MATRIX_UNITS by those of AMX.
 
    Source of the formulas: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; torch.nn.LSTM. */
 
 #include "rows.h"
+#ifdef MATRIX_UNITS
+#include "matrix_tiles.h"
+#define READ 16 /* rows at a time, whether they are there or not */
+#else
 #define TALL 4
+#define READ 1
 #include "tiles.h"
-
 int has_tiles(void) { return 1; }
+static inline int borrow_tiles(void) { return 0; }
+static inline void return_tiles(const int *before) {}
+typedef int Tiles;
+#endif
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
+#define TOGETHER 256 /* rows of x that are multiplied at a time: as many steps' */
 enum { GATES = 4 };
 
 typedef struct {
   int64_t length, batch, width, size;
-  const Low *x, *weights, *h; /* weights: [4 size, width + size] in panels; h: what came before the first step */
+  const Low *x, *of_x, *of_h, *h; /* weights in panels, [4 size, width] and [4 size, size]; what came before the first step */
   const float *bias;          /* [4 size] */
   Low *sums, *out;            /* written: [length, batch, 4 size], and [length, batch, size] */
   float *cells;               /* [length + 1, batch, size]: the first is given, the rest is written */
@@ -70,25 +79,32 @@ typedef struct { /* `to` has whole tiles of rows and whole panels of columns, `r
 static void multiply(void *of, int64_t from, int64_t end) {
   const Product *p = of;
   const int64_t whole = ROOMY(p->depth, DEEP);
+  const Tiles before = borrow_tiles();
   for (int64_t n = from; n < end; n += PANEL)
     for (int64_t i = 0; i < p->rows; i += TALL) {
       const int64_t left = p->rows - i, some = left < TALL ? left : TALL;
       const Low *a = p->a + i * p->a_row;
       tile_to(p->to + i * p->row + n, p->row, a, p->a_row, DEEP, p->panels + n * whole, whole / DEEP, some);
     }
+  return_tiles(&before);
+}
+
+/* Rows as tiles read them, `whole` apart, in `to`: zeros behind each are there already, those of rows beyond need not be. */
+INLINE void lay_rows(const Low *from, int64_t rows, int64_t depth, int64_t whole, Low *to) {
+  for (int64_t i = 0; i < rows; i++) memcpy(to + i * whole, from + i * depth, depth * sizeof(Low));
 }
 
 /* -- forward ----------------------------------------------------------------------------------------------------- */
 
-INLINE void step_row(const Forward *f, const float *made, int64_t at, int64_t next) {
+INLINE void step_row(const Forward *f, const float *made, const float *made_of_x, int64_t at, int64_t next) {
   const int64_t size = f->size;
   const Rows sums = {f->sums + at * GATES * size, LOW}, out = {f->out + at * size, LOW};
   const Rows before = {f->cells + at * size, FULL}, after = {f->cells + next * size, FULL};
-  const Rows product = {(void *)made, FULL}, bias = {(void *)f->bias, FULL};
+  const Rows product = {(void *)made, FULL}, input = {(void *)made_of_x, FULL}, bias = {(void *)f->bias, FULL};
   EACH(0, size, {
     Vector s[GATES];
     for (int64_t g = 0; g < GATES; g++) {
-      s[g] = load(&product, g * size + i, n) + load(&bias, g * size + i, n);
+      s[g] = load(&product, g * size + i, n) + load(&input, g * size + i, n) + load(&bias, g * size + i, n);
       store(&sums, g * size + i, n, s[g]);
     }
     const Vector c = fused(logistic(s[0]).of, hyperbolic(s[2]).of, logistic(s[1]).of * load(&before, i, n));
@@ -99,7 +115,7 @@ INLINE void step_row(const Forward *f, const float *made, int64_t at, int64_t ne
 
 typedef struct {
   const void *of; /* a Forward or a Backward */
-  const float *made;
+  const float *made, *made_of_x;
   int64_t row, t;
 } Step;
 
@@ -107,26 +123,33 @@ static void step_rows(void *of, int64_t from, int64_t to) {
   const Step *s = of;
   const Forward *f = s->of;
   const int64_t at = s->t * f->batch;
-  for (int64_t b = from; b < to; b++) step_row(f, s->made + b * s->row, at + b, at + f->batch + b);
+  for (int64_t b = from; b < to; b++)
+    step_row(f, s->made + b * s->row, s->made_of_x + b * s->row, at + b, at + f->batch + b);
 }
 
 /* Returns 1 where there is no memory. */
 int forward(const Forward *f) {
-  const int64_t batch = f->batch, size = f->size, depth = f->width + size, whole = ROOMY(depth, DEEP);
-  const int64_t row = ROOMY(GATES * size, PANEL), of_made = ROOMY(batch, TALL) * row;
-  float *made = malloc(of_made * sizeof(float) + batch * whole * sizeof(Low));
+  const int64_t batch = f->batch, size = f->size, width = f->width, gates = GATES * size, row = ROOMY(gates, PANEL);
+  const int64_t steps = batch < TOGETHER ? TOGETHER / batch : 1, at_once = steps < f->length ? steps : f->length;
+  const int64_t of_made = ROOMY(batch, TALL) * row, of_x = ROOMY(at_once * batch, TALL) * row;
+  const int64_t deep = ROOMY(size, DEEP), wide = ROOMY(width, DEEP);
+  const int64_t of_seen = ROOMY(batch, READ) * deep + ROOMY(at_once * batch, READ) * wide;
+  float *made = malloc((of_made + of_x) * sizeof(float) + of_seen * sizeof(Low));
   if (!made) return 1;
-  Low *seen = (Low *)(made + of_made);
-  memset(seen, 0, batch * whole * sizeof(Low));
+  float *made_of_x = made + of_made;
+  Low *states = (Low *)(made_of_x + of_x), *input = states + ROOMY(batch, READ) * deep;
+  memset(states, 0, of_seen * sizeof(Low));
   for (int64_t t = 0; t < f->length; t++) {
-    const Low *states = t ? f->out + (t - 1) * batch * size : f->h;
-    for (int64_t b = 0; b < batch; b++) {
-      memcpy(seen + b * whole, f->x + (t * batch + b) * f->width, f->width * sizeof(Low));
-      memcpy(seen + b * whole + f->width, states + b * size, size * sizeof(Low));
+    const int64_t place = t % at_once, left = f->length - t, rows = (left < at_once ? left : at_once) * batch;
+    if (!place) {
+      lay_rows(f->x + t * batch * width, rows, width, wide, input);
+      Product product = {input, f->of_x, wide, rows, width, made_of_x, row};
+      do_parts(f->threads, gates, PANEL, multiply, &product);
     }
-    Product product = {seen, f->weights, whole, batch, depth, made, row};
-    Step step = {f, made, row, t};
-    do_parts(f->threads, GATES * size, PANEL, multiply, &product);
+    lay_rows(t ? f->out + (t - 1) * batch * size : f->h, batch, size, deep, states);
+    Product product = {states, f->of_h, deep, batch, size, made, row};
+    Step step = {f, made, made_of_x + place * batch * row, row, t};
+    do_parts(f->threads, gates, PANEL, multiply, &product);
     do_parts(f->threads, batch, 1, step_rows, &step);
   }
   free(made);
@@ -162,13 +185,19 @@ static void back_rows(void *of, int64_t from, int64_t to) {
 /* Returns 1 where there is no memory. */
 int backward(const Backward *w) {
   const int64_t batch = w->batch, size = w->size, depth = GATES * size, row = ROOMY(size, PANEL);
-  float *made = malloc(ROOMY(batch, TALL) * row * sizeof(float));
+  const int64_t of_made = ROOMY(batch, TALL) * row, deep = ROOMY(depth, DEEP), of_seen = ROOMY(batch, READ) * deep;
+  const int lie = deep == depth && batch % READ == 0; /* as tiles read them */
+  float *made = malloc(of_made * sizeof(float) + of_seen * sizeof(Low));
   if (!made) return 1;
+  Low *seen = (Low *)(made + of_made);
+  memset(seen, 0, of_seen * sizeof(Low));
   for (int64_t b = 0; b < batch; b++) memcpy(made + b * row, w->dh + b * size, size * sizeof(float));
   for (int64_t t = w->length - 1; t >= 0; t--) {
-    Step step = {w, made, row, t};
-    Product product = {w->dsums + t * batch * depth, w->weights, depth, batch, depth, made, row};
+    const Low *dsums = w->dsums + t * batch * depth;
+    Step step = {w, made, 0, row, t};
+    Product product = {lie ? dsums : seen, w->weights, deep, batch, depth, made, row};
     do_parts(w->threads, batch, 1, back_rows, &step);
+    if (!lie) lay_rows(dsums, batch, depth, deep, seen);
     do_parts(w->threads, size, PANEL, multiply, &product);
   }
   for (int64_t b = 0; b < batch; b++) memcpy(w->dh + b * size, made + b * row, size * sizeof(float));

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.linear_kernel import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
-from amp_graph.passes.tiled_code import built
-from amp_graph.passes.torch_private import cpu_has_amx
+from amp_graph.passes.tiled_code import best
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
@@ -27,11 +27,8 @@ GATES = 4
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16.
-
-    None with matrix units, too, whose panels are others.
-    """
-    found = None if cpu_has_amx() else built(SOURCE)
+    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16."""
+    found = best(SOURCE)
     if found is not None:
         found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p,)
     return found
@@ -51,8 +48,8 @@ def lstm_forward(
     out, sums = x.new_empty(length, batch, size), x.new_empty(length, batch, GATES * size)
     cells = x.new_empty(length + 1, batch, size, dtype=torch.float32)
     cells[0], h = c, h.contiguous()
-    weights, bias = panels_of(torch.cat([w_ih, w_hh], 1)), b_ih.float() + b_hh.float()
-    _run("forward", (length, batch, width, size), x, weights, h, bias, sums, out, cells)
+    bias = b_ih.float() + b_hh.float()
+    _run("forward", (length, batch, width, size), x, panels_of(w_ih), panels_of(w_hh), h, bias, sums, out, cells)
     last_h, last_c = out[-1].clone(), cells[-1].to(x.dtype)
     return [out.flip(0) if reverse else out, last_h, last_c, sums, cells]
 
@@ -83,10 +80,10 @@ def lstm_backward_of_sums(
     _run("backward", (length, batch, size), sums, dout.contiguous(), turned, cells, dsums, dh, dc)
     flat = dsums.view(length * batch, -1)
     dx = (flat @ w_ih).view(x.shape)
-    dbias = flat.sum(0, dtype=torch.float32).to(low)
-    seen = torch.cat([h[None], out[:-1]]).view(length * batch, size)
-    dweights = flat.t() @ x.reshape(length * batch, -1), flat.t() @ seen
-    return [dx.flip(0) if reverse else dx, *dweights, dbias, dbias.clone(), dh.to(low), dc.to(low)]
+    dw_ih, dbias = gradients_of_linear(flat, x.reshape(length * batch, -1), True, False)
+    dw_hh, _ = gradients_of_linear(flat, torch.cat([h[None], out[:-1]]).view(length * batch, size), False, False)
+    assert dbias is not None, "asked for"
+    return [dx.flip(0) if reverse else dx, dw_ih, dw_hh, dbias, dbias.clone(), dh.to(low), dc.to(low)]
 
 
 def _run(name: str, sizes: tuple[int, ...], *tensors: Tensor) -> None:

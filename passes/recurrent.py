@@ -83,7 +83,7 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
 
 
 def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
-    if lstm_kernel_pays(device, dtype) and library() is not None:
+    if lstm_kernel_pays(device, dtype, batch, size) and library() is not None:
         return _LstmByKernel
     return _LstmByProducts if lstm_backward_pays(device, dtype, batch, size) else _LstmLayer
 

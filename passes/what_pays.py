@@ -269,15 +269,19 @@ def lstm_backward_pays(device: str, dtype: torch.dtype, batch: int, size: int) -
     return fits and size >= FEWEST_OF_A_STATE and batch * STATES_OF_A_BATCH <= size
 
 
-def lstm_kernel_pays(device: str, dtype: torch.dtype) -> bool:
-    """Say whether an LSTM layer that trains is faster by compiled C, on OpenMP's threads or one.
+STATES_BY_UNITS = 8  # what the size of an LSTM's state is of a batch, from which on matrix units of ours are faster
+
+
+def lstm_kernel_pays(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
+    """Say whether an LSTM layer that trains is faster by compiled C, with ``batch`` states of ``size``.
 
     bf16 on CPU with dot products, forward and backward (``benchmarks/lstm_backward.py``): 1.35 to 1.5 times as fast
     as oneDNN for 64 steps of 32 states of 512, 1.2 to 2.9 for 8 and 16, 1.2 for 64, 1.1 for 128; 1.7 for 32 of 1,024,
-    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.0 to 2.4. It does without matrix units.
+    1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.0 to 2.4. With AMX 1.7 for 32 of 512, 3.2
+    to 1.2 for 8 to 64, 0.8 for 128; 2.4 for 32 of 1,024, 1.5 for 20 of 256, 0.8 for 32 of 128, 1.2 for 4 of 64.
     """
-    known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and not cpu_has_amx()
-    return known and _shares_threads()
+    known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and _shares_threads()
+    return known and (not cpu_has_amx() or batch * STATES_BY_UNITS <= size)
 
 
 def looking_pays(looked_at: int, spared: int) -> bool:

@@ -36,7 +36,7 @@ WHOLE = (
     OPS.gru_forward.default,
     OPS.gru_backward.default,
 )
-NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
+NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 1, 8)
 needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
 
 
@@ -266,14 +266,17 @@ def test_where_a_compiled_layer_pays(monkeypatch):
     for threads in (1, 2, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
         monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16) is (threads == 1)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512) is (threads == 1)
     monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
-    assert not what_pays.lstm_kernel_pays("cpu", torch.float16)
-    assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16)
+    assert not what_pays.lstm_kernel_pays("cpu", torch.float16, 32, 512)
+    assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16)
+    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512), "oneDNN has the threads"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
+    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
 
 
 @needs_kernel
@@ -336,6 +339,7 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile
     backward = getattr(OPS, name).default
     monkeypatch.setattr(what_pays, "FEWEST_OF_A_STATE", 1)
     monkeypatch.setattr(what_pays, "STATES_OF_A_BATCH", 1)
+    monkeypatch.setattr(what_pays, "STATES_BY_UNITS", 1)
     monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
     calls = []
     torch.manual_seed(0)

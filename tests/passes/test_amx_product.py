@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_graph
 from amp_graph.passes import amx_product as kernel
 from amp_graph.passes import amx_products, linear_kernel, linear_low, small_linears, train_linears, what_pays
-from amp_graph.passes.amx_product import amx_product, gradient_of_weight
+from amp_graph.passes.amx_product import amx_product, amx_product_and_sums, gradients_of_linear
 from amp_graph.passes.amx_products import AmxProducts
 from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.convolution_backward import conv2d_low
@@ -73,6 +73,27 @@ def test_every_size_and_order_of_memory(size, biased):
             wide = amx_product(one, other, bias, wide=True)
             assert wide.dtype == torch.float32
             assert torch.equal(wide, found.float())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sums_of_what_a_product_reads_anyway(size, threads, wide, monkeypatch):
+    monkeypatch.setattr(kernel, "threads_at_once", lambda count: threads)
+    rows, columns, depth = size
+    a, b = drawn(depth, rows), drawn(depth, columns, seed=1)
+    product, sums = amx_product_and_sums(a, b, wide)
+    assert torch.equal(product, amx_product(a.t(), b, wide=wide))
+    exact, sizes = a.double().sum(0), a.double().abs().sum(0)
+    assert sums.dtype == BF16
+    assert ((sums.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * depth * 2**-24).all()
+    for other in (a.t().contiguous().t(), torch.cat([a, a], 1)[:, :rows]):
+        assert torch.equal(amx_product_and_sums(other, b, wide)[0], product)
+        assert (
+            (amx_product_and_sums(other, b, wide)[1] - sums).abs().double() <= sums.abs() * 2**-7 + sizes * 1e-5
+        ).all()
+    with pytest.raises(AssertionError):  # control
+        torch.testing.assert_close(sums, a[1:].sum(0), rtol=2**-7, atol=1e-6)
 
 
 def test_any_bias():
@@ -140,7 +161,9 @@ def test_without_a_compiler_it_is_torchs(monkeypatch):
     a, b = drawn(64, 96), drawn(96, 70)
     assert torch.equal(amx_product(a, b, wide=False), a @ b)
     assert amx_product(a, b, wide=True).dtype == torch.float32
-    assert torch.equal(gradient_of_weight(a.t(), b, True), a @ b)
+    product, sums = gradients_of_linear(a.t(), b, True, True)
+    assert torch.equal(product, a @ b)
+    assert torch.equal(sums, a.sum(1))
 
 
 def test_no_memory_is_said(monkeypatch):
@@ -204,10 +227,12 @@ def test_gradients_are_as_near_as_torchs(shape, biased):
     wanted = [t for t in (x, weight, bias) if t is not None]
     ours, theirs = (torch.autograd.grad(f(x, weight, bias), wanted, grad) for f in (linear_trained, F.linear))
     assert torch.equal(ours[0], theirs[0])
-    assert ours[1].dtype == BF16, "a weight in bf16 has such a gradient"
+    assert [g.dtype for g in ours] == [BF16] * len(wanted), "of what is bf16"
     rows = (x.detach().view(-1, shape[-1]), grad.view(-1, 50))
     assert errors(ours[1], *rows) <= 1.02 * errors(theirs[1], *rows) + 1e-6
-    assert not biased or torch.equal(ours[2], theirs[2])
+    if biased:
+        assert (ours[2] - grad.view(-1, 50).double().sum(0)).abs().max() <= 0.05
+        torch.testing.assert_close(ours[2], theirs[2], rtol=2**-7, atol=2**-7)
 
 
 def image(*shape):
@@ -298,6 +323,23 @@ def test_products_of_a_flat_graph():
     assert sum(n.target is OPS.amx_product.default for n in ours.graph.nodes) == 2
     for one, other in zip(ours(G, X), plain(G, X), strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-2)
+
+
+def with_bias(g, x):
+    return torch.mm(g.t(), x), g.sum(0), g.sum(0, keepdim=True), g.sum(1), torch.mm(g.t(), x * 2)
+
+
+@pytest.mark.usefixtures("it_always_pays")
+def test_sums_of_a_flat_graph():
+    """One with each product; what adds up otherwise, or before it, is torch's."""
+    plain, ours, _ = passed(with_bias, G, X)
+    targets = [n.target for n in ours.graph.nodes]
+    assert targets.count(OPS.amx_product_and_sums.default) == 1
+    assert targets.count(OPS.amx_product.default) == 1
+    for one, other in zip(ours(G, X), plain(G, X), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-2)
+    for first in (lambda g, x: (g.sum(0), torch.mm(g.t(), x)), lambda g, x: (torch.mm(g.t(), x), (g * 2).sum(0))):
+        assert OPS.amx_product.default in [n.target for n in passed(first, G, X)[1].graph.nodes]
 
 
 LEFT = {

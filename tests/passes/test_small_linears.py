@@ -97,6 +97,7 @@ def test_gradients_of_any_layout(layout):
 def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
     counted = []
     plain = low.product_low
+    monkeypatch.setattr(amx_product, "library", lambda: None)
     monkeypatch.setattr(low, "product_low", lambda *args: counted.append(len(args)) or plain(*args))
     (x, weight, bias), grad = operands((8, 64), 48)
     linear_low(x.detach(), weight, bias).backward(grad)

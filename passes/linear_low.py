@@ -28,7 +28,7 @@ from amp_graph.passes.torch_private import (
     takes_fp32,
     unsafe_view,
 )
-from amp_graph.passes.what_pays import bias_in_trained_linear_pays
+from amp_graph.passes.what_pays import MOST_OF_A_CALL, bias_in_trained_linear_pays
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
         multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
         rows = as_rows(grad)
         of_rows = multiply(rows, weight) if of_x else None
-        if of_weight and amx_product.library() is not None:
+        if of_weight and _by_units(rows.numel() * x.shape[1]):
             return of_rows, *gradients_of_linear(rows, x, of_bias, takes_fp32(ctx, 1))
         return of_rows, multiply(rows.t(), x) if of_weight else None, rows.sum(0) if of_bias else None
 
@@ -112,9 +112,13 @@ def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once."""
-    if amx_product.library() is not None or library() is None:
+    if library() is None or _by_units(a.numel() * b.shape[1]):
         return amx_product.amx_product(a, b, bias)
     return product(side_by_side(a), side_by_side(b), bias)
+
+
+def _by_units(multiplications: int) -> bool:
+    return multiplications > MOST_OF_A_CALL and amx_product.library() is not None
 
 
 # An operator, so that a graph in which it is traced (TrainStep's) has one node.

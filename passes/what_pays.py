@@ -165,6 +165,7 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
 # elements of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
 MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
 MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 24, 1 << 19
+MOST_OF_A_CALL = 1 << 21  # multiplications up to which what a call does beside them counts: the shorter kernel's
 
 
 def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from amp_graph.passes.large_pages import ask_for_large_pages
 from amp_graph.passes.native_code import of_c_library
 
 PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
@@ -141,10 +140,9 @@ def _block_beyond(calls: Allocator, size: int) -> int:
         pieces = _pieces(calls, -(-size // PIECE) + 1, PIECE)
     if not pieces:
         return 0
-    first, last = pieces[0], pieces.pop()
+    last = pieces.pop()
     _free(calls, pieces)
     calls.malloc_trim(0)  # their first pages; and where the system maps large ones unasked, all
-    ask_for_large_pages(first, last - first)
     return last
 
 

@@ -34,7 +34,7 @@ def empty(shape: Sequence[int]) -> Tensor:
 
 def _on_large_pages(made: Tensor) -> Tensor:
     if type(made) is Tensor and large_pages_pay(made.device.type, bytes_of(made)):  # fakes have no memory
-        ask_for_large_pages(made.data_ptr(), bytes_of(made))
+        _ask(made)
     return made
 
 
@@ -111,11 +111,11 @@ def is_torchs(x: Tensor) -> bool:
     return (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode() or is_batched(x)
 
 
-def ask_for_large_pages(address: int, size: int) -> None:
-    """Ask for large pages for the whole pages that begin and end in there. What the system answers is its business."""
-    advise, page = _madvise(), mmap.PAGESIZE
-    start = -(-address // page) * page
-    length = (address + size) // page * page - start
+def _ask(made: Tensor) -> None:
+    """Ask for large pages for the whole pages that ``made`` has to itself. What the system answers is its business."""
+    advise, size = _madvise(), mmap.PAGESIZE
+    start = -(-made.data_ptr() // size) * size
+    length = (made.data_ptr() + bytes_of(made)) // size * size - start
     if advise is not None and length > 0:
         advise(start, length, mmap.MADV_HUGEPAGE)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.gradient_memory import GradientMemory
+from amp_graph.passes.cast_kernel import LARGE
+from amp_graph.passes.gradient_memory import GradientMemory, cleared_rows
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 from amp_graph.passes.table_gradient import POOL, compiled_rows
@@ -35,7 +37,8 @@ class KeepGradientMemory(Pass):
     """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
 
     Law: a dense fp32 table that ``what_pays`` says is large beside what the graph computes; plain rows, or sums of bags
-    of one length. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    of one length. Of other tables whose zeros are worth writing past the caches the gradient is new memory. Exactness:
+    forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
     """
 
     memory: GradientMemory | None = None  # None: that of compiled graphs, of ``user``
@@ -48,18 +51,28 @@ class KeepGradientMemory(Pass):
         given = {node: arguments for node, arguments in found if arguments is not None}
         skips = [Skip(node.name, "its gradient is more than rows that are added up") for node, a in found if a is None]
         tables = _bytes(arguments["weight"] for arguments in given.values())
-        if not reusing_gradients_pays("cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder")):
-            few = "the tables are small beside what is computed: their gradients are not kept"
-            return PassResult(gm, (), (*skips, *(Skip(node.name, few) for node in given)))
-        changes = []
-        if self.memory is None and given:
+        large = reusing_gradients_pays("cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder"))
+        if self.memory is None and large and given:
             POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in given.values()), self.user)
+        changes = []
         for node, arguments in given.items():
+            reader = self._reader(value(arguments["weight"]), large)
+            if reader is None:
+                few = "the tables are small beside what is computed: their gradients are not kept"
+                skips.append(Skip(node.name, few))
+                continue
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
-            node.target, node.kwargs = compiled_rows if self.memory is None else self.memory.rows, {}
-            changes.append(Change(self.name, "memory used again", node.name, "its table's gradient is large"))
+            node.target, node.kwargs = reader, {}
+            action = "memory used again" if large else "cleared past the caches"
+            changes.append(Change(self.name, action, node.name, "its table's gradient is large"))
         return PassResult(gm, tuple(changes), tuple(skips))
+
+    def _reader(self, table: torch.Tensor, large: bool) -> Callable[..., torch.Tensor] | None:
+        """Return what reads ``table``, whose gradient is kept where that is ``large``; None for torch's own."""
+        if large:
+            return compiled_rows if self.memory is None else self.memory.rows
+        return cleared_rows if self.memory is not None and numel(table) >= LARGE else None
 
 
 def _reads_table(node: Node) -> bool:

@@ -1,8 +1,10 @@
-/* Casts between fp32 and low precision, sums in fp32, and zeros, in one pass over memory.
+/* Casts between fp32 and low precision, sums in fp32, and zeros, in one pass over memory; of images' weights into another
+   layout as well.
 
    Before: a copy that reads each line of its result's memory before it overwrites it; a sum of low-precision numbers that
    widens each beforehand. After: `add_up`, of one number a place (a cast), of several, or of none (zeros); and `round_off`.
-   `past` writes whole lines past the caches, as `memcpy` does from some size on: for what is not read soon.
+   `past` writes whole lines past the caches, as `memcpy` does from some size on: for what is not read soon. Between layouts
+   a copy goes number by number: `channels_first` and `channels_last` go by what a vector of channels has in all places.
 
    native_code.py compiles this file. */
 
@@ -104,3 +106,48 @@ static void narrow_some(void* of, int64_t i, int64_t end) {
 void add_up(Work* w, int64_t threads) { do_parts(threads, w->count, 4096, add_some, w); }
 
 void round_off(Work* w, int64_t threads) { do_parts(threads, w->count, 4096, narrow_some, w); }
+
+/* -- layouts of a convolution's weight ------------------------------------------------------------------------------ */
+
+#define MOST_PLACES 64 /* of a kernel */
+
+typedef struct {
+  int64_t outputs, channels, places; /* [outputs, channels, places]; channels_last: [outputs, places, channels] */
+  Term from;
+  void* to; /* of fp32 where it is channels_first, else of low precision */
+} Layout;
+
+static void some_first(void* of, int64_t n, int64_t end) {
+  const Layout* w = (const Layout*)of;
+  const int64_t places = w->places, channels = w->channels;
+  float block[WIDE * MOST_PLACES];
+  for (; n < end; ++n)
+    for (int64_t c = 0; c < channels; c += WIDE) {
+      const int64_t some = channels - c < WIDE ? channels - c : WIDE;
+      for (int64_t p = 0; p < places; ++p) {
+        const Vector found = read(&w->from, (n * places + p) * channels + c, some);
+        for (int k = 0; k < WIDE; ++k) block[k * places + p] = found[k];
+      }
+      memcpy((float*)w->to + (n * channels + c) * places, block, some * places * sizeof *block);
+    }
+}
+
+static void some_last(void* of, int64_t n, int64_t end) {
+  const Layout* w = (const Layout*)of;
+  const int64_t places = w->places, channels = w->channels;
+  float block[WIDE * MOST_PLACES];
+  for (; n < end; ++n)
+    for (int64_t c = 0; c < channels; c += WIDE) {
+      const int64_t some = channels - c < WIDE ? channels - c : WIDE;
+      memcpy(block, (const float*)w->from.at + (n * channels + c) * places, some * places * sizeof *block);
+      for (int64_t p = 0; p < places; ++p) {
+        Vector found = {0};
+        for (int64_t k = 0; k < some; ++k) found[k] = block[k * places + p];
+        write_low((Low*)w->to + (n * places + p) * channels + c, some, found);
+      }
+    }
+}
+
+void channels_first(Layout* w, int64_t threads) { do_parts(threads, w->outputs, 1, some_first, w); }
+
+void channels_last(Layout* w, int64_t threads) { do_parts(threads, w->outputs, 1, some_last, w); }

@@ -20,7 +20,8 @@ from amp_graph.passes.torch_private import is_in_mode
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
 LARGE = 1 << 18  # elements: of fewer, caches keep the result until it is read
-MOST_TERMS = 16
+LARGE_OF_PLACES = 1 << 14  # of weights that change their layout, for which torch goes number by number
+MOST_TERMS, MOST_PLACES = 16, 64
 
 
 @lru_cache
@@ -28,7 +29,8 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
     found = load_if_possible(SOURCE, MACROS[low])
     if found is not None:
-        found.add_up.argtypes = found.round_off.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+        for function in (found.add_up, found.round_off, found.channels_first, found.channels_last):
+            function.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
 
 
@@ -36,15 +38,17 @@ def copy_into(made: Tensor, source: Tensor) -> Tensor:
     """``made.copy_(source)`` between fp32 and low precision, without autograd; ``made`` is not to be read at once."""
     wide, low = (source, made) if source.dtype == torch.float32 else (made, source)
     is_cast = wide.dtype == torch.float32 and low.dtype in MACROS
+    if is_cast and _lays_out(made, source):
+        return made
     if not is_cast or made.shape != source.shape or not _fits(made, source) or (found := library(low.dtype)) is None:
         return made.copy_(source)
     _run(found.add_up if wide is made else found.round_off, made, (source,), past=True)
     return made
 
 
-def widened(low: Tensor) -> Tensor:
-    """``low.float()`` without autograd, in new memory, not to be read at once."""
-    return copy_into(torch.empty_like(low, dtype=torch.float32), low)
+def widened(low: Tensor, like: Tensor) -> Tensor:
+    """``low.float()`` without autograd, in new memory, which lies as ``like`` does, not to be read at once."""
+    return copy_into(torch.empty_strided(low.shape, like.stride(), dtype=torch.float32), low)
 
 
 def clear(made: Tensor) -> Tensor:
@@ -69,6 +73,25 @@ def total_of(terms: Sequence[Tensor]) -> Tensor | None:
     made = torch.empty_like(first, dtype=torch.float32)
     _run(found.add_up, made, terms, past=False)
     return made
+
+
+def _lays_out(made: Tensor, source: Tensor) -> bool:
+    """Cast a convolution's weight into channels_last, or its gradient out of it, where C can; say whether it did."""
+    if made.dim() != 4 or made.shape != source.shape or made.numel() < LARGE_OF_PLACES or made.is_sparse:
+        return False
+    first, last = (source, made) if made.dtype != torch.float32 else (made, source)
+    outputs, channels, *kernel = made.shape
+    places = kernel[0] * kernel[1]
+    lie = first.is_contiguous() and last.is_contiguous(memory_format=torch.channels_last) and not last.is_contiguous()
+    if not lie or places > MOST_PLACES or any(t.device.type != "cpu" or is_in_mode(t) for t in (made, source)):
+        return False
+    found = library(last.dtype)
+    if found is None:
+        return False
+    from_low, threads = source.dtype != torch.float32, threads_for(made.numel())
+    table = array("q", (outputs, channels, places, source.data_ptr(), from_low, made.data_ptr()))
+    (found.channels_first if made is first else found.channels_last)(table.tobytes(), threads)
+    return True
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 from amp_graph.passes import packed_weights, weight_copies, widened_products
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.conv_as_product import pointwise_conv
-from amp_graph.passes.convolution_backward import conv2d_low
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.image_layout import is_channels_last, is_image
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_low import linear_low, linear_trained
@@ -25,14 +25,14 @@ from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.recompute_readers import computing_again
-from amp_graph.passes.regions import TRANSFORM
+from amp_graph.passes.regions import TRANSFORM, is_trained
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies
 
 # They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
 READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
 # They hand their weight's gradient back in fp32, where compiled C makes it.
-_OWN_GRADIENTS = (linear_low, linear_trained, pointwise_conv, conv2d_low)
+_OWN_GRADIENTS = (linear_low, linear_trained, pointwise_conv)
 HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 
@@ -102,8 +102,16 @@ def _how_it_is_read(cast: Node) -> dict[str, bool]:
         return {}
     (reader,) = cast.users
     large = value(cast).numel() >= LARGE  # a small gradient is cast as fast as ``borrow`` is called
-    wide = large and reader.target in HAND_BACK_FP32 and cast is reader.args[1]
-    return {"once": True, "wide": True} if wide else {"once": True}
+    if large and reader.target in HAND_BACK_FP32 and cast is reader.args[1]:
+        return {"once": True, "wide": True}
+    return {"once": True, "last": True} if large and _convolves_last(reader) else {"once": True}
+
+
+def _convolves_last(reader: Node) -> bool:
+    """Say whether ``reader`` trains by a convolution of channels_last images, whose kernels lay out their weight so."""
+    if names_of(reader) != ("aten.conv2d",) or not is_trained(reader):
+        return False
+    return is_image(value(reader.args[0])) and is_channels_last(value(reader.args[0]))  # type: ignore[arg-type]
 
 
 def _is_read_once(cast: Node) -> bool:

@@ -59,7 +59,9 @@ def is_of(kept: KeptCopy, weight: Tensor) -> bool:
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:
     """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does; large ones by C."""
-    if weight.numel() < cast_kernel.LARGE or cast_kernel.library(low.dtype) is None:
+    of_places = weight.dim() == 4 and weight[0, 0].numel() > 1  # whose gradient may lie otherwise
+    large = cast_kernel.LARGE_OF_PLACES if of_places else cast_kernel.LARGE
+    if weight.numel() < large or cast_kernel.library(low.dtype) is None:
         return borrow(weight, low)
     found: Tensor = _Lent.apply(weight, [low])
     return found
@@ -70,6 +72,7 @@ class _Lent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
+        ctx.weight = weight  # for its layout alone
         given = low[0].new_empty(0)
         given.data = low[0]  # no view, and with a version counter of its own
         return given
@@ -78,7 +81,7 @@ class _Lent(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
             return grad.float(), None
-        return cast_kernel.widened(grad), None
+        return cast_kernel.widened(grad, ctx.weight), None
 
 
 class _Holder:

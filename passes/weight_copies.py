@@ -28,6 +28,11 @@ PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack i
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
 
+def is_last(low: Tensor) -> bool:
+    """Say whether a weight's copy is channels_last, and nothing else."""
+    return low.dim() == 4 and not low.is_contiguous() and low.is_contiguous(memory_format=torch.channels_last)
+
+
 class WeightCopies:
     """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
 
@@ -123,11 +128,14 @@ class WeightCopies:
         updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
-        def weight_copy(weight: Tensor, once: bool = False, wide: bool = False) -> Tensor:
-            """Return the copy; ``once``: to who hands back one gradient, which with ``wide`` is fp32 already."""
+        def weight_copy(weight: Tensor, once: bool = False, wide: bool = False, last: bool = False) -> Tensor:
+            """Return the copy, a new one channels_last where it is ``last``.
+
+            ``once``: to who hands back one gradient, which with ``wide`` is fp32 already.
+            """
             kept = known.get(id(weight))
             if kept is None:
-                return self._first(weight)
+                return self._first(weight, last)
             mark = updates.mark
             if kept.mark is not mark and kept.passed is not mark and is_passed_over(kept, weight) and grad_enabled():
                 kept.passed = mark
@@ -137,7 +145,7 @@ class WeightCopies:
                 or weight.data_ptr() != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                return self._first(weight)
+                return self._first(weight, last)
             if weight._version != kept.version or mark is not kept.mark:
                 cast = self._again(weight, kept)
                 if cast is not None:
@@ -158,7 +166,7 @@ class WeightCopies:
 
         return weight_copy
 
-    def _first(self, weight: Tensor) -> Tensor:
+    def _first(self, weight: Tensor, last: bool = False) -> Tensor:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
         if (old := self._kept.pop(id(weight), None)) is not None:
             old.given = None  # with its way back for gradients, whose shape is the one that the parameter had
@@ -167,7 +175,7 @@ class WeightCopies:
         if not FEW < len(self._kept) < self._room:
             self._purge()
         version, mark = weight._version, UPDATES.mark  # before the values: a write in between makes the copy old
-        low, own = self._cast(weight)
+        low, own = self._cast(weight, last)
         if type(own) is Tensor:  # not where a mode that traces is at work
             storage, words = StorageWeakRef(weight.untyped_storage()), words_of(weight)
             place = (storage.cdata, weight.data_ptr(), weight.stride())
@@ -188,18 +196,19 @@ class WeightCopies:
                 copy_into(kept.low, weight)
             low, own = None, kept.low
         else:
-            low, own = self._cast(weight)
+            low, own = self._cast(weight, is_last(kept.low))
         if type(own) is Tensor:  # not where a mode that traces is at work
             self._kept[id(weight)] = kept.again(own, version, mark)
         return low
 
-    def _cast(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a plain cast of ``weight``, and the same without its autograd history."""
+    def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        """Return a plain cast of ``weight``, channels_last where asked, and the same without its autograd history."""
+        layout = torch.channels_last if last else torch.preserve_format
         if torch.is_inference_mode_enabled():  # what is made in there cannot be saved for a backward outside
             with torch.inference_mode(False), torch.no_grad():
-                low = weight.to(self.dtype)
+                low = weight.to(self.dtype, memory_format=layout)
         else:
-            low = weight.to(self.dtype)
+            low = weight.to(self.dtype, memory_format=layout)
         return low, low.detach() if low.requires_grad else low
 
     def _purge(self) -> None:

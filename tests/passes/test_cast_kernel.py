@@ -1,10 +1,13 @@
 """Casts, sums and zeros by compiled C: torch's, bit for bit and stride for stride; and who calls them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import amp_graph
+from amp_graph.conversion import conversion_of
 from amp_graph.passes import cast_kernel, kept_copy, native_code
 from amp_graph.passes.cast_kernel import clear, copy_into, total_of, widened
 from amp_graph.passes.kept_copy import lend
@@ -62,7 +65,7 @@ def test_casts_are_torchs(low, shape, layout, counted):
     wide = LAYOUTS[layout](anything(*shape))
     expected = wide.to(low)
     same(copy_into(torch.empty_like(wide, dtype=low), wide), expected)
-    same(widened(expected), expected.float())
+    same(widened(expected, expected), expected.float())
     assert len(counted) == 2
 
 
@@ -79,7 +82,7 @@ def test_by_any_instructions(instructions, low, monkeypatch):
     monkeypatch.setattr(cast_kernel, "library", lambda low: found)
     wide = anything(77, 131)
     same(copy_into(torch.empty_like(wide, dtype=low), wide), wide.to(low))
-    same(widened(wide.to(low)), wide.to(low).float())
+    same(widened(wide.to(low), wide), wide.to(low).float())
     same(total_of([wide, wide.to(low)]), wide + wide.to(low))
 
 
@@ -100,7 +103,7 @@ def test_threads(threads, monkeypatch):
     monkeypatch.setattr(cast_kernel, "threads_for", lambda count: threads)
     wide = anything(50_001)
     same(copy_into(torch.empty(50_001, dtype=BF16), wide), wide.to(BF16))
-    same(widened(wide.to(BF16)), wide.to(BF16).float())
+    same(widened(wide.to(BF16), wide), wide.to(BF16).float())
     same(clear(wide.clone()), torch.zeros(50_001))
 
 
@@ -137,6 +140,66 @@ def test_what_c_cannot_add_is_left_to_who_asks():
     assert total_of([x.double(), x]) is None
     assert total_of([x] * 17) is None
     assert total_of([x.to("meta")] * 2) is None
+
+
+LAID = [(3, 5, 2, 2), (32, 16, 3, 3), (33, 17, 3, 3), (7, 40, 1, 5), (2, 130, 7, 7), (5, 3, 8, 8), (4, 6, 9, 8)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("low", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", LAID, ids=str)
+def test_layouts_of_a_convolutions_weight(shape, low, threads, monkeypatch):
+    """Into channels_last and out of it, number for number; a kernel of more places than C's block is torch's."""
+    monkeypatch.setattr(cast_kernel, "LARGE_OF_PLACES", 1)
+    monkeypatch.setattr(cast_kernel, "threads_for", lambda count: threads)
+    laid = []
+    lays_out = cast_kernel._lays_out
+    monkeypatch.setattr(cast_kernel, "_lays_out", lambda *given: laid.append(lays_out(*given)) or laid[-1])
+    first, last = anything(*shape), anything(*shape, dtype=low, seed=1).contiguous(memory_format=torch.channels_last)
+    for source, made in ((first, torch.empty_like(last)), (last, torch.empty_like(first))):
+        wanted = made.clone().copy_(source)
+        same(copy_into(made, source), wanted)
+    assert laid == [shape[2] * shape[3] <= 64] * 2
+    same(copy_into(torch.empty_like(last), last.float()), last)
+    with pytest.raises(AssertionError):  # control
+        same(copy_into(torch.empty_like(first), last), copy_into(torch.empty_like(first), last.roll(1, 3)))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,weight_copies=false"])
+def test_convolutions_hand_back_gradients_that_lie_as_their_weights(policy):
+    """A contiguous weight, and one that was channels_last before: each gradient lies as its weight does."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(16, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 160, 3, padding=1, bias=False))
+    plain[0].weight.data = plain[0].weight.data.contiguous(memory_format=torch.channels_last)
+    x = torch.randn(4, 16, 12, 12)
+    grads = []
+    for kind in (policy, "bf16,skip=channels_last"):
+        model = amp_graph.convert(copy.deepcopy(plain), kind)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for p in model.parameters():
+            assert p.grad.stride() == p.stride()
+        grads.append([p.grad for p in model.parameters()])
+        copied = "weight_copy" in amp_graph.report(model).graphs[0].text
+        assert copied == ("false" not in kind)
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def test_a_weight_in_channels_last_is_cast_into_its_copy_again():
+    torch.manual_seed(0)
+    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 96, 3), nn.Conv2d(96, 160, 3)), "bf16")
+    weight, places = model[1].weight, set()
+    for _ in range(4):
+        model(torch.randn(2, 3, 12, 12)).square().mean().backward()
+        (low,) = (t for t in conversion_of(model).copies.tensors if t.shape == weight.shape)
+        same(low, weight.detach().to(BF16).contiguous(memory_format=torch.channels_last))
+        places.add(low.data_ptr())
+        del low  # which would be somebody's
+        with torch.no_grad():
+            weight.mul_(0.5)
+    assert len(places) == 1
 
 
 def test_what_c_cannot_cast_torch_does(counted):

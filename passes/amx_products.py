@@ -56,7 +56,7 @@ def _added_up(product: Node, a: Node) -> Node | None:
     if not isinstance(source, Node) or value(source).dim() != 2:
         return None
     sums = (user for user in source.users if user.target is ATEN.sum.dim_IntList and not user.kwargs)
-    return next((s for s in sums if list(s.args[1]) in ([0], [-2]) and product < s), None)  # type: ignore[call-overload]
+    return next((s for s in sums if list(s.args[1]) in ([0], [-2]) and product < s), None)  # type: ignore[arg-type]
 
 
 def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:

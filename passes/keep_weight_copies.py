@@ -5,9 +5,9 @@ Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(we
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,7 +32,7 @@ from amp_graph.passes.weight_copies import WeightCopies
 # They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
 READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
 # They hand their weight's gradient back in fp32, where compiled C makes it.
-_OWN_GRADIENTS = (linear_low, linear_trained, pointwise_conv)
+_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (linear_low, linear_trained, pointwise_conv)
 HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 
@@ -97,7 +97,7 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
     return ""
 
 
-def _how_it_is_read(cast: Node) -> dict[str, bool]:
+def _how_it_is_read(cast: Node) -> dict[str, Any]:
     if not _is_read_once(cast):
         return {}
     (reader,) = cast.users

@@ -1,11 +1,12 @@
-/* Products of bf16 matrices by the CPU's matrix units (AMX): fp32 sums, rounded once behind a bias; and, where asked, cast
-   to fp32 again.
+/* Products of bf16 matrices by the CPU's matrix units (AMX): fp32 sums, rounded once behind a bias; and, where asked,
+   cast to fp32 again.
 
-   Before: oneDNN's, whose call takes longer than a small product, and which turns what lies in columns first; and then a
-   cast. After: both operands in panels that tiles read line by line, on large pages; a panel of a stays in the first cache, a
-   block of b in the second; what is cast goes past the caches.
+   Before: oneDNN's, whose call takes longer than a small product, and which turns what lies in columns first; and then
+   a cast. After: both operands in panels that tiles read line by line, on large pages; a panel of a stays in the first
+   cache, a block of b in the second; what is cast goes past the caches.
 
-   native_code.py compiles this file. Blocks: Goto, van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008. */
+   native_code.py compiles this file. Blocks: Goto, van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+   2008. */
 
 #include "kernel.h"
 #define LARGE_PAGES
@@ -26,24 +27,24 @@
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* bias: null for none */
-  float *of_a;             /* written: [rows], what each row of a adds up to, where its columns are in rows; null: not */
+  float *of_a;             /* written: [rows], what each row of a adds up to, where its columns lie in rows; or null */
   void *out;               /* of fp32 where `wide`, with the numbers of bf16 that it has otherwise */
   int64_t rows, columns, depth;
-  int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
+  int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; one of the two of each is 1 */
   int64_t wide, threads;
 } Product;
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
 
 static inline void interleave(__m512i one, __m512i two, __m512i *low, __m512i *high) {
-  const __m512i of_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i of_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   *low = _mm512_permutex2var_epi16(one, of_low, two);
   *high = _mm512_permutex2var_epi16(one, _mm512_add_epi16(of_low, _mm512_set1_epi16(16)), two);
 }
 
-/* Lines of an operand whose depth is side by side, as panels of 32: tiles of 16 lines by 32 of the depth, turned where they
-   are columns of b, of which tiles hold pairs of the depth. */
+/* Lines of an operand whose depth is side by side, as panels of 32: tiles of 16 lines by 32 of the depth, turned where
+   they are columns of b, of which tiles hold pairs of the depth. */
 INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t depth, int turned, Low *to) {
   const int64_t steps = ROOMY(depth, DEEP) / DEEP;
   for (int64_t n = 0; n < ROOMY(lines, SIDE); n += 16)
@@ -52,7 +53,8 @@ INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t dept
       Low *tile = to + (n / SIDE * steps + s) * STEP + n % SIDE * DEEP;
       __m512i r[16];
       for (int i = 0; i < 16; ++i)
-        r[i] = n + i < lines ? _mm512_maskz_loadu_epi16(there, from + (n + i) * line + s * DEEP) : _mm512_setzero_si512();
+        r[i] = n + i < lines ? _mm512_maskz_loadu_epi16(there, from + (n + i) * line + s * DEEP)
+                             : _mm512_setzero_si512();
       if (turned) turn(r);
       for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * DEEP, r[i]);
     }

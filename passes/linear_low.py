@@ -21,7 +21,7 @@ from amp_graph.passes.torch_private import (
     in_forward_mode,
     in_transform,
     is_batched,
-    is_in_mode,
+    is_recorded,
     is_seen,
     is_wrapper,
     linear_pointwise,
@@ -66,9 +66,9 @@ class _Linear(torch.autograd.Function):
 def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of bf16 CPU tensors that train, by oneDNN in the forms that it is fast for; the rest by compiled C.
 
-    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Tracers, and what has no memory, get torch's.
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Graphs, and what has no memory, get torch's.
     """
-    if in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x) or is_wrapper(weight):
+    if in_transform() or in_forward_mode() or is_batched(x) or is_recorded(x) or is_wrapper(weight):
         return F.linear(x, weight, bias)
     found: Tensor = _Trained.apply(x, weight, bias)
     return found

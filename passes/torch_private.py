@@ -74,6 +74,7 @@ __all__ = [
     "is_batched",
     "is_dense_fp32",
     "is_in_mode",
+    "is_recorded",
     "is_seen",
     "is_sharded",
     "is_wrapper",
@@ -724,6 +725,12 @@ def is_seen(tensor: torch.Tensor) -> bool:
 def is_in_mode(tensor: torch.Tensor) -> bool:
     """Say whether what is called on ``tensor`` goes to somebody who need not compute it: a tracer, a counter."""
     return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Say whether what is called on ``tensor`` becomes a graph; not where somebody counts it; 2.11 - 2.13."""
+    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return type(tensor) not in PLAIN or proxy is not None
 
 
 def is_wrapper(given: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
@@ -16,6 +17,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.linear_low import linear_low
 from amp_graph.passes.node_value import value
+from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.what_pays import small_linear_pays
 
@@ -37,7 +39,8 @@ class SmallLinears(Pass):
             form = linear_form(node)
             if form is None or not small_linear_pays(*form) or library() is None:
                 continue
-            node.op, node.target = "call_function", linear_low
+            again = node.target is computing_again(F.linear)
+            node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low
             changes.append(Change(self.name, "own kernel", node.name, "calls of oneDNN take longer than they multiply"))
         return PassResult(gm, tuple(changes))
 

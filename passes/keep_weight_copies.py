@@ -102,9 +102,11 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
         return {}
     (reader,) = cast.users
     large = value(cast).numel() >= LARGE  # a small gradient is cast as fast as ``borrow`` is called
-    if large and reader.target in HAND_BACK_FP32 and cast is reader.args[1]:
+    if not large or len(reader.args) < 2 or cast is not reader.args[1]:
+        return {"once": True}
+    if reader.target in HAND_BACK_FP32:
         return {"once": True, "wide": True}
-    return {"once": True, "last": True} if large and _convolves_last(reader) else {"once": True}
+    return {"once": True, "last": True} if _convolves_last(reader) else {"once": True}
 
 
 def _convolves_last(reader: Node) -> bool:

@@ -36,13 +36,6 @@ typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth]
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
 
-static inline void interleave(__m512i one, __m512i two, __m512i *low, __m512i *high) {
-  const __m512i of_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  *low = _mm512_permutex2var_epi16(one, of_low, two);
-  *high = _mm512_permutex2var_epi16(one, _mm512_add_epi16(of_low, _mm512_set1_epi16(16)), two);
-}
-
 /* Lines of an operand whose depth is side by side, as panels of 32: tiles of 16 lines by 32 of the depth, turned where
    they are columns of b, of which tiles hold pairs of the depth. */
 INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t depth, int turned, Low *to) {
@@ -142,7 +135,7 @@ INLINE const float *row_of(const float *sums, int64_t i) { return sums + i / 16 
 
 INLINE __m512 widen_half(__m512i low, int half) {
   const __m256i part = half ? _mm512_extracti64x4_epi64(low, 1) : _mm512_castsi512_si256(low);
-  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16);
+  return (__m512)widen_all((Halves)part);
 }
 
 /* One row of sums, rounded and cast again; `past` the caches where it is whole lines. */
@@ -185,7 +178,7 @@ typedef struct { /* a part of the product: what is laid out of a and b, and sums
   float *sums;
 } Block;
 
-/* Rows `from` on of a block, as many as their sums wait for; those of `first` are at the head of `sums`. */
+/* Rows `from` on of a block, as many as their sums wait for; those of row `begin` are at the head of `sums`. */
 INLINE void multiply_rows(const Block *w, int64_t from, int64_t rows, int64_t begin) {
   const int64_t of_a = ROOMY(w->rows, SIDE), of_b = ROOMY(w->columns, SIDE);
   for (int64_t k = 0; k < w->depth; k += NEAR) {

@@ -46,7 +46,6 @@ class AmxProducts(Pass):
             else:
                 _with_sums(gm, node, b, added)
             changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
-        gm.graph.eliminate_dead_code()
         return PassResult(gm, tuple(changes))
 
 
@@ -71,9 +70,12 @@ def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
         if value(added).dim() == 2:
             parts[1] = gm.graph.call_function(ATEN.unsqueeze.default, (parts[1], 0))
             parts[1].meta = dict(added.meta)
+    turned = product.args[0]
     for old, new in zip((product, added), parts, strict=True):
         old.replace_all_uses_with(new)
         gm.graph.erase_node(old)
+    if isinstance(turned, Node) and not turned.users:
+        gm.graph.erase_node(turned)
 
 
 def _pays(a: Any, b: Any) -> bool:

@@ -376,10 +376,7 @@ static void backward_share(const Share *mine) {
 /* -- what Python calls: returns 0, or 1 where there is no memory ----------------------------------------------- */
 
 #ifndef MATRIX_UNITS
-typedef int Tiles;
 int has_tiles(void) { return 1; }
-INLINE Tiles borrow_tiles(void) { return 0; }
-INLINE void return_tiles(const Tiles *before) { (void)before; }
 #endif
 
 static void *one_share(void *given) {

@@ -117,36 +117,32 @@ typedef struct {
   void* to; /* of fp32 where it is channels_first, else of low precision */
 } Layout;
 
-static void some_first(void* of, int64_t n, int64_t end) {
-  const Layout* w = (const Layout*)of;
+/* A vector of channels at a time, in all places: read as they lie in one layout, and written as in the other. */
+INLINE void lay_out(const Layout* w, int64_t n, int64_t end, int last) {
   const int64_t places = w->places, channels = w->channels;
   float block[WIDE * MOST_PLACES];
   for (; n < end; ++n)
     for (int64_t c = 0; c < channels; c += WIDE) {
-      const int64_t some = channels - c < WIDE ? channels - c : WIDE;
+      const int64_t some = channels - c < WIDE ? channels - c : WIDE, first = (n * channels + c) * places;
+      if (last) memcpy(block, (const float*)w->from.at + first, some * places * sizeof *block);
       for (int64_t p = 0; p < places; ++p) {
-        const Vector found = read(&w->from, (n * places + p) * channels + c, some);
-        for (int k = 0; k < WIDE; ++k) block[k * places + p] = found[k];
+        const int64_t at = (n * places + p) * channels + c;
+        Vector found = {0};
+        if (last) {
+          for (int64_t k = 0; k < some; ++k) found[k] = block[k * places + p];
+          write_low((Low*)w->to + at, some, found);
+        } else {
+          found = read(&w->from, at, some);
+          for (int k = 0; k < WIDE; ++k) block[k * places + p] = found[k];
+        }
       }
-      memcpy((float*)w->to + (n * channels + c) * places, block, some * places * sizeof *block);
+      if (!last) memcpy((float*)w->to + first, block, some * places * sizeof *block);
     }
 }
 
-static void some_last(void* of, int64_t n, int64_t end) {
-  const Layout* w = (const Layout*)of;
-  const int64_t places = w->places, channels = w->channels;
-  float block[WIDE * MOST_PLACES];
-  for (; n < end; ++n)
-    for (int64_t c = 0; c < channels; c += WIDE) {
-      const int64_t some = channels - c < WIDE ? channels - c : WIDE;
-      memcpy(block, (const float*)w->from.at + (n * channels + c) * places, some * places * sizeof *block);
-      for (int64_t p = 0; p < places; ++p) {
-        Vector found = {0};
-        for (int64_t k = 0; k < some; ++k) found[k] = block[k * places + p];
-        write_low((Low*)w->to + (n * places + p) * channels + c, some, found);
-      }
-    }
-}
+static void some_first(void* of, int64_t n, int64_t end) { lay_out((const Layout*)of, n, end, 0); }
+
+static void some_last(void* of, int64_t n, int64_t end) { lay_out((const Layout*)of, n, end, 1); }
 
 void channels_first(Layout* w, int64_t threads) { do_parts(threads, w->outputs, 1, some_first, w); }
 

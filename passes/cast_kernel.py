@@ -75,6 +75,11 @@ def total_of(terms: Sequence[Tensor]) -> Tensor | None:
     return made
 
 
+def is_last(weight: Tensor) -> bool:
+    """Say whether a convolution's weight is channels_last, and nothing else."""
+    return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def _lays_out(made: Tensor, source: Tensor) -> bool:
     """Cast a convolution's weight into channels_last, or its gradient out of it, where C can; say whether it did."""
     if made.dim() != 4 or made.shape != source.shape or made.numel() < LARGE_OF_PLACES or made.is_sparse:
@@ -82,7 +87,7 @@ def _lays_out(made: Tensor, source: Tensor) -> bool:
     first, last = (source, made) if made.dtype != torch.float32 else (made, source)
     outputs, channels, *kernel = made.shape
     places = kernel[0] * kernel[1]
-    lie = first.is_contiguous() and last.is_contiguous(memory_format=torch.channels_last) and not last.is_contiguous()
+    lie = first.is_contiguous() and is_last(last)
     if not lie or places > MOST_PLACES or any(t.device.type != "cpu" or is_in_mode(t) for t in (made, source)):
         return False
     found = library(last.dtype)

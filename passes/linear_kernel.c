@@ -48,8 +48,6 @@ void lay_out(const Low *weight, int64_t outputs, int64_t inputs, Low *to) {
 
 /* Rows of a matrix whose columns are neighbours' neighbours: turned, 32 of its depth by 16 of its rows at a time. */
 static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t depth, int64_t row, Low *to) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   for (int64_t n = 0; n < rows; n += 16)
     for (int64_t k = 0; k < depth; k += 32) {
       const __mmask32 there = first(rows - n) & 0xffff;
@@ -58,7 +56,8 @@ static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t dep
         const int64_t at = k + 2 * i;
         const __m512i one = _mm512_maskz_loadu_epi16(at < depth ? there : 0, from + at * column + n);
         const __m512i two = _mm512_maskz_loadu_epi16(at + 1 < depth ? there : 0, from + (at + 1) * column + n);
-        r[i] = _mm512_permutex2var_epi16(one, low, two);
+        __m512i beyond; /* of the 16 rows: zeros */
+        interleave(one, two, r + i, &beyond);
       }
       turn(r);
       for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (n + i) * row + k, r[i]);
@@ -115,9 +114,7 @@ static void multiply(void *of, int64_t from, int64_t to) {
     r->failed = 1;
     return;
   }
-#ifdef MATRIX_UNITS
   const Tiles before = borrow_tiles();
-#endif
   for (int64_t column = from; column < to; column += PANEL) {
     const Low *b = p->b + column * (p->in_panels ? whole : p->b_column);
     if (!p->in_panels) lay_panel(b, p->b_row, p->b_column, p->depth, p->columns - column, own), b = own;
@@ -128,9 +125,7 @@ static void multiply(void *of, int64_t from, int64_t to) {
       put_out(sums, p, row, column, rows);
     }
   }
-#ifdef MATRIX_UNITS
   return_tiles(&before);
-#endif
 }
 
 /* Returns 1 where there is no memory. */

@@ -16,9 +16,6 @@
 #define READ 1
 #include "tiles.h"
 int has_tiles(void) { return 1; }
-static inline int borrow_tiles(void) { return 0; }
-static inline void return_tiles(const int *before) {}
-typedef int Tiles;
 #endif
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))

@@ -15,20 +15,27 @@ static inline __mmask32 first(int64_t count) {
   return count >= 32 ? ~(__mmask32)0 : (__mmask32)((1u << (count > 0 ? count : 0)) - 1);
 }
 
+/* Pairs of two vectors of 32, one below the other: those of the first 16 columns, and of the others. */
+static inline void interleave(__m512i one, __m512i two, __m512i *low, __m512i *high) {
+  const __m512i of_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  *low = _mm512_permutex2var_epi16(one, of_low, two);
+  *high = _mm512_permutex2var_epi16(one, _mm512_add_epi16(of_low, _mm512_set1_epi16(16)), two);
+}
+
 /* Pairs of elements that are multiplied together, side by side: to[pair][column][2], of a matrix whose columns are
    neighbours in memory. `width`, in whole vectors of 16; zeros stand behind the last column and the last of an odd
    depth. */
 static void pair_rows(const Low *from, int64_t row, int64_t depth, int64_t columns, int64_t width, Low *to) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t k = 0; k < depth; k += 2)
     for (int64_t n = 0; n < width; n += 32) {
       const __mmask32 there = first(columns - n), other = k + 1 < depth ? there : 0;
       const __m512i one = _mm512_maskz_loadu_epi16(there, from + k * row + n);
       const __m512i two = _mm512_maskz_loadu_epi16(other, from + (k + 1) * row + n);
-      _mm512_storeu_si512(to + k * width + 2 * n, _mm512_permutex2var_epi16(one, low, two));
-      if (n + 16 < width) _mm512_storeu_si512(to + k * width + 2 * n + 32, _mm512_permutex2var_epi16(one, high, two));
+      __m512i low, high;
+      interleave(one, two, &low, &high);
+      _mm512_storeu_si512(to + k * width + 2 * n, low);
+      if (n + 16 < width) _mm512_storeu_si512(to + k * width + 2 * n + 32, high);
     }
 }
 
@@ -82,6 +89,11 @@ static inline __m512i paired(const float *one, const float *other) {
 
 #ifndef DEEP /* of the depth at a time: whoever brings another has another tile */
 #define DEEP 2
+
+/* Tiles in registers are nobody else's: there is nothing to borrow. */
+typedef int Tiles;
+static inline Tiles borrow_tiles(void) { return 0; }
+static inline void return_tiles(const Tiles *before) { (void)before; }
 
 /* Adds to `sums` the product of `rows` rows of a, whose pairs lie `a_pair` elements apart, and a panel of `broad`
    vectors. Sums of rows beyond are of no use. With `broad` known to the compiler all of them stay in registers. */

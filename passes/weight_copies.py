@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
-from amp_graph.passes.cast_kernel import copy_into
+from amp_graph.passes.cast_kernel import copy_into, is_last
 from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
 from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
@@ -26,11 +26,6 @@ WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
-
-
-def is_last(low: Tensor) -> bool:
-    """Say whether a weight's copy is channels_last, and nothing else."""
-    return low.dim() == 4 and not low.is_contiguous() and low.is_contiguous(memory_format=torch.channels_last)
 
 
 class WeightCopies:

@@ -32,7 +32,7 @@ TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 class ConvAsLinear(Pass):
     """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
 
-    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes; patches on the CPU, of what
+    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes; patches of what
     ``what_pays`` calls few channels. Exactness: rounding-equal, sums in another order. The kernels of convolutions lay
     out such weights, which are large, anew in every call, and their gradients too; a linear reads them as they lie.
 

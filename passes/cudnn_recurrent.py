@@ -1,7 +1,8 @@
 """Recurrent layers of cuDNN, in a form that a graph with its own backward can hold.
 
 Before: ``torch.lstm(x, (h, c), weights, ...)``, which looks for the weights in one piece of memory, which no tracer
-takes, and warns where they are not. After: ``amp_graph::cudnn_rnn``, and ``amp_graph::cudnn_rnn_backward``.
+takes, and warns where they are not. After: ``amp_graph::cudnn_rnn``, which lays them so, and
+``amp_graph::cudnn_rnn_backward``.
 Source: aten/src/ATen/native/cudnn/RNN.cpp.
 """
 
@@ -85,7 +86,12 @@ def _forward(
     """Return output, last states, and what backward reads: what cuDNN reserved, and the weights in one piece."""
     options = _options(kind, hidden, layers, bidirectional, trains)
     stride = _per_layer(params, layers, bidirectional)
-    out, h, c, reserve, weights = ATEN._cudnn_rnn(x, params, stride, None, *_states(hidden), *options)
+    weights = [p.view_as(p) for p in params]  # which are told to lie in one piece; cuDNN warns where none is given
+    mode, size, no_projection, *_ = options
+    piece = ATEN._cudnn_rnn_flatten_weight(
+        weights, stride, x.shape[-1], mode, size, no_projection, layers, False, bidirectional
+    )
+    out, h, c, reserve, weights = ATEN._cudnn_rnn(x, weights, stride, piece, *_states(hidden), *options)
     return out, h, c if len(hidden) > 1 else x.new_empty(0), reserve, weights
 
 

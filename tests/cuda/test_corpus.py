@@ -49,7 +49,7 @@ def compare(name, policy, draws, **options):
 
 
 # Of one number's gradient, of a bias, six draws say nothing: the ratio is 1.0 to 1.5, of 200 draws 1.05.
-MANY = {"gaussian_policy": 96}
+MANY = {"gaussian_policy": 200}
 
 
 @pytest.mark.parametrize("policy", LOW)

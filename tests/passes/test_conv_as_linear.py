@@ -209,6 +209,15 @@ def test_other_convolutions_are_no_patches(name, monkeypatch):
     assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
 
 
+def test_on_gpus_smaller_patches_are_rows_too():
+    pays = what_pays_for_images.patches_pay
+    assert pays("cuda", 3, (2, 2), True)
+    assert not pays("cpu", 3, (2, 2), True)
+    assert not pays("cuda", 3, (4, 4), False)
+    assert not pays("cuda", 96, (2, 2), True)
+    assert not pays("mps", 3, (16, 16), True)
+
+
 def test_control_patches_that_are_turned_differ(monkeypatch):
     describe = conv_as_linear.describe
     monkeypatch.setattr(what_pays_for_images, "LEAST_PATCH_OF_AN_IMAGE", 4)

@@ -30,17 +30,26 @@ def layers(mode, x, weights, stride, h, c, count, two_ways):
 
 
 class Played:
-    """The two operators, with what they were told of training."""
+    """The operators, with what they were told of training."""
 
     def __init__(self):
         self.trained = []
 
+    def _cudnn_rnn_flatten_weight(self, weights, stride, width, mode, size, proj, count, first, two_ways):
+        assert (width, size, proj, first) == (WIDTH, SIZE, 0, False)
+        assert len(weights) == stride * count * (2 if two_ways else 1)
+        piece = torch.cat([w.flatten() for w in weights])
+        for w, part in zip(weights, piece.split([w.numel() for w in weights]), strict=True):
+            w.set_(part.view_as(w))
+        return piece
+
     def _cudnn_rnn(self, x, weights, stride, buffer, h, c, mode, size, proj, count, first, drop, train, two_ways, *_):
-        assert (buffer, size, proj, first, drop) == (None, SIZE, 0, False, 0.0)
+        assert (size, proj, first, drop) == (SIZE, 0, False, 0.0)
+        assert all(w.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for w in weights)
         self.trained.append(train)
         out, last, *cell = layers(mode, x, weights, stride, h, c, count, two_ways)
         reserve = torch.arange(3 if train else 0, dtype=torch.uint8)
-        return out, last, cell[0] if cell else None, reserve, torch.cat([w.flatten() for w in weights])
+        return out, last, cell[0] if cell else None, reserve, buffer
 
     def _cudnn_rnn_backward(self, x, weights, stride, buffer, h, c, out, dout, dh, dc, mode, size, proj, count, first,
                             drop, train, two_ways, sizes, state, reserve, mask):  # fmt: skip
@@ -105,6 +114,7 @@ def test_results_and_gradients_go_where_they_belong(kind, biases, two_ways, play
         torch.testing.assert_close(one, other)
     again = torch.autograd.grad(loss(found), leaves)  # what cuDNN reserved is as it was
     assert all(map(torch.allclose, again, grads))
+    assert len({p.untyped_storage().data_ptr() for p in params}) == len(params), "the model's own weights were moved"
 
 
 def test_without_gradients_nothing_is_kept_for_them(played):

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.capture_log import CaptureLog, Place, break_at, first_line
+from amp_graph.compile_ahead import compile_ahead
 from amp_graph.complaints import Complaints
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.escape import without_autocast
@@ -83,6 +84,8 @@ class CapturedGraphs:
             policy = replace(policy, keep_outputs=True)
         self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
         device, eager = device_of_model(self.model), self.compile == "eager"
+        if eager and torch.is_grad_enabled():  # where the model was converted for evaluation
+            compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
         last = passes_of_copies(self.copies, policy, device or "cpu")
         if self.compile == "inductor" and device is None:
             last = passes_for_inductor(policy, self)

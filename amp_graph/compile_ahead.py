@@ -1,7 +1,7 @@
 """Compile the C that a model will want, once a machine, while the model is captured: that takes longer.
 
-Before: passes that wait for a C compiler, up to a second a source. After: ``compile_ahead(model, low)``, threads that
-have some of them done by then.
+Before: passes that wait for a C compiler, up to a second a source. After: ``compile_ahead(model, low, trains=True)``,
+threads that have some of them done by then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ou
 _begun: set[str] = set()  # what some thread of this process compiles, or has compiled
 
 
-def compile_ahead(model: nn.Module, low: torch.dtype) -> list[threading.Thread]:
-    """Compile what graphs of ``model`` on the CPU may call, and nothing has begun to, in the threads returned."""
-    wanted = [(name, library) for name, library in _wanted(model, low) if name not in _begun]
+def compile_ahead(model: nn.Module, low: torch.dtype, *, trains: bool) -> list[threading.Thread]:
+    """Compile what graphs of ``model`` on the CPU may call, and nothing has begun to, in the threads returned.
+
+    ``trains``: what backward calls as well.
+    """
+    if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
+        return []
+    found = (*_wanted(model, low), *(_wanted_to_train(model, low) if trains else ()))
+    wanted = [(name, library) for name, library in found if name not in _begun]
     _begun.update(name for name, _ in wanted)
     left: queue.SimpleQueue[Library] = queue.SimpleQueue()
     for _, library in wanted:
@@ -66,19 +72,26 @@ def _load(left: queue.SimpleQueue[Library]) -> None:
 
 def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
     """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
-    if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
-        return
     parts = list(model.modules())
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     norms = any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
-    batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
     if linears and norms and low == torch.bfloat16:
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
         yield f"norms, {low}", lambda: norm_ops.library(low)
+    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
+        yield "tables", by_table.library
+    if linears and low == torch.bfloat16:
+        yield "linears", linear_kernel.library  # wanted last: over few rows alone
+
+
+def _wanted_to_train(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
+    """Yield the same of what a forward with gradients calls, or backward."""
+    parts = list(model.modules())
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
     if any(isinstance(part, nn.LSTM) and lstm_kernel_pays("cpu", low, 1, part.hidden_size) for part in parts):
         yield "lstm", lstm_kernel.library
-    if batch_norms:
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
     if any(isinstance(part, nn.GroupNorm) for part in parts):
         yield f"group norms, {low}", lambda: group_norm.library(low)
@@ -88,10 +101,6 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
     if any(p.numel() >= cast_kernel.LARGE for p in model.parameters()):
         yield f"casts, {low}", lambda: cast_kernel.library(low)
-    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
-        yield "tables", by_table.library
     weights = [part.weight for part in parts if isinstance(part, nn.Linear | nn.Conv2d)]
     if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w[0].numel()) for w in weights):
         yield "amx products", amx_product.library
-    if linears and low == torch.bfloat16:
-        yield "linears", linear_kernel.library  # wanted last: over few rows alone

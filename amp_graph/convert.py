@@ -78,7 +78,7 @@ def convert(
     wrapped = model.__dict__.get("forward")
     Conversion(model, wanted, compile, dynamic, strict, wrapped=wrapped, measured=measured).attach()
     if compile == "eager" and wanted.level != "O0":
-        compile_ahead(model, wanted.torch_dtype("cpu"))
+        compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
     return model
 
 

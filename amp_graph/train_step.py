@@ -139,7 +139,7 @@ class TrainStep:
         self._scale_options: tuple[float, ...] | None = None
         self._recaptures = Recaptures()
         if compile == "eager" and self.policy.level != "O0":
-            compile_ahead(model, self.policy.torch_dtype("cpu"))
+            compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)

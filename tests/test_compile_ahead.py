@@ -67,13 +67,31 @@ def joined(threads):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_model_wants_is_compiled_once(loaded, name):
     model, wanted = MODELS[name]
-    joined(begin(model, BF16))
+    joined(begin(model, BF16, trains=True))
     assert set(loaded) == wanted
-    assert begin(model, BF16) == []
+    assert begin(model, BF16, trains=True) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_evaluation_does_not_call_waits_for_training(loaded, name):
+    model, wanted = MODELS[name]
+    joined(begin(model, BF16, trains=False))
+    assert set(loaded) == wanted & {"linears", "attention", "norms", "tables"}
+    joined(begin(model, BF16, trains=True))
+    assert sorted(loaded) == sorted(wanted)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_model_converted_for_evaluation_compiles_the_rest_when_it_is_captured_with_gradients(loaded, trains):
+    model = amp_graph.convert(nn.Embedding(1 << 15, 16).eval(), "bf16")
+    with torch.set_grad_enabled(trains):
+        model(torch.arange(4))
+    joined([thread for thread in threading.enumerate() if thread.name == compile_ahead.THREAD])
+    assert ("casts" in loaded) == trains
 
 
 def test_fp16_has_no_products_of_ours(loaded):
-    joined(begin(TRANSFORMER, torch.float16))
+    joined(begin(TRANSFORMER, torch.float16, trains=True))
     assert loaded == ["norms"]
 
 
@@ -82,7 +100,7 @@ def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch)
         raise CompilerError("no compiler")
 
     monkeypatch.setattr(compile_ahead.norm_ops, "library", fails)
-    joined(begin(TRANSFORMER, BF16))  # an error in a thread would fail this test
+    joined(begin(TRANSFORMER, BF16, trains=True))  # an error in a thread would fail this test
     assert set(loaded) == {"linears", "attention"}
 
 

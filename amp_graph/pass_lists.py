@@ -43,6 +43,7 @@ from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurr
 from amp_graph.passes.keep_weight_copies import KeepWeightCopies
 from amp_graph.passes.lay_gradients import LayGradients
 from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.linears_of_parameters import LinearsOfParameters
 from amp_graph.passes.look_at_values import LookAtValues
 from amp_graph.passes.machine import class_of, machine_for
 from amp_graph.passes.measure_influence import Measured
@@ -191,7 +192,8 @@ def passes_of_copies(copies: WeightCopies | None, policy: Policy, device: str) -
         return []
     more: list[Pass] = []
     if policy.op_list(device).unlisted == "opaque":
-        more = [KeepGradientMemory(copies.gradients)] if torch.is_grad_enabled() else _for_inference(copies, policy)
+        trains = [KeepGradientMemory(copies.gradients), LinearsOfParameters(copies)]
+        more = trains if torch.is_grad_enabled() else _for_inference(copies, policy)
     return _wanted([KeepWeightCopies(copies), GroupWeightCasts(copies, device), *more], policy)
 
 

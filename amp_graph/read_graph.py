@@ -19,6 +19,7 @@ from amp_graph.passes.error_budget import BUDGET
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.keep_weight_copies import is_kept
+from amp_graph.passes.linears_of_parameters import CASTS_INSIDE
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import MARK, Mark
@@ -180,6 +181,10 @@ def _cast_reports(part: Part, held: Collection[Node]) -> Iterator[CastReport]:
         name, number = part.path + node.name, part.path + numbers[node]
         kept = is_kept(node)
         yield CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
+    for node in part.gm.graph.nodes:  # whose parameters are cast inside
+        for weight, reason in node.meta.get(CASTS_INSIDE, {}).items():
+            name, number = part.path + node.name, part.path + numbers[node]
+            yield CastReport(name, number, shown_name(weight), WEIGHT, SHORT[value(node).dtype], reason, True)
 
 
 def _weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:

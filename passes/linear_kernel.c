@@ -19,12 +19,14 @@ int has_tiles(void) { return 1; } /* its own: registers */
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* b: in panels where `in_panels`; bias: null for none */
-  void *out;               /* of fp32 that was not rounded where `wide`, else of bf16 */
+  void *out;               /* bf16 where `kind` is ROUNDED, else fp32: as bf16 would be, or as it was summed */
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
-  int64_t in_panels, relu, wide;
+  int64_t in_panels, relu, kind;
   int64_t threads;
 } Product;
+
+enum { ROUNDED, SUMS, WIDENED };
 
 /* Columns of a panel, and of the depth at a time. */
 int64_t panel(void) { return PANEL; }
@@ -79,20 +81,24 @@ static const Low *readable(const Product *p, Low *own, int64_t *row) {
   return own;
 }
 
+INLINE __m512 widened(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
+
+INLINE __m512 rounded(__m512 sum) { return widened((__m256i)_mm512_cvtneps_pbh(sum)); }
+
 INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int64_t column, int64_t rows) {
   for (int j = 0; j < BROAD; j++) {
     const int64_t at = column + 16 * j;
     const __mmask16 there = (__mmask16)first(p->columns - at);
     const __m256i low = p->bias ? _mm256_maskz_loadu_epi16(there, p->bias + at) : _mm256_setzero_si256();
-    const __m512 bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
+    const __m512 bias = widened(low);
     for (int i = 0; i < rows; i++) {
       __m512 sum = _mm512_add_ps(sums[i][j], bias);
       if (p->relu) sum = _mm512_max_ps(_mm512_setzero_ps(), sum); /* of a NaN and a number the second */
       const int64_t to = (row + i) * p->columns + at;
-      if (p->wide)
-        _mm512_mask_storeu_ps((float *)p->out + to, there, sum);
-      else
+      if (p->kind == ROUNDED)
         _mm256_mask_storeu_epi16((Low *)p->out + to, there, (__m256i)_mm512_cvtneps_pbh(sum));
+      else
+        _mm512_mask_storeu_ps((float *)p->out + to, there, p->kind == SUMS ? sum : rounded(sum));
     }
   }
 }

@@ -20,6 +20,7 @@ from amp_graph.passes.tiled_code import best
 
 OF_AN_ELEMENT = 8  # multiplications in the time that one element of other kernels takes
 SOURCE = Path(__file__).with_name("linear_kernel.c")
+ROUNDED, SUMS, WIDENED = range(3)  # how a product is handed over: bf16, or fp32 as summed, or as bf16 would be
 
 
 @lru_cache
@@ -65,7 +66,8 @@ def linear_by_panels(
     x: [..., inputs], bias: [outputs] or None, both bf16 with memory of their own to read. Raises MemoryError.
     """
     rows, made = as_rows(x), _room(x, outputs, wide)
-    _run(rows, panels, (1, 0), bias, made, (len(rows), outputs, rows.shape[1]), True, relu)
+    sizes = (len(rows), outputs, rows.shape[1])
+    _run(rows, panels, (1, 0), bias, made, sizes, True, relu, SUMS if wide else ROUNDED)
     return made
 
 
@@ -73,14 +75,14 @@ def _room(x: Tensor, outputs: int, wide: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias``, rounded once: [rows, columns], bf16.
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Return ``a @ b + bias``, rounded once to bf16: [rows, columns]; ``wide``: and then cast to fp32.
 
     a: [rows, depth], b: [depth, columns], with elements side by side in one direction; bias: [columns] or None, all
     bf16 with memory of their own to read. Raises MemoryError.
     """
-    made = a.new_empty((a.shape[0], b.shape[1]))
-    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False)
+    made = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype)
+    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False, WIDENED if wide else ROUNDED)
     return made
 
 
@@ -98,6 +100,7 @@ def _run(
     sizes: tuple[int, ...],
     in_panels: bool,
     relu: bool,
+    kind: int,
 ) -> None:
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
@@ -105,8 +108,8 @@ def _run(
         bias = bias.expand(sizes[1]).contiguous()
     added = 0 if bias is None else bias.data_ptr()
     threads = threads_at_once(sizes[1] * sizes[2] * max(OF_AN_ELEMENT, sizes[0]) // OF_AN_ELEMENT)
-    steps, wide = (*a.stride(), *b_steps), made.dtype is not a.dtype
-    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, wide, threads)
+    steps = (*a.stride(), *b_steps)
+    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, kind, threads)
     if compiled.product(array("q", table).tobytes()):
         raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")
 

@@ -48,17 +48,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return _multiplied(x, weight.t(), bias)
+        return multiplied(x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
-        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else _multiplied
+        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else multiplied
         rows = as_rows(grad)
         of_rows = multiply(rows, weight) if of_x else None
-        if of_weight and _by_units(rows.numel() * x.shape[1]):
+        if of_weight and by_units(rows.numel() * x.shape[1]):
             return of_rows, *gradients_of_linear(rows, x, of_bias, takes_fp32(ctx, 1))
         return of_rows, multiply(rows.t(), x) if of_weight else None, rows.sum(0) if of_bias else None
 
@@ -102,24 +102,28 @@ def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
     return x.device.type, x.dtype, x.numel() // max(1, inputs), outputs, inputs
 
 
-def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias``: at once, or as one operator where a mode is to see it, a tracer say."""
+def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """``product_low``: at once, or as one operator where a mode is to see it, a tracer say."""
     if is_seen(a):
-        found: Tensor = OPS.product_low(a, b, bias)
+        found: Tensor = OPS.product_low(a, b, bias, wide)
         return found
-    return product_low(a, b, bias)
+    return product_low(a, b, bias, wide)
 
 
-def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once."""
-    if library() is None or _by_units(a.numel() * b.shape[1]):
-        return amx_product.amx_product(a, b, bias)
-    return product(side_by_side(a), side_by_side(b), bias)
+def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once.
+
+    ``wide``: and then cast to fp32.
+    """
+    if library() is None or by_units(a.numel() * b.shape[1]):
+        return amx_product.amx_product(a, b, bias, wide)
+    return product(side_by_side(a), side_by_side(b), bias, wide)
 
 
-def _by_units(multiplications: int) -> bool:
+def by_units(multiplications: int) -> bool:
+    """Say whether a product of so many ``multiplications`` is for the matrix units' own kernel."""
     return multiplications > MOST_OF_A_CALL and amx_product.library() is not None
 
 
 # An operator, so that a graph in which it is traced (TrainStep's) has one node.
-define_as_typed(product_low, lambda a, b: room(a, b, False))
+define_as_typed(product_low, lambda a, b, wide: room(a, b, wide))

@@ -123,16 +123,24 @@ class WeightCopies:
         updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
-        def weight_copy(weight: Tensor, once: bool = False, wide: bool = False, last: bool = False) -> Tensor:
+        def weight_copy(
+            weight: Tensor, once: bool = False, wide: bool = False, last: bool = False, bare: bool = False
+        ) -> Tensor:
             """Return the copy, a new one channels_last where it is ``last``.
 
-            ``once``: to who hands back one gradient, which with ``wide`` is fp32 already.
+            ``once``: to who hands back one gradient, which with ``wide`` is fp32 already. ``bare``: without gradients,
+            for a call that has some.
             """
             kept = known.get(id(weight))
             if kept is None:
                 return self._first(weight, last)
             mark = updates.mark
-            if kept.mark is not mark and kept.passed is not mark and is_passed_over(kept, weight) and grad_enabled():
+            if (
+                kept.mark is not mark
+                and kept.passed is not mark
+                and is_passed_over(kept, weight)
+                and (bare or grad_enabled())
+            ):
                 kept.passed = mark
                 return lowered(weight)
             if (

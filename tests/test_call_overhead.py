@@ -57,6 +57,16 @@ def test_hooks_on_parts_are_seen():
     assert found(model, X) is not None
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_where_autograd_is_compiled_the_long_way_is_gone(before):
+    with torch._dynamo.config.patch(compiled_autograd=before):
+        model = amp_graph.convert(nn.Linear(8, 4), strict=True)
+        model(X)
+    for switched in (True, False):
+        with torch._dynamo.config.patch(compiled_autograd=switched):
+            assert (found(model, X) is None) is switched
+
+
 def test_what_goes_on_behind_a_break_is_converted_too():
     model = amp_graph.convert(Breaks())
     for _ in range(3):

@@ -1,0 +1,97 @@
+"""Let small linears that train read their parameters themselves, and hand gradients back as those want them.
+
+Before: ``linear_low(x, weight_copy(w), weight_copy(b))``, for which autograd casts two gradients, by calls that take
+longer than they cast. After: ``linear_of_parameters(x, w, b)``, whose backward writes fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.amx_product import gradients_of_linear
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.kept_copy import LARGE
+from amp_graph.passes.linear_kernel import as_rows
+from amp_graph.passes.linear_low import by_units, linear_low, multiplied
+from amp_graph.passes.node_value import value
+from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_wrapper
+from amp_graph.passes.weight_copies import WeightCopies, WeightCopy
+
+CASTS_INSIDE = "amp_casts_inside"  # meta key: why a call casts the parameters that it is given, by their nodes
+
+
+class _OfParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: WeightCopy, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = read(weight, bare=True)
+        _, of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, low if of_x else None)
+        ctx.weight = weight  # for second derivatives alone
+        return multiplied(x, low.t(), None if bias is None else read(bias, bare=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, low = ctx.saved_tensors
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = as_rows(grad)
+        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
+        plain = torch.is_grad_enabled() or is_batched(grad)
+        of_rows = None
+        if of_x:
+            of_rows = torch.mm(rows, ctx.weight.to(rows.dtype)) if plain else multiplied(rows, low)
+        if of_weight and (plain or by_units(rows.numel() * x.shape[1])):
+            return None, of_rows, *gradients_of_linear(rows, x, of_bias, True)
+        made = multiplied(rows.t(), x, None, True) if of_weight else None
+        return None, of_rows, made, rows.sum(0) if of_bias else None
+
+
+def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
+    """Return ``linear_low`` for fp32 parameters, of which ``read`` makes and keeps copies."""
+
+    def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        # Reshaped out here: a view that a Function returns cannot be written in place.
+        found: Tensor = _OfParameters.apply(read, as_rows(x), weight, bias)
+        return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
+
+    return linear_of_parameters
+
+
+@dataclass(frozen=True)
+class LinearsOfParameters(Pass):
+    """Replaces ``linear_low`` of small weights' copies that nothing else reads with one that makes them itself.
+
+    Law: gradients are rounded to low precision, and widened, as by casts. Exactness: bit-exact.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "linears-of-parameters"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every small linear."""
+        changes = []
+        made = linear_of(self.copies.read)
+        for node in list(gm.graph.nodes):
+            if node.target is not linear_low or not all(self._is_read_alone(cast) for cast in node.args[1:] if cast):
+                continue
+            x, *casts = node.args
+            node.target, node.args, node.kwargs = made, (x, *(c and c.args[0] for c in casts)), {}
+            node.meta[CASTS_INSIDE] = {c.args[0]: c.meta[CAST] for c in casts if c}
+            for cast in filter(None, casts):
+                gm.graph.erase_node(cast)
+            changes.append(Change(self.name, "casts inside", node.name, "autograd's take longer than they cast"))
+        return PassResult(gm, tuple(changes))
+
+    def _is_read_alone(self, cast: Any) -> bool:
+        """Say whether ``cast`` is a copy that one linear reads, of a parameter whose gradient is small."""
+        fits = isinstance(cast, Node) and cast.target is self.copies.read and cast.kwargs == {"once": True}
+        return fits and len(cast.users) == 1 and value(cast).numel() < LARGE

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, is_grad_enabled
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -138,10 +139,10 @@ class Conversion:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
         if self._alone:
-            if len(args) == 1 and not kwargs and type(one := args[0]) is torch.Tensor:
+            if len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
                 # _kind_of written out: to call it would take as long as all else here.
                 try:
-                    alone = (self.model.training, torch.is_grad_enabled(), one.shape, one.device) in self._alone
+                    alone = (self.model.training, is_grad_enabled(), one.shape, one.device) in self._alone
                 except (RuntimeError, TypeError):  # a nested tensor has no shape, a symbolic size no hash
                     alone = False
                 if alone:

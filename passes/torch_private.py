@@ -669,12 +669,13 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-_tracing_state = torch._C._get_tracing_state  # looked up once: every call of a converted model asks
+# Looked up once: every call of a converted model asks; 2.11 - 2.13.
+_tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
-    return _tracing_state() is not None or torch.compiler.is_exporting()
+    return _tracing_state() is not None or _compiler._is_exporting_flag
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

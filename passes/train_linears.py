@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
@@ -17,6 +18,8 @@ from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.small_linears import bias_of, linear_form
 from amp_graph.passes.what_pays import amx_product_pays, bias_in_trained_linear_pays
+
+CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class TrainLinears(Pass):
         changes = []
         for node in gm.graph.nodes:
             form, again = linear_form(node), node.target is computing_again(F.linear)
-            if form is None or not (again or node.target is F.linear):
+            if form is None or not (again or node.target in CALLS):
                 continue
             biased = bias_of(node) is not None and bias_in_trained_linear_pays(*form)
             how = ["its bias in the product"] if biased else []

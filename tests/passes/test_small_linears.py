@@ -410,3 +410,30 @@ def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
     assert torch.equal(step(X, X), found[0][0])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.usefixtures("many_are_few")
+def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
+    x, errors = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1)), {}
+    exact = Attends().double()
+    exact(x.double()).square().sum().backward()
+    for policy in ("bf16", "bf16,skip=train_linears"):
+        model = amp_graph.convert(Attends(), policy)
+        model(x).square().sum().backward()
+        assert amp_graph.report(model).graphs[0].text.count("linear_trained(") == (2 if "skip" not in policy else 0)
+        errors[policy] = [
+            (p.grad - q.grad).norm() / q.grad.norm()
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+        ]
+    for ours, torchs in zip(*errors.values(), strict=True):
+        assert ours <= 1.1 * torchs + 1e-4

@@ -47,8 +47,8 @@ def compile_ahead(model: nn.Module, low: torch.dtype, *, trains: bool) -> list[t
     """
     if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
         return []
-    found = (*_wanted(model, low), *(_wanted_to_train(model, low) if trains else ()))
-    wanted = [(name, library) for name, library in found if name not in _begun]
+    found = dict((*_wanted(model, low), *(_wanted_to_train(model, low) if trains else ())))
+    wanted = [(name, library) for name, library in found.items() if name not in _begun]
     _begun.update(name for name, _ in wanted)
     left: queue.SimpleQueue[Library] = queue.SimpleQueue()
     for _, library in wanted:
@@ -74,21 +74,31 @@ def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]
     """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
     parts = list(model.modules())
     linears = [part for part in parts if isinstance(part, nn.Linear)]
-    norms = any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
+    norms = _has_norms(parts)
     if linears and norms and low == torch.bfloat16:
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
         yield f"norms, {low}", lambda: norm_ops.library(low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
         yield "tables", by_table.library
+    if any(part.out_features >= MANY_CLASSES for part in linears):  # which are widened
+        yield f"casts, {low}", lambda: cast_kernel.library(low)
     if linears and low == torch.bfloat16:
         yield "linears", linear_kernel.library  # wanted last: over few rows alone
+
+
+def _has_norms(parts: Iterable[nn.Module]) -> bool:
+    return any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
 
 
 def _wanted_to_train(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
     """Yield the same of what a forward with gradients calls, or backward."""
     parts = list(model.modules())
     linears = [part for part in parts if isinstance(part, nn.Linear)]
+    if linears and _has_norms(parts) and low == torch.bfloat16:
+        yield "attention's backward", lambda: attention_kernel.library(True)
+    if linears and _has_norms(parts):
+        yield f"norms' backward, {low}", lambda: norm_ops.library(low, True)
     if any(isinstance(part, nn.LSTM) and lstm_kernel_pays("cpu", low, 1, part.hidden_size) for part in parts):
         yield "lstm", lstm_kernel.library
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):

@@ -1,5 +1,5 @@
-/* Attention of bf16 on CPUs with AVX512_BF16, and its gradients: a few queries at a time against all keys of a head; with
-   MATRIX_UNITS on those of AMX, 32 queries at a time.
+/* Attention of bf16 on CPUs with AVX512_BF16, or with BACKWARD its gradients: a few queries at a time against all keys of
+   a head; with MATRIX_UNITS on those of AMX, 32 queries at a time.
 
    Before: scores, probabilities and their gradients written to memory, or a kernel that multiplies in blocks of its own.
    After: a few rows of scores in the first caches. Scores, probabilities, and what is summed are fp32; probabilities and
@@ -21,7 +21,7 @@ typedef struct { /* [batch, heads, rows, width], elements of a row side by side 
 
 typedef struct {
   int64_t batches, heads, groups, queries, keys, width, causal;
-  int64_t gradients; /* whether these are asked for, and not the result */
+  int64_t gradients; /* whether these are asked for, and not the result: of BACKWARD */
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
   Heads mask;
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
@@ -260,7 +260,9 @@ static Room room_at(const Attention *a, char *at, int gradients) {
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
 
-static void forward_share(const Share *mine) {
+#ifndef BACKWARD
+
+static void direction(const Share *mine) {
   const Attention *a = mine->given;
   const Room r = room_at(a, (char *)mine->room, 0);
   const int64_t room = ROOMY(a->keys, PANEL);
@@ -286,6 +288,8 @@ static void forward_share(const Share *mine) {
       }
   }
 }
+
+#else
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
 
@@ -353,7 +357,7 @@ static void backward_columns(const Attention *a, const Room *r, int64_t b, int64
   }
 }
 
-static void backward_share(const Share *mine) {
+static void direction(const Share *mine) {
   const Attention *a = mine->given;
   const Room r = room_at(a, (char *)mine->room, 1);
   for (int64_t unit = mine->from; unit < mine->to; unit++) {
@@ -373,6 +377,8 @@ static void backward_share(const Share *mine) {
   }
 }
 
+#endif
+
 /* -- what Python calls: returns 0, or 1 where there is no memory ----------------------------------------------- */
 
 #ifndef MATRIX_UNITS
@@ -381,9 +387,8 @@ int has_tiles(void) { return 1; }
 
 static void *one_share(void *given) {
   const Share *mine = given;
-  const Attention *a = mine->given;
   const Tiles before = borrow_tiles();
-  (a->gradients ? backward_share : forward_share)(mine);
+  direction(mine);
   return_tiles(&before);
   return 0;
 }

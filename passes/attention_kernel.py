@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import threads_for
+from amp_graph.passes.native_code import PARTS, CompilerError, threads_for
 from amp_graph.passes.tiled_code import best
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
@@ -24,9 +24,9 @@ FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
 
 
 @lru_cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
-    found = best(SOURCE)
+def library(backward: bool = False) -> ctypes.CDLL | None:
+    """Return one direction's kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
+    found = best(SOURCE, PARTS[backward])
     return None if found is None else typed(found)
 
 
@@ -81,10 +81,15 @@ def rows(t: Tensor) -> Tensor:
 
 def _run(tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, scale: float) -> None:
     query, key, _, made = tensors[:4]
-    compiled = library()
+    compiled = library(made is None)
     assert query is not None
     assert key is not None
-    assert compiled is not None
+    if compiled is None:  # ``takes`` asked for the other direction's
+        raise CompilerError(
+            "the gradients of attention could not be compiled, where attention was\n"
+            "  legal: room for them in the folder of compiled code\n"
+            "  fix:   AMP_GRAPH_CACHE=/a/folder/to/write/to; or policy='bf16,skip=attention'"
+        )
     (batch, heads, length, width), keys = query.shape, key.shape[2]
     numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal, made is None]
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)

@@ -32,6 +32,8 @@ SECONDS = 120  # that a compiler may take; it needs half a second
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # What C calls the low precision that it is compiled for.
 MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
+# Of a source whose backward is a library of its own, which inference need not wait for.
+PARTS: dict[bool, tuple[str, ...]] = {False: (), True: ("-DBACKWARD",)}
 # What torch itself asks of a CPU before it calls it by these names; more would not run on another machine of the name.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),

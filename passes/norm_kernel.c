@@ -3,8 +3,8 @@
    Before: add, layer_norm, a cast for the products behind it; in backward casts, sums, layer_norm's backward, a cast.
    After: `forward` and `backward`, which read and write every row once. What casts did happens in registers.
 
-   native_code.py compiles this file with the macro LOW_FP16 (else bf16). A row is gone through twice or three times
-   while it is in the first cache.
+   native_code.py compiles this file with the macros LOW_FP16 (else bf16) and BACKWARD (else forward alone). A row is gone
+   through twice or three times while it is in the first cache.
    Source of the formulas: aten/src/ATen/native/cpu/layer_norm_kernel.cpp; statistics here are of two passes. */
 
 #include "rows.h"
@@ -26,6 +26,8 @@ typedef struct {
 } Backward;
 
 /* -- forward ---------------------------------------------------------------------------------------------------- */
+
+#ifndef BACKWARD
 
 /* Writes the sum, where there is a branch, and returns the row that is normed, in fp32, and its total. */
 INLINE double add_row(const Forward* f, int64_t row, Rows* room, Rows* seen) {
@@ -108,6 +110,16 @@ static void* forward_share(void* given) {
   else forward_rows(mine, f);
   return 0;
 }
+
+/* Python calls it, and `backward`: they return 0, or 1 where there is no memory. */
+int forward(const Forward* f, double eps, int64_t threads) {
+  double* room;
+  threads = in_shares((Share){.given = f, .eps = eps, .to = f->rows}, f->width, threads, &room, forward_share);
+  free(room);
+  return !threads;
+}
+
+#else
 
 /* -- backward --------------------------------------------------------------------------------------------------- */
 
@@ -195,15 +207,6 @@ static void* backward_share(void* given) {
   return 0;
 }
 
-/* -- what Python calls: they return 0, or 1 where there is no memory --------------------------------------------- */
-
-int forward(const Forward* f, double eps, int64_t threads) {
-  double* room;
-  threads = in_shares((Share){.given = f, .eps = eps, .to = f->rows}, f->width, threads, &room, forward_share);
-  free(room);
-  return !threads;
-}
-
 int backward(const Backward* b, int64_t threads) {
   double* room;
   threads = in_shares((Share){.given = b, .to = b->rows}, b->width, threads, &room, backward_share);
@@ -214,3 +217,5 @@ int backward(const Backward* b, int64_t threads) {
   free(room);
   return !threads;
 }
+
+#endif

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.large_pages import empty_like
-from amp_graph.passes.native_code import MACROS, load, threads_for
+from amp_graph.passes.native_code import MACROS, PARTS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
 
@@ -24,9 +24,9 @@ SOURCE = Path(__file__).with_name("norm_kernel.c")
 
 
 @lru_cache
-def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return what is compiled for ``low``, bf16 or fp16. Raises CompilerError where that cannot be."""
-    return load(SOURCE, MACROS[low])
+def library(low: torch.dtype, backward: bool = False) -> ctypes.CDLL:
+    """Return what is compiled for ``low``, bf16 or fp16, one direction. Raises CompilerError where that cannot be."""
+    return load(SOURCE, (*MACROS[low], *PARTS[backward]))
 
 
 def residual_norm(
@@ -94,7 +94,7 @@ def residual_norm_backward(
     table = array("q", (rows, width, centered, len(grads) - 1, more.buffer_info()[0]))
     table.extend(_rows(grads[0], grad_sum, total, weight, dsum, dlow))
     table.extend((place, place + 4 * rows, *(0 if t is None else t.data_ptr() for t in (dweight, dbias))))
-    _run(library(low).backward, table, _threads(total))
+    _run(library(low, True).backward, table, _threads(total))
     return [t for t in (dsum, dlow, dweight, dbias) if t is not None]
 
 

@@ -16,14 +16,17 @@ DOT_PRODUCTS = ("-mavx512bf16",)
 MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
 
 
-def best(source: Path) -> ctypes.CDLL | None:
-    """Return ``source`` as it is fastest here; None where there is no compiler, or the CPU lacks its instructions."""
-    return built(source, *MATRIX_UNITS) or built(source)
+def best(source: Path, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """Return ``source`` as it is fastest here; None where there is no compiler, or the CPU lacks its instructions.
+
+    ``part``: macros that say which part of it.
+    """
+    return built(source, *MATRIX_UNITS, part=part) or built(source, part=part)
 
 
-def built(source: Path, *flags: str) -> ctypes.CDLL | None:
+def built(source: Path, *flags: str, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Return ``source`` as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
     if not cpu_has_bf16() or (flags and not cpu_has_amx()):
         return None
-    found = load_if_possible(source, (*DOT_PRODUCTS, *flags))
+    found = load_if_possible(source, (*DOT_PRODUCTS, *flags, *part))
     return found if found is not None and found.has_tiles() else None

@@ -14,16 +14,16 @@ BUILDS = ("matrix units", "emulated units", "dot products")
 M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numbers of 3e38
 
 
-def built(source, name):
-    """The library as it is called, or a skip where this machine cannot have it."""
+def built(source, name, part=()):
+    """The library as it is called, or a skip where this machine cannot have it; ``part``: of it, by macros."""
     if name == "emulated units" and tiled_code.built(linear_kernel.SOURCE):
         version = hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]
         macros = ("-DMATRIX_UNITS", "-include", str(TILES), f"-DEMULATED=0x{version}")
         try:
-            return load(source, (*tiled_code.DOT_PRODUCTS, *macros))
+            return load(source, (*tiled_code.DOT_PRODUCTS, *macros, *part))
         except CompilerError as error:
             pytest.fail(str(error))
-    found = tiled_code.built(source, *(tiled_code.MATRIX_UNITS if name == "matrix units" else ()))
+    found = tiled_code.built(source, *(tiled_code.MATRIX_UNITS if name == "matrix units" else ()), part=part)
     return found or pytest.skip(f"needs a C compiler, and a CPU for {name}")
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes import what_pays
 from amp_graph.passes.attention_backward import attention_low
+from amp_graph.passes.native_code import PARTS, CompilerError
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
@@ -17,8 +18,17 @@ pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_B
 
 @pytest.fixture(params=BUILDS, autouse=True)
 def _built_for(request, monkeypatch):
-    found = kernel.typed(built(kernel.SOURCE, request.param))
-    monkeypatch.setattr(kernel, "library", lambda: found)
+    found = [kernel.typed(built(kernel.SOURCE, request.param, part)) for part in PARTS.values()]
+    monkeypatch.setattr(kernel, "library", lambda backward=False: found[backward])
+
+
+def test_gradients_that_could_not_be_compiled_say_so(monkeypatch):
+    forward = kernel.library()
+    monkeypatch.setattr(kernel, "library", lambda backward=False: None if backward else forward)
+    given = [torch.randn(1, 2, 8, 16, dtype=BF16, requires_grad=True) for _ in range(3)]
+    out = kernel.forward(*given, None, False, 0.25)
+    with pytest.raises(CompilerError, match="gradients of attention could not be compiled"):
+        kernel.backward(out, *given, None, False, 0.25)
 
 
 # batch, heads, heads of keys, queries, keys, width, causal

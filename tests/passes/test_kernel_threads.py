@@ -40,16 +40,18 @@ def on(request):
 
 
 def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
-    library = norm_ops.library(torch.bfloat16)
-    assert (library in native_code._on_openmp) is native_code.has_openmp()
+    libraries = [norm_ops.library(torch.bfloat16, backward) for backward in (False, True)]
+    assert all((library in native_code._on_openmp) is native_code.has_openmp() for library in libraries)
     one, two = on(1), on(2)
     nothing = (native_code.ctypes.c_void_p * len(native_code.OPENMP))()
-    library.use_openmp(nothing)
+    for library in libraries:
+        library.use_openmp(nothing)
     try:
         own = on(2)
     finally:
-        native_code._sharing_threads(library)
-        native_code._on_openmp.remove(library)
+        for library in libraries:
+            native_code._sharing_threads(library)
+            native_code._on_openmp.remove(library)
     assert all(map(torch.equal, one, two))
     assert all(map(torch.equal, one, own))
 

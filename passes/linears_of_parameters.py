@@ -22,6 +22,7 @@ from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_kernel import as_rows
 from amp_graph.passes.linear_low import by_units, linear_low, multiplied
 from amp_graph.passes.node_value import value
+from amp_graph.passes.small_linears import bias_of
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_wrapper
 from amp_graph.passes.weight_copies import WeightCopies, WeightCopy
 
@@ -81,13 +82,14 @@ class LinearsOfParameters(Pass):
         changes = []
         made = linear_of(self.copies.read)
         for node in list(gm.graph.nodes):
-            if node.target is not linear_low or not all(self._is_read_alone(cast) for cast in node.args[1:] if cast):
+            casts = (node.args[1], bias_of(node)) if node.target is linear_low else ()
+            if not casts or not all(self._is_read_alone(cast) for cast in casts if cast is not None):
                 continue
-            x, *casts = node.args
-            node.target, node.args, node.kwargs = made, (x, *(c and c.args[0] for c in casts)), {}
-            node.meta[CASTS_INSIDE] = {c.args[0]: c.meta[CAST] for c in casts if c}
-            for cast in filter(None, casts):
-                gm.graph.erase_node(cast)
+            node.target, node.args, node.kwargs = made, (node.args[0], *(c and c.args[0] for c in casts)), {}
+            node.meta[CASTS_INSIDE] = {c.args[0]: c.meta[CAST] for c in casts if c is not None}
+            for cast in casts:
+                if cast is not None:
+                    gm.graph.erase_node(cast)
             changes.append(Change(self.name, "casts inside", node.name, "autograd's take longer than they cast"))
         return PassResult(gm, tuple(changes))
 

@@ -207,6 +207,21 @@ class Two(nn.Module):
         return self.other(torch.relu(self.one(x)))
 
 
+class ByName(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight, bias=self.bias)
+
+
+def test_a_bias_that_is_given_by_name():
+    torch.manual_seed(0)
+    base = ByName(32, 48)
+    with torch.no_grad():
+        base.bias.fill_(100)
+    ours, plain = amp_graph.convert(copy.deepcopy(base), "bf16"), amp_graph.convert(base, PLAIN)
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))
+    assert text(ours).count("linear_of_parameters(") == 1
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_two_read_are_cast_once_for_both(tied):
     torch.manual_seed(0)

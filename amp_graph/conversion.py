@@ -46,6 +46,7 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     parameters_as_inputs,
     plain_forward,
+    tracing_state,
     weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
@@ -81,6 +82,7 @@ class Conversion:
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
         self._alone: set[tuple[Any, ...]] = set()  # the kinds of calls that run as they are written, as that is faster
+        self._last_alone: tuple[Any, ...] | None = None  # the last of them, if it was given one tensor
 
     @property
     def graphs(self) -> list[Captured]:
@@ -129,6 +131,15 @@ class Conversion:
         """Run the model on its captured graph; captures one where no guard set fits."""
         if dynamo_listens() is not None:
             return self._with_dynamo_off(*args, **kwargs)
+        if self._last_alone is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
+            # A call like the one that was left alone last: asked in the way that takes least, as it may take 20 us.
+            training, grad, shape, device = self._last_alone
+            try:
+                alike = is_grad_enabled() is grad and self.model.training is training and one.shape == shape
+            except RuntimeError:  # a nested tensor has no shape
+                alike = False
+            if alike and one.device == device and not is_autocast_on() and tracing_state() is None:
+                return self._wide(one)
         if being_traced():
             raise CaptureError(
                 f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
@@ -142,10 +153,12 @@ class Conversion:
             if len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
                 # _kind_of written out: to call it would take as long as all else here.
                 try:
-                    alone = (self.model.training, is_grad_enabled(), one.shape, one.device) in self._alone
+                    kind = (self.model.training, is_grad_enabled(), one.shape, one.device)
+                    alone = kind in self._alone
                 except (RuntimeError, TypeError):  # a nested tensor has no shape, a symbolic size no hash
                     alone = False
                 if alone:
+                    self._last_alone = kind
                     return self._wide(one)
             elif self._kind_of(args, kwargs) in self._alone:
                 return self._wide(*args, **kwargs)

@@ -110,6 +110,7 @@ __all__ = [
     "takes_fp32",
     "takes_kernels_of_ours",
     "tracing_fake",
+    "tracing_state",
     "undisabled",
     "unflatten",
     "unset_fake_temporarily",
@@ -670,12 +671,12 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Looked up once: every call of a converted model asks; 2.11 - 2.13.
-_tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
+tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
-    return _tracing_state() is not None or _compiler._is_exporting_flag
+    return tracing_state() is not None or _compiler._is_exporting_flag
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

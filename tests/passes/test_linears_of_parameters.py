@@ -67,7 +67,8 @@ def every_build(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("every_build")
-def test_results_and_gradients_are_those_of_casts():
+def test_results_and_gradients_are_those_of_casts(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
     ours, plain = net(), net(PLAIN)
     for _ in range(3):
         assert all(map(torch.equal, gradients(ours), gradients(plain)))

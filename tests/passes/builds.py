@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.passes import linear_kernel, tiled_code
+from amp_graph.passes import amx_product, linear_kernel, linear_low, tiled_code
 from amp_graph.passes.native_code import CompilerError, load
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
@@ -25,6 +25,18 @@ def built(source, name, part=()):
             pytest.fail(str(error))
     found = tiled_code.built(source, *(tiled_code.MATRIX_UNITS if name == "matrix units" else ()), part=part)
     return found or pytest.skip(f"needs a C compiler, and a CPU for {name}")
+
+
+@pytest.fixture(params=[*BUILDS, "amx product"])
+def every_build(request, monkeypatch):
+    """What small linears are multiplied by, in each of its builds."""
+    if request.param == "amx product":
+        found = amx_product.typed(built(amx_product.SOURCE, "matrix units"))
+        monkeypatch.setattr(linear_low, "MOST_OF_A_CALL", 0)
+    else:
+        library, found = linear_kernel.typed(built(linear_kernel.SOURCE, request.param)), None
+        monkeypatch.setattr(linear_kernel, "library", lambda: library)
+    monkeypatch.setattr(amx_product, "library", lambda: found)
 
 
 def perturbed():

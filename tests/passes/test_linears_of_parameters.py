@@ -12,10 +12,9 @@ import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes import amx_product, linears_of_parameters
 from amp_graph.passes import linear_kernel as kernel
-from amp_graph.passes import linear_low as low
 from amp_graph.passes.linears_of_parameters import linear_of
 from amp_graph.passes.weight_copies import WeightCopies
-from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 BF16 = torch.bfloat16
@@ -53,17 +52,6 @@ def gradients(model, x=X):
     out = model(x)
     trained = [p for p in model.parameters() if p.requires_grad]
     return [out, *torch.autograd.grad(out.square().sum(), [x, *trained])]
-
-
-@pytest.fixture(params=[*BUILDS, "amx product"])
-def every_build(request, monkeypatch):
-    if request.param == "amx product":
-        found = amx_product.typed(built(amx_product.SOURCE, "matrix units"))
-        monkeypatch.setattr(low, "MOST_OF_A_CALL", 0)
-    else:
-        library, found = kernel.typed(built(kernel.SOURCE, request.param)), None
-        monkeypatch.setattr(kernel, "library", lambda: library)
-    monkeypatch.setattr(amx_product, "library", lambda: found)
 
 
 @pytest.mark.usefixtures("every_build")

@@ -15,21 +15,10 @@ from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.small_linears import SmallLinears
-from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16, capture_function, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
-
-
-@pytest.fixture(params=[*BUILDS, "amx product"])
-def every_build(request, monkeypatch):
-    if request.param == "amx product":
-        found = amx_product.typed(built(amx_product.SOURCE, "matrix units"))
-        monkeypatch.setattr(low, "MOST_OF_A_CALL", 0)
-    else:
-        library, found = kernel.typed(built(kernel.SOURCE, request.param)), None
-        monkeypatch.setattr(kernel, "library", lambda: library)
-    monkeypatch.setattr(amx_product, "library", lambda: found)
 
 
 def drawn(*shape, seed=0):

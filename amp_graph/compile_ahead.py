@@ -47,7 +47,8 @@ def compile_ahead(model: nn.Module, low: torch.dtype, *, trains: bool) -> list[t
     """
     if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
         return []
-    found = dict((*_wanted(model, low), *(_wanted_to_train(model, low) if trains else ())))
+    parts = list(model.modules())
+    found = dict((*_wanted(parts, low), *(_wanted_to_train(parts, low) if trains else ())))
     wanted = [(name, library) for name, library in found.items() if name not in _begun]
     _begun.update(name for name, _ in wanted)
     left: queue.SimpleQueue[Library] = queue.SimpleQueue()
@@ -70,9 +71,8 @@ def _load(left: queue.SimpleQueue[Library]) -> None:
                 library()
 
 
-def _wanted(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
+def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
     """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
-    parts = list(model.modules())
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     norms = _has_norms(parts)
     if linears and norms and low == torch.bfloat16:
@@ -91,9 +91,8 @@ def _has_norms(parts: Iterable[nn.Module]) -> bool:
     return any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
 
 
-def _wanted_to_train(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, Library]]:
+def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
     """Yield the same of what a forward with gradients calls, or backward."""
-    parts = list(model.modules())
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention's backward", lambda: attention_kernel.library(True)
@@ -109,7 +108,7 @@ def _wanted_to_train(model: nn.Module, low: torch.dtype) -> Iterable[tuple[str, 
         yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
     if any(part.out_features >= MANY_CLASSES for part in linears):
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
-    if any(p.numel() >= cast_kernel.LARGE for p in model.parameters()):
+    if any(p.numel() >= cast_kernel.LARGE for part in parts for p in part.parameters(recurse=False)):
         yield f"casts, {low}", lambda: cast_kernel.library(low)
     weights = [part.weight for part in parts if isinstance(part, nn.Linear | nn.Conv2d)]
     if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w[0].numel()) for w in weights):

@@ -49,9 +49,7 @@ def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tu
     pays = amx_product_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
-    calls: Any = (
-        OPS if is_seen(grad) else sys.modules[__name__]
-    )  # what a tracer or a profiler sees; or the same at once
+    calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # what a tracer sees, or the same at once
     if not biased:
         return calls.amx_product(grad.t(), x, None, wide), None
     product, sums = calls.amx_product_and_sums(grad, x, wide)

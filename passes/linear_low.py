@@ -7,6 +7,7 @@ result that starts as copies of the bias, and a product with columns. After: ``l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,14 +54,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
-        multiply = torch.mm if torch.is_grad_enabled() or is_batched(grad) else multiplied
-        rows = as_rows(grad)
-        of_rows = multiply(rows, weight) if of_x else None
-        if of_weight and by_units(rows.numel() * x.shape[1]):
-            return of_rows, *gradients_of_linear(rows, x, of_bias, takes_fp32(ctx, 1))
-        return of_rows, multiply(rows.t(), x) if of_weight else None, rows.sum(0) if of_bias else None
+        # A small gradient is cast as fast by the engine.
+        wide = x is not None and by_units(grad.numel() * x.shape[1]) and takes_fp32(ctx, 1)
+        return gradients_of_low(grad, x, weight, ctx.needs_input_grad, wide)
+
+
+def is_plain(grad: Tensor) -> bool:
+    """Say whether ``grad`` has a derivative itself (create_graph=True), or is several gradients (is_grads_batched)."""
+    return torch.is_grad_enabled() or is_batched(grad)
+
+
+def gradients_of_low(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, needed: Sequence[bool], wide: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a linear's input rows ``x``, its ``weight`` and its bias: those that are ``needed``.
+
+    All bf16; ``wide``: that of the weight cast to fp32, but where it is torch's own.
+    """
+    of_x, of_weight, of_bias = needed
+    plain, rows, of_rows = is_plain(grad), as_rows(grad), None
+    if of_x:
+        assert weight is not None, "saved where the input has a gradient"
+        of_rows = torch.mm(rows, weight) if plain else multiplied(rows, weight)
+    if not of_weight:
+        return of_rows, None, rows.sum(0) if of_bias else None
+    assert x is not None, "saved where the weight has a gradient"
+    if plain or by_units(rows.numel() * x.shape[1]):
+        return of_rows, *gradients_of_linear(rows, x, of_bias, wide)
+    return of_rows, multiplied(rows.t(), x, None, wide), rows.sum(0) if of_bias else None
 
 
 def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_kernel import as_rows
-from amp_graph.passes.linear_low import by_units, linear_low, multiplied
+from amp_graph.passes.linear_low import gradients_of_low, is_plain, linear_low, multiplied
 from amp_graph.passes.node_value import value
 from amp_graph.passes.small_linears import bias_of
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_wrapper
@@ -41,17 +40,9 @@ class _OfParameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, low = ctx.saved_tensors
-        _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = as_rows(grad)
-        # Not what has a derivative itself (create_graph=True), or is several gradients (is_grads_batched=True).
-        plain = torch.is_grad_enabled() or is_batched(grad)
-        of_rows = None
-        if of_x:
-            of_rows = torch.mm(rows, ctx.weight.to(rows.dtype)) if plain else multiplied(rows, low)
-        if of_weight and (plain or by_units(rows.numel() * x.shape[1])):
-            return None, of_rows, *gradients_of_linear(rows, x, of_bias, True)
-        made = multiplied(rows.t(), x, None, True) if of_weight else None
-        return None, of_rows, made, rows.sum(0) if of_bias else None
+        if low is not None and is_plain(grad):
+            low = ctx.weight.to(low.dtype)
+        return None, *gradients_of_low(grad, x, low, ctx.needs_input_grad[1:], True)
 
 
 def linear_of(read: WeightCopy) -> Callable[..., Tensor]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend import Compile, Runner
 from amp_graph.capture_log import CaptureLog
@@ -28,6 +27,7 @@ from amp_graph.complaints import Complaints
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.escape import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.escaped_code import EscapedCode
+from amp_graph.left_alone import CallsLeftAlone
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.predict import LEFT_ALONE
@@ -46,7 +46,6 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     parameters_as_inputs,
     plain_forward,
-    tracing_state,
     weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
@@ -81,8 +80,7 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
-        self._alone: set[tuple[Any, ...]] = set()  # the kinds of calls that run as they are written, as that is faster
-        self._last_alone: tuple[Any, ...] | None = None  # the last of them, if it was given one tensor
+        self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
 
     @property
     def graphs(self) -> list[Captured]:
@@ -131,14 +129,11 @@ class Conversion:
         """Run the model on its captured graph; captures one where no guard set fits."""
         if dynamo_listens() is not None:
             return self._with_dynamo_off(*args, **kwargs)
-        if self._last_alone is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
-            # A call like the one that was left alone last: asked in the way that takes least, as it may take 20 us.
-            training, grad, shape, device = self._last_alone
-            try:
-                alike = is_grad_enabled() is grad and self.model.training is training and one.shape == shape
-            except RuntimeError:  # a nested tensor has no shape
-                alike = False
-            if alike and one.device == device and not is_autocast_on() and tracing_state() is None:
+        last = self._alone.last
+        if last is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor and not one.is_nested:
+            # Asked in the way that takes least; the guard sees autocast, tracing and modes, too.
+            training, grad, is_like_it = last
+            if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
                 return self._wide(one)
         if being_traced():
             raise CaptureError(
@@ -149,19 +144,8 @@ class Conversion:
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
-        if self._alone:
-            if len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
-                # _kind_of written out: to call it would take as long as all else here.
-                try:
-                    kind = (self.model.training, is_grad_enabled(), one.shape, one.device)
-                    alone = kind in self._alone
-                except (RuntimeError, TypeError):  # a nested tensor has no shape, a symbolic size no hash
-                    alone = False
-                if alone:
-                    self._last_alone = kind
-                    return self._wide(one)
-            elif self._kind_of(args, kwargs) in self._alone:
-                return self._wide(*args, **kwargs)
+        if self._alone.kinds and self._alone.has(args, kwargs):
+            return self._wide(*args, **kwargs)
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)
@@ -214,36 +198,10 @@ class Conversion:
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one as they are written from now on: in its graph nothing is low."""
-        kind = self._kind_of(args, kwargs)
-        if kind is not None and self.policy.level not in HELD_LOW:  # a backward that recomputes would find them low
-            self._alone.add(kind)
+        if self.policy.level not in HELD_LOW:  # a backward that recomputes would find them low
+            self._alone.add(args, kwargs)
         left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
         self.said.left_alone(left.gm, left.dtype)
-
-    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return what calls have in common that run as they are written; None where their sizes are not plain numbers.
-
-        As they are written is right for any call: time is at stake.
-        """
-        kind: list[Any] = [self.model.training, torch.is_grad_enabled()]
-        for one in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(one, torch.Tensor):
-                if one.is_nested:
-                    return None
-                kind += (one.shape, one.device)
-            elif type(one) in (list, tuple, dict):
-                inside = self._kind_of(tuple(tree_leaves(one)), {})
-                if inside is None:
-                    return None
-                kind.append(inside)
-            else:
-                kind.append(one if isinstance(one, bool) else type(one))
-        found = tuple(kind)
-        try:
-            hash(found)
-        except TypeError:  # a symbolic size
-            return None
-        return found
 
     def _look_for_what_escaped(self) -> None:
         """Say which parameters no captured graph has read, where some of the forward was not captured."""

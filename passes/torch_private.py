@@ -109,8 +109,8 @@ __all__ = [
     "sums_of_products",
     "takes_fp32",
     "takes_kernels_of_ours",
+    "tensor_guard",
     "tracing_fake",
-    "tracing_state",
     "undisabled",
     "unflatten",
     "unset_fake_temporarily",
@@ -671,12 +671,25 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Looked up once: every call of a converted model asks; 2.11 - 2.13.
-tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
+_tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
-    return tracing_state() is not None or _compiler._is_exporting_flag
+    return _tracing_state() is not None or _compiler._is_exporting_flag
+
+
+def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Return what says, in one call of C++, whether a tensor is as ``tensor``, a plain one; 2.11 - 2.13.
+
+    As it is: type, dtype, device, sizes, strides, and what the dispatcher sees: autocast on its kind of device,
+    tracing, functorch's transforms, dispatch modes, inference mode. It is not to be given a nested tensor of the
+    strided layout: that has no strides, and the error ends the process.
+    """
+    guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
+    guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
+    check: Callable[[torch.Tensor], bool] = guard.check
+    return check
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

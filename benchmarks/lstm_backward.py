@@ -1,8 +1,9 @@
 """An LSTM layer that trains, and a product with its bias: oneDNN's and torch's calls against ours.
 
 bf16, forward and backward of one layer, by its sizes: with backward by large products, and by compiled C as a whole;
-and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time; medians
-[quartiles] of the ratios: above 1 ours is faster. Where they pay, ``passes/what_pays.py`` says.
+and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time (with
+several threads, which wait for each other, in wall-clock time); medians [quartiles] of the ratios: above 1 ours is
+faster. Where they pay, ``passes/what_pays.py`` says.
 
     python benchmarks/lstm_backward.py [--rounds 15] [--threads 1]
 """
@@ -63,14 +64,15 @@ def main() -> None:
         calls = {"theirs": training(_LstmLayer, given, grad), "by products": training(_LstmByProducts, given, grad)}
         if lstm_kernel.library() is not None:
             calls["compiled"] = training(_LstmByKernel, given, grad)
-        _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options.rounds)
+        _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options)
     for sizes in PRODUCTS:
         with torch.no_grad():
-            _print("product with bias, {} x {} x {}".format(*sizes), products(*sizes), options.rounds)
+            _print("product with bias, {} x {} x {}".format(*sizes), products(*sizes), options)
 
 
-def _print(what: str, calls: dict[str, Callable[[], object]], rounds: int) -> None:
-    seconds = interleaved(calls, rounds, time.process_time, 0.02)
+def _print(what: str, calls: dict[str, Callable[[], object]], options: argparse.Namespace) -> None:
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    seconds = interleaved(calls, options.rounds, clock, 0.02)
     told = []
     for name in list(calls)[1:]:
         low, middle, high = quartiles(seconds["theirs"], seconds[name])

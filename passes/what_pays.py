@@ -104,8 +104,8 @@ def cross_entropy_in_parts_pays(device: str, dtype: torch.dtype, rows: int, clas
 
 
 def _shares_threads() -> bool:
-    """Say whether our products run on as many threads as oneDNN's, and were timed so: not with matrix units."""
-    return torch.get_num_threads() == 1 or (has_openmp() and not cpu_has_amx())
+    """Say whether our products run on as many threads as oneDNN's."""
+    return torch.get_num_threads() == 1 or has_openmp()
 
 
 # A product with fewer outputs runs another kernel, which wants no layout of its own.
@@ -136,8 +136,8 @@ def outputs_at_once(rows: int, outputs: int) -> int:
 # twice: for few rows here, and for many in another graph.
 MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20
 MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE = 1 << 21, 1 << 18  # where oneDNN spreads it on threads, and we do not
-MOST_OF_FEW_BY_UNITS = 1 << 22  # with matrix units, which were not timed: what a call of oneDNN costs is seen
-MOST_ROWS_OF_ANY = 16  # over which a weight of any size is read from memory faster than oneDNN does
+# Over which a weight of any size is read from memory faster than oneDNN does; and with matrix units.
+MOST_ROWS_OF_ANY, MOST_ROWS_OF_ANY_BY_UNITS = 16, 32
 OF_A_PANEL = 64  # outputs: a thread has at least so many
 
 
@@ -149,14 +149,17 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
     768 x 768, 1.05 from 64 on. Weights that no cache holds, 768 x 3072 to 4096 x 4096: 1.7 times for one row (25 GB/s,
     oneDNN 14), 2.0 for 2, 1.3 to 1.5 for 4, 0.9 to 1.1 for 6, 1.3 for 8, 1.1 for 12 and 1.0 to 1.1 for 16 and 32
     (``--cold``). With two of OpenMP's threads on both sides 1.2 to 2.6 times up to 32 rows of 1024 x 1024, 1.1 to 1.3
-    from memory for 1 to 8 rows, 0.94 to 1.1 for 6 and 16.
+    from memory for 1 to 8 rows, 0.94 to 1.1 for 6 and 16. With AMX 2.3 to 3.1 times up to 64 rows of 64 x 64, 2.0 to
+    2.8 of 256 x 256, 1.2 to 1.8 of 768 x 768, 1.1 to 1.5 up to 32 of 768 x 3072; from memory 1.02 to 1.2 up to 32 of
+    any, 0.9 to 1.2 for 64, 0.65 to 1.1 for 256; with two threads the same, 1.7 for 256 of 512 x 256 (one: 1.1).
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
         return False
-    most, of_a_weight = MOST_OF_FEW_BY_UNITS if cpu_has_amx() else MOST_OF_FEW, MOST_OF_A_WEIGHT
+    most, of_a_weight = MOST_OF_FEW, MOST_OF_A_WEIGHT
+    of_any = MOST_ROWS_OF_ANY_BY_UNITS if cpu_has_amx() else MOST_ROWS_OF_ANY
     if not _shares_threads():
         most, of_a_weight = MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE
-    elif not cpu_has_amx() and rows <= MOST_ROWS_OF_ANY and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
+    elif rows <= of_any and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
         return rows * outputs * inputs > 0
     return 0 < rows * outputs * inputs <= most and outputs * inputs <= of_a_weight
 
@@ -165,6 +168,7 @@ def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs:
 # elements of its weight, whose gradient has as many short sums; and the narrowest sides that fill the kernel's tiles.
 MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
 MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 24, 1 << 19
+MOST_TRAINED_BY_UNITS_OF_SEVERAL = 1 << 21  # where several threads have them
 MOST_OF_A_CALL = 1 << 21  # multiplications up to which what a call does beside them counts: the shorter kernel's
 
 
@@ -175,13 +179,16 @@ def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, 
     for 4 to 64 rows of 64 x 64, 1.4 for 256; 1.4 to 1.3 times for 1 to 64 of 256 x 256, 1.1 for 256; 1.2 for 32 of
     512 x 256, 0.8 for 32 of 768 x 768. With two threads the same, 1.5 for 32 and 64 of 256 x 256. With AMX, of oneDNN's
     products' time: 0.3 for 32 of 64 x 64, 0.5 for 32 of 256 x 256, 0.6 to 0.75 up to 256 of 512 x 512, 0.85 to 1.0 for
-    2,048 of 256 x 64, 1.0 to 1.3 for 2,048 of 512 x 256.
+    2,048 of 256 x 64, 1.0 to 1.3 for 2,048 of 512 x 256. Two threads with AMX, under autograd: 1.4 to 1.6 times as fast
+    for 2 to 256 rows of 64 x 64, 1.5 to 1.3 for 2 to 32 of 256 x 256, 1.1 to 1.3 for 2 to 16 of 512 x 256, 0.9 for 32.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or rows < 2:
         return False
     most, of_a_weight = MOST_TRAINED, MOST_OF_A_TRAINED_WEIGHT
     if cpu_has_amx():
         most, of_a_weight = MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS
+        if torch.get_num_threads() > 1:
+            most, of_a_weight = MOST_TRAINED_BY_UNITS_OF_SEVERAL, MOST_OF_A_TRAINED_WEIGHT
     if not _shares_threads():
         most = MOST_TRAINED_BY_ONE
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= of_a_weight
@@ -219,7 +226,8 @@ def amx_product_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, i
     """Say whether ``grad.t() @ x`` is faster by ``amx_product``; grad: [rows, outputs], x: [rows, inputs].
 
     bf16 on CPU with AMX, one thread, of oneDNN's time: 0.5 to 0.8 from 8 to 512 rows of 64 x 64 to 3072 x 768, 0.5 to
-    0.95 for more; cast to fp32, of oneDNN's and a cast's 0.4 to 0.8. 1.0 to 1.15 for 1 or 13 outputs.
+    0.95 for more; cast to fp32, of oneDNN's and a cast's 0.4 to 0.8. 1.0 to 1.15 for 1 or 13 outputs. With two threads
+    as many times as fast as with one, 1.0 to 1.4 with casts and sums for 32 to 25,088 rows.
     """
     large = outputs >= FEWEST_LARGE and rows * outputs * inputs >= LEAST_LARGE
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
@@ -279,7 +287,8 @@ def lstm_kernel_pays(device: str, dtype: torch.dtype, batch: int, size: int) -> 
     bf16 on CPU with dot products, forward and backward (``benchmarks/lstm_backward.py``): 1.35 to 1.5 times as fast
     as oneDNN for 64 steps of 32 states of 512, 1.2 to 2.9 for 8 and 16, 1.2 for 64, 1.1 for 128; 1.7 for 32 of 1,024,
     1.1 for 20 of 256, 1.0 for 32 of 128, 1.2 for 4 of 64; with two threads 1.0 to 2.4. With AMX 1.7 for 32 of 512, 3.2
-    to 1.2 for 8 to 64, 0.8 for 128; 2.4 for 32 of 1,024, 1.5 for 20 of 256, 0.8 for 32 of 128, 1.2 for 4 of 64.
+    to 1.2 for 8 to 64, 0.8 for 128; 2.4 for 32 of 1,024, 1.5 for 20 of 256, 0.8 for 32 of 128, 1.2 for 4 of 64; with
+    two threads 2.1 for 32 of 512, 2.9 to 1.6 for 8 to 64, 1.1 for 128, 1.0 for 32 of 128.
     """
     known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and _shares_threads()
     return known and (not cpu_has_amx() or batch * STATES_BY_UNITS <= size)

@@ -273,7 +273,9 @@ def test_where_a_compiled_layer_pays(monkeypatch):
     assert not what_pays.lstm_kernel_pays("cpu", torch.float16, 32, 512)
     assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512), "oneDNN has the threads"
+    for shared in (True, False):
+        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
+        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512) is shared
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
     assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)

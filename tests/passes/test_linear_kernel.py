@@ -180,8 +180,8 @@ def test_where_it_pays(monkeypatch):
     assert not what_pays.panels_pay("cpu", BF16, 0, 256, 256)
     with monkeypatch.context() as with_units:
         with_units.setattr(what_pays, "cpu_has_amx", lambda: True)
-        assert what_pays.panels_pay("cpu", BF16, 1, 768, 768)
-        assert not what_pays.panels_pay("cpu", BF16, 1, 3072, 768)
+        assert what_pays.panels_pay("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
+        assert not what_pays.panels_pay("cpu", BF16, 33, 3072, 768)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
     assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)

@@ -300,7 +300,11 @@ def test_sizes_that_pay(monkeypatch):
         monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
         assert pays("cpu", BF16, 32, 256, 256) is shared
     monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    assert not pays("cpu", BF16, 32, 256, 256), "oneDNN has the threads"
+    for shared in (True, False):
+        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
+        assert pays("cpu", BF16, 32, 256, 256) is shared
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    assert not pays("cpu", BF16, 32, 512, 256), "oneDNN's threads win sooner"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert pays("cpu", BF16, 64, 512, 512)
     assert not pays("cpu", BF16, 2048, 512, 256)

@@ -22,6 +22,7 @@ from amp_graph.passes import (
     cast_kernel,
     cross_entropy_kernel,
     depthwise_ops,
+    dropout_in_bits,
     group_norm,
     linear_kernel,
     lstm_kernel,
@@ -98,6 +99,8 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
         yield "attention's backward", lambda: attention_kernel.library(True)
     if linears and _has_norms(parts):
         yield f"norms' backward, {low}", lambda: norm_ops.library(low, True)
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts):
+        yield f"dropout, {low}", lambda: dropout_in_bits.library(low)
     if any(isinstance(part, nn.LSTM) and lstm_kernel_pays("cpu", low, 1, part.hidden_size) for part in parts):
         yield "lstm", lstm_kernel.library
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):

@@ -29,6 +29,7 @@ from amp_graph.passes.fold_norms import FoldNorms
 from amp_graph.passes.fuse_attention import FuseAttention
 from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
 from amp_graph.passes.fuse_bias import FuseBias
+from amp_graph.passes.fuse_dropout import FuseDropout
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.fuse_group_norm import FuseGroupNorm
 from amp_graph.passes.fuse_norm import FuseNorm
@@ -121,6 +122,7 @@ def passes_for(
             [
                 LinearCrossEntropy(),
                 FuseNorm(),
+                FuseDropout(),
                 TableActivations(),
                 again,
                 SmallLinears(),

@@ -44,8 +44,8 @@ class DropDropout(Pass):
         return PassResult(gm, tuple(changes))
 
 
-def _given_back(node: Node) -> Node | None:
-    """Return what ``node`` returns as it is, None where it makes something."""
+def given_to(node: Node) -> tuple[Node, Any, Any, bool] | None:
+    """Return what a dropout is given: what it drops from, how much, whether it trains, and in place; else None."""
     if node.op != "call_function" or node.target not in DROPOUTS:
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
@@ -53,6 +53,15 @@ def _given_back(node: Node) -> Node | None:
         node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
         for place, (name, default) in enumerate(DROPOUTS[node.target], 1)
     )
-    drops_nothing = trains is False or (p == 0 and trains is True)
     in_place = any((*node.args[3:], node.kwargs.get("inplace")))
-    return source if isinstance(source, Node) and drops_nothing and not in_place else None
+    return (source, p, trains, in_place) if isinstance(source, Node) else None
+
+
+def _given_back(node: Node) -> Node | None:
+    """Return what ``node`` returns as it is, None where it makes something."""
+    given = given_to(node)
+    if given is None:
+        return None
+    source, p, trains, in_place = given
+    drops_nothing = trains is False or (p == 0 and trains is True)
+    return source if drops_nothing and not in_place else None

@@ -6,7 +6,7 @@ Before: a Python function that a tracer goes through. After: ``amp_graph::attent
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,18 @@ OPS: Any = torch.ops.amp_graph
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # what each operator runs, by its overload's name
 
 
-def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define_operator(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> None:
     """Register ``amp_graph::<schema>``, which runs ``function`` on every device and ``fake`` on fake tensors."""
     name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    LIBRARY.define(schema, tags=tuple(tags))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     FUNCTIONS[f"amp_graph.{name}.default"] = function
     torch.library.register_fake(f"amp_graph::{name}", fake, lib=LIBRARY)
 
 
-def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:
     """Register ``function`` under its name, with the schema that its annotations say; it writes to no argument.
 
     ``fake`` takes those of its arguments that it names. Whole numbers are no sizes: they are the same in all of a
@@ -39,4 +41,4 @@ def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any]) -> N
         given.apply_defaults()
         return fake(*(given.arguments[name] for name in wanted))
 
-    define_operator(function.__name__ + schema, function, picked)
+    define_operator(function.__name__ + schema, function, picked, tags)

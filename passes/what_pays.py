@@ -438,6 +438,19 @@ def table_pays(device: str, form: str, elements: int | torch.SymInt) -> bool:
     return fits and concrete_size(elements) >= LEAST_LOOKED_UP[form]
 
 
+# Elements below which the call of a function with a backward of its own is seen.
+FEWEST_DROPPED = 1 << 13
+
+
+def dropout_in_bits_pays(device: str, elements: int | torch.SymInt) -> bool:
+    """Say whether a dropout of so many ``elements`` is faster by compiled C, drawn by vectors.
+
+    CPU, forward and backward of 393,216, of torch's time: 0.29 (fp32) and 0.24 (bf16) with one thread, 0.22 and 0.18
+    with two. Steps of small HF models at their default of 0.1 took 0.87 to 0.95 of the time.
+    """
+    return device == "cpu" and concrete_size(elements) >= FEWEST_DROPPED
+
+
 # Elements, of weights with low-precision copies and of tables that embeddings read, below which compiling, a second
 # once a machine, is not worth its time.
 FEWEST_UPDATED = 1 << 20

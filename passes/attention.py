@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes import facts
+from amp_graph.passes import dropout_in_bits, facts
 from amp_graph.passes.attention_backward import attention_low
+from amp_graph.passes.attention_dropout import attention_dropped
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
@@ -31,9 +32,9 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 class Attention(Pass):
     """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
 
-    Law: without dropout, and with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores
-    and probabilities, summed in another order. Where that kernel of ours does not run, only gradients are computed
-    otherwise than by torch's, and forward is bit-exact; inference and long sequences keep it.
+    Law: with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities,
+    summed in another order; dropout draws what torch's draws. Where that kernel of ours does not run, only gradients
+    are computed otherwise than by torch's, and forward is bit-exact; inference, long sequences and dropout keep it.
     """
 
     name: ClassVar[str] = "attention"
@@ -54,24 +55,24 @@ class Attention(Pass):
                 skips.append(Skip(node.name, reason))
                 continue
             action = "own kernel" if _by_ours(node) else "explicit backward"
-            node.op, node.target = "call_function", attention_low
+            node.op, node.target = "call_function", attention_low if given["dropout_p"] == 0 else attention_dropped
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
             changes.append(Change(self.name, action, node.name, "the CPU kernel's is slower in bf16"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _hides_attention(node: Node) -> bool:
-    """Say whether ``node`` is attention with its projections in one call, without dropout."""
+    """Say whether ``node`` is attention with its projections in one call, of which ours computes the dropout, too."""
     identity = node.meta.get(OPS)
     if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]
-    without_dropout = bool(inside) and all(o.arguments["dropout_p"] == 0 for o in inside)
-    return without_dropout and (is_trained(node) or _by_ours(node))
+    drops = not all(o.arguments["dropout_p"] == 0 for o in inside)
+    return bool(inside) and (_drops_by_ours(node) if drops else is_trained(node) or _by_ours(node))
 
 
 def _is_attention(node: Node) -> bool:
-    if node.op != "call_function" or node.target is attention_low or REGION in node.meta:
+    if node.op != "call_function" or node.target in (attention_low, attention_dropped) or REGION in node.meta:
         return False
     return names_of(node) == ("aten.scaled_dot_product_attention",)
 
@@ -84,9 +85,14 @@ def _by_ours(node: Node) -> bool:
     return attention_kernel_pays(made.device.type, made.dtype, queries)
 
 
+def _drops_by_ours(node: Node) -> bool:
+    return _by_ours(node) and dropout_in_bits.library(torch.bfloat16) is not None
+
+
 def _why_not(given: dict[str, Any], node: Node) -> str:
     """Return why a call stays as it is, "" where it does not."""
-    if given["dropout_p"] != 0:
+    drops = given["dropout_p"] != 0
+    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
         return "its dropout draws random numbers inside of the kernel"
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     if isinstance(mask, Node) and is_trained(mask):

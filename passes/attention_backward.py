@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes import attention_kernel as kernel
+from amp_graph.passes import dropout_in_bits
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import (
     flash_attention_cpu,
@@ -41,25 +42,25 @@ def attention_low(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of low-precision CPU tensors without dropout, faster.
+    """``F.scaled_dot_product_attention`` of low-precision CPU tensors, faster.
 
     query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool
     or float, of 2 or 4 dimensions, without gradient. What the kernels do not take goes to torch's own function.
     Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
-    result is bit-equal.
+    result is bit-equal. Dropout draws what torch's own draws, in one of our kernels or not at all.
     """
     query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    if not _kernels_take(inputs, attn_mask, enable_gqa) or not (trains or _by_ours(*inputs, queries=query.shape[-2])):
+    pays = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
+    if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if not trains:
-        return _forward(query, key, value, attn_mask, is_causal, scale)
-    return _Attention.apply(query, key, value, attn_mask, is_causal, scale)
+    given = (query, key, value, attn_mask, is_causal, scale, dropout_p)
+    return _Attention.apply(*given) if trains else _forward(query, *given[1:6], *_drawn(query, key, dropout_p))
 
 
 def _in_rows(heads: Tensor) -> Tensor:
@@ -69,6 +70,18 @@ def _in_rows(heads: Tensor) -> Tensor:
 
 def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int | None = None) -> bool:
     return attention_kernel_pays(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
+
+
+def _drops_by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return _by_ours(query, key, value) and dropout_in_bits.library(query.dtype) is not None
+
+
+def _drawn(query: Tensor, key: Tensor, p: float) -> tuple[Tensor | None, float]:
+    """Return which probabilities a dropout of ``p`` keeps, and ``p``."""
+    if not p:
+        return None, p
+    calls: Any = OPS if is_seen(query) else dropout_in_bits
+    return calls.dropout_bits(query[..., 0], p, key.shape[2]), p
 
 
 def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:
@@ -94,31 +107,49 @@ def _forward(query: Tensor, *given: Any) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropped: float,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.causal, ctx.scale = causal, scale
+        kept, _ = _drawn(query, key, dropped)
+        ctx.save_for_backward(query, key, value, mask, kept)
+        ctx.given = causal, scale, dropped
         if _by_ours(query, key, value):
-            return _forward(query, key, value, mask, causal, scale)
+            return _forward(query, key, value, mask, causal, scale, kept, dropped)
         return flash_attention_cpu(query, key, value, mask, causal, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, mask = ctx.saved_tensors
+        query, key, value, mask, kept = ctx.saved_tensors
+        causal, scale, dropped = ctx.given
+        rest = (None,) * 4
         if not torch.is_grad_enabled():
             run = OPS.attention_backward if is_seen(query) else attention_backward
-            grads = run(grad, query, key, value, mask, ctx.causal, ctx.scale)
-            return *grads, None, None, None
+            return *run(grad, query, key, value, mask, causal, scale, kept, dropped), *rest
         # create_graph=True: by operations that have a second derivative
         need = ctx.needs_input_grad[:3]
         with torch.enable_grad():
-            out = _by_products(query, key, value, mask, ctx.causal, ctx.scale)
+            out = _by_products(query, key, value, mask, causal, scale, kept, dropped)
             wanted = [t for t, needed in zip((query, key, value), need, strict=True) if needed]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return *(next(found) if needed else None for needed in need), None, None, None
+        return *(next(found) if needed else None for needed in need), *rest
 
 
-def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None,
+    dropped: float,
+) -> Tensor:
     """Return attention in fp32 operations that each have derivatives, rounded once."""
     groups = query.shape[1] // key.shape[1]
     wide = [query.float(), *(t.float().repeat_interleave(groups, 1) for t in (key, value))]
@@ -128,8 +159,12 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     if mask is not None:
         scores = scores + mask
         dead = (mask == -math.inf).all(-1, keepdim=True)
-        return (scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) @ wide[2]).to(query.dtype)
-    return (scores.softmax(-1) @ wide[2]).to(query.dtype)
+        chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    else:
+        chances = scores.softmax(-1)
+    if kept is not None:
+        chances = chances * dropout_in_bits.scaled_by_bits(torch.ones_like(chances), kept, dropped)
+    return (chances @ wide[2]).to(query.dtype)
 
 
 def _causal_bias(length: int, key: Tensor) -> Tensor:
@@ -137,18 +172,34 @@ def _causal_bias(length: int, key: Tensor) -> Tensor:
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
 ) -> Tensor:
     """Return attention by compiled C, which gradients do not go through."""
-    return kernel.forward(query, key, value, mask, causal, scale)
+    return kernel.forward(query, key, value, mask, causal, scale, kept, dropped)
 
 
 def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, of their dtypes and shapes, for the output's gradient ``grad``."""
-    run = kernel.backward if _by_ours(query, key, value) else _backward_by_products
-    return run(grad, query, key, value, mask, causal, scale)
+    if _by_ours(query, key, value):
+        return kernel.backward(grad, query, key, value, mask, causal, scale, kept, dropped)
+    return _backward_by_products(grad, query, key, value, mask, causal, scale)
 
 
 def _backward_by_products(

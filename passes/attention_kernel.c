@@ -25,7 +25,8 @@ typedef struct {
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
   Heads mask;
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
-  double scale;
+  const uint8_t *kept; /* null, or which probabilities dropout keeps: bits of [batch, heads, queries, keys], and more */
+  double scale, kept_scale;
 } Attention;
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
@@ -144,16 +145,27 @@ typedef struct {
   int64_t seen;
   Rows mask;
   int64_t step;
+  const uint8_t *kept;
+  int64_t bit; /* of the first key */
 } Row;
 
 INLINE Row row_at(const Attention *a, int64_t b, int64_t h, int64_t query) {
-  Row found = {a->causal && query + 1 < a->keys ? query + 1 : a->keys, {0, NONE}, a->mask_step};
+  const int64_t bit = ((b * a->heads + h) * a->queries + query) * a->keys;
+  Row found = {a->causal && query + 1 < a->keys ? query + 1 : a->keys, {0, NONE}, a->mask_step, a->kept, bit};
   if (a->mask_kind != NONE) {
     const int64_t at = b * a->mask.batch + h * a->mask.head + query * a->mask.row;
     found.mask.at = a->mask.at + at * (a->mask_kind == LOW ? 2 : 4);
     found.mask.kind = a->mask_kind;
   }
   return found;
+}
+
+/* Which of WIDE probabilities from column `i` on are kept. */
+INLINE __mmask16 kept_at(const Row *row, int64_t i) {
+  if (!row->kept) return 0xffff;
+  uint32_t bits;
+  memcpy(&bits, row->kept + (row->bit + i) / 8, sizeof bits);
+  return (__mmask16)(bits >> (row->bit + i) % 8);
 }
 
 /* `n` scores from column `i` on, of which WIDE are in memory, as they are compared: scaled, and what is added to them. */
@@ -192,7 +204,7 @@ INLINE void to_low(const float *from, int64_t count, Low *to) { /* count: a mult
 }
 
 /* Makes of scores, exponentials of what they are from their largest, zeros behind what is seen; returns their sum. They
-   take the place of the scores; or, rounded, go to `low`. */
+   take the place of the scores; or those that are kept, rounded, go to `low`. */
 INLINE float exponentials(float *scores, const Row *row, float scale, int64_t room, Low *low) {
   const __m512 none = _mm512_set1_ps(-INFINITY);
   __m512 most = none, sum = _mm512_setzero_ps();
@@ -212,7 +224,7 @@ INLINE float exponentials(float *scores, const Row *row, float scale, int64_t ro
     const Vector from = *(Vector *)(scores + i) - top;
     const __m512 e = _mm512_maskz_mov_ps(there, (__m512)exponential(from));
     if (low)
-      _mm256_storeu_si256((__m256i *)(low + i), (__m256i)_mm512_cvtneps_pbh(e));
+      _mm256_storeu_si256((__m256i *)(low + i), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(kept_at(row, i), e)));
     else
       _mm512_storeu_ps(scores + i, e);
     sum = _mm512_add_ps(sum, e);
@@ -280,7 +292,7 @@ static void direction(const Share *mine) {
         for (int64_t i = 0; i < rows; i++) {
           const Row row = row_at(a, b, h, q + i);
           const float sum = exponentials(r.scores + i * room, &row, (float)a->scale, whole, r.low + i * room);
-          factors[i] = sum == 0 ? 0 : 1 / sum;
+          factors[i] = sum == 0 ? 0 : (float)a->kept_scale / sum;
         }
         const Goal goal = {head_of(&a->out, b, h) + q * a->out.row, a->out.row, 0, 0, 1};
         against_rows(r.low, room, DEEP, r.values_rows, a->keys, 0, ROOMY(limit, DEEP) / DEEP, rows, a->width, &goal,
@@ -313,16 +325,19 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
     }
     const Row row = row_at(a, b, h, q + i);
     const float sum = exponentials(chances, &row, (float)a->scale, whole, 0), each = sum == 0 ? 0 : 1 / sum;
+    const __m512 kept_scale = _mm512_set1_ps((float)a->kept_scale);
     Vector dot = {0};
     for (int64_t n = 0; n < whole; n += WIDE) {
-      Vector *p = (Vector *)(chances + n);
+      Vector *p = (Vector *)(chances + n), *d = (Vector *)(dchances + n);
       *p *= each;
-      dot += *p * *(Vector *)(dchances + n);
+      if (a->kept) *d *= (Vector)_mm512_maskz_mov_ps(kept_at(&row, n), kept_scale);
+      dot += *p * *d;
     }
     const float mean = _mm512_reduce_add_ps((__m512)dot);
     for (int64_t n = 0; n < whole; n += WIDE) {
-      Vector *d = (Vector *)(dchances + n);
-      *d = *(Vector *)(chances + n) * (*d - mean);
+      Vector *p = (Vector *)(chances + n), *d = (Vector *)(dchances + n);
+      *d = *p * (*d - mean);
+      if (a->kept) *p = (Vector)_mm512_maskz_mov_ps(kept_at(&row, n), (__m512)*p);
     }
     to_low(dchances, whole, r->low + i * room);
   }
@@ -339,8 +354,8 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
 static void backward_columns(const Attention *a, const Room *r, int64_t b, int64_t kv, int64_t q, int64_t count,
                              int adds, int ends) {
   const int64_t room = ROOMY(a->keys, PANEL), broad = ROOMY(a->width, 16);
-  float ones[TALL], scales[TALL];
-  for (int i = 0; i < TALL; i++) ones[i] = 1, scales[i] = (float)a->scale;
+  float kept_scales[TALL], scales[TALL];
+  for (int i = 0; i < TALL; i++) kept_scales[i] = (float)a->kept_scale, scales[i] = (float)a->scale;
   for (int64_t k = 0; k < a->keys; k += TALL) {
     const int64_t rows = a->keys - k < TALL ? a->keys - k : TALL;
     int64_t from = a->causal && k > q ? (k - q) / DEEP : 0;
@@ -351,7 +366,7 @@ static void backward_columns(const Attention *a, const Room *r, int64_t b, int64
     const Goal key = {head_of(&a->grad_key, b, kv) + k * a->grad_key.row, a->grad_key.row, r->key_sums + k * broad,
                       adds, ends};
     against_rows(r->chances + DEEP * (from * room + k), DEEP, DEEP * room, r->grads_rows, count, from, steps - from, rows,
-                 a->width, &value, ones);
+                 a->width, &value, kept_scales);
     against_rows(r->dscores + DEEP * (from * room + k), DEEP, DEEP * room, r->queries_rows, count, from, steps - from, rows,
                  a->width, &key, scales);
   }

@@ -43,23 +43,41 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and fits and query.shape[3] == key.shape[3] and query.shape[3] % 2 == 0 and library() is not None
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> Tensor:
     """Return attention, [batch, heads, queries, width].
 
     query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 that
-    ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast. Raises MemoryError.
+    ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: which probabilities a
+    dropout of ``dropped`` keeps, a bit each, as ``dropout_in_bits`` has them. Raises MemoryError.
     """
     made = result_like(query)
-    _run((query, key, value, made, None, None, None, None), mask, causal, scale)
+    _run((query, key, value, made, None, None, None, None), mask, causal, scale, kept, dropped)
     return made
 
 
 def backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value for that of the result, ``grad``. Raises MemoryError."""
     made = gradients_like(query, key, value)
-    _run((query, key, value, None, rows(grad), *made), mask, causal, scale)
+    _run((query, key, value, None, rows(grad), *made), mask, causal, scale, kept, dropped)
     return made
 
 
@@ -79,7 +97,14 @@ def rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _run(tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, scale: float) -> None:
+def _run(
+    tensors: tuple[Tensor | None, ...],
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None,
+    dropped: float,
+) -> None:
     query, key, _, made = tensors[:4]
     compiled = library(made is None)
     assert query is not None
@@ -96,8 +121,8 @@ def _run(tensors: tuple[Tensor | None, ...], mask: Tensor | None, causal: bool, 
     for t in (*tensors, mask):
         numbers += (0, 0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:3])
     kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
-    numbers += (kind, 0 if mask is None else mask.stride(3))
-    table = array("q", numbers).tobytes() + struct.pack("d", scale)
+    numbers += (kind, 0 if mask is None else mask.stride(3), 0 if kept is None else kept.data_ptr())
+    table = array("q", numbers).tobytes() + struct.pack("dd", scale, 1 / (1 - dropped))
     if compiled.attention(table, threads_for(batch * heads * length * keys)):
         raise MemoryError(f"attention of {batch} x {heads} x {length} x {keys}: no memory for its rows")
 

@@ -29,7 +29,7 @@ from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_bat
 
 SOURCE = Path(__file__).with_name("dropout_kernel.c")
 STATE = 5056  # bytes of what ``torch.Generator.get_state`` returns; 2.11 - 2.13
-PADDING = 2  # bytes behind the bits, as 16 of them are read at once
+PADDING = 16  # bytes behind the bits, of which some are read with the last
 _drawing = [threading.Lock()]  # two threads do not draw the same numbers
 if hasattr(os, "register_at_fork"):  # a child of a fork has no other thread, which may have held it
     os.register_at_fork(after_in_child=lambda: _drawing.__setitem__(0, threading.Lock()))
@@ -83,11 +83,14 @@ def _scale_of(p: float, dtype: torch.dtype) -> float:
         return float(torch.ones(1, dtype=dtype).div_(1 - p))
 
 
-def dropout_bits(x: Tensor, p: float) -> Tensor:
-    """Return which numbers of ``x``, in memory's order, a dropout of ``p`` keeps: a bit each, and padding: uint8."""
+def dropout_bits(x: Tensor, p: float, keys: int = 1) -> Tensor:
+    """Return which numbers of ``x``, in memory's order, a dropout of ``p`` keeps: a bit each, and padding: uint8.
+
+    ``keys``: as many for each of them, as attention has probabilities, of a contiguous [*x.shape, keys].
+    """
     found = library(x.dtype)
     assert found is not None, "asked where there is a kernel"
-    return _drawn(found, x.numel(), 1 - p, torch.default_generator)
+    return _drawn(found, x.numel() * keys, 1 - p, torch.default_generator)
 
 
 def scaled_by_bits(x: Tensor, bits: Tensor, p: float) -> Tensor:
@@ -140,7 +143,7 @@ def dropout_in_bits(input: Tensor, p: float = 0.5, training: bool = True, inplac
 
 define_as_typed(
     dropout_bits,
-    lambda x: x.new_empty(-(-x.numel() // 8) + PADDING, dtype=torch.uint8),
+    lambda x, keys: x.new_empty(-(-x.numel() * keys // 8) + PADDING, dtype=torch.uint8),
     (torch.Tag.nondeterministic_seeded,),
 )
 define_as_typed(scaled_by_bits, lambda x: torch.empty_like(x))

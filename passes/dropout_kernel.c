@@ -82,7 +82,7 @@ typedef struct {
   int64_t count;
   const void* from;
   void* to;
-  const uint8_t* kept; /* two bytes more than it takes */
+  const uint8_t* kept; /* and some bytes more */
   float scale;
 } Work;
 

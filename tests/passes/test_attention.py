@@ -1,5 +1,7 @@
 """Attention: results and gradients no further from fp64 than the kernel's; its forward bit for bit where that runs."""
 
+import copy
+import functools
 import math
 
 import pytest
@@ -8,10 +10,11 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import attention_backward, what_pays
+from amp_graph.passes import attention_backward, dropout_in_bits, what_pays
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.attention_backward import attention_low
+from amp_graph.passes.attention_dropout import attention_dropped
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.what_pays import explicit_backward_pays
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
@@ -29,6 +32,7 @@ def by(request, monkeypatch):
 
 by_ours = pytest.mark.parametrize("by", ["ours"], indirect=True)
 by_products = pytest.mark.parametrize("by", ["products"], indirect=True)
+needs_draws = pytest.mark.skipif(dropout_in_bits.library(BF16) is None, reason="needs a torch whose draws are known")
 
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 4, 32, 40, 16
@@ -92,6 +96,40 @@ def test_results_and_gradients_are_as_exact_as_the_kernels(name, size, by):
     assert max(ratios) <= 1.1, ratios
 
 
+def seeded(function):
+    """A function, and what is drawn behind it."""
+
+    def call(*given, **options):
+        torch.manual_seed(11)
+        return function(*given, **options)
+
+    return call
+
+
+@by_ours
+@needs_draws
+@pytest.mark.parametrize("name", FORMS)
+def test_dropout_draws_as_torchs(name):
+    """Torch computes it in fp32, with a rounding at the end."""
+    given, following = operands(name), []
+    exact = step(seeded(F.scaled_dot_product_attention), given, torch.float64, dropout_p=0.2, **FORMS[name])
+    following.append(torch.rand(3))
+    ours = step(seeded(attention_low), given, BF16, dropout_p=0.2, **FORMS[name])
+    following.append(torch.rand(3))
+    assert max(errors(ours, exact)) < 0.005
+    assert torch.equal(*following)
+    with torch.no_grad():
+        given = [t.bfloat16() for t in given]
+        assert torch.equal(seeded(attention_low)(*given, dropout_p=0.2, **FORMS[name]), ours[0])
+
+
+@by_products
+def test_where_products_differentiate_dropout_is_torchs_own():
+    given = [t.bfloat16().requires_grad_() for t in operands("plain")]
+    theirs = seeded(F.scaled_dot_product_attention)(*given, dropout_p=0.2)
+    assert torch.equal(seeded(attention_low)(*given, dropout_p=0.2), theirs)
+
+
 @by_products
 @pytest.mark.parametrize("chunk", [1, LENGTH * KEYS * 3, LENGTH * KEYS * HEADS * 2])
 @pytest.mark.parametrize("name", FORMS)
@@ -122,8 +160,13 @@ def test_control_a_forgotten_scale_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_second_derivatives(name):
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_second_derivatives(name, p, by):
+    if p and (by == "products" or dropout_in_bits.library(BF16) is None):
+        pytest.skip("dropout is torch's own there")
+
     def penalty(function, dtype):
+        function = functools.partial(seeded(function), dropout_p=p)
         given = [t.to(dtype).requires_grad_() for t in operands(name)]
         mask = FORMS[name].get("attn_mask")
         options = dict(FORMS[name])
@@ -182,11 +225,60 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone(name, by):
-    if by == "ours" and name == "without gradients":
+    if by == "ours" and name in ("without gradients", "dropout"):
         pytest.skip("faster there, too")
     plain, ours, given, result = passed(LEFT[name])
     assert not result.changes
     assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+@by_ours
+@needs_draws
+def test_the_pass_takes_dropout_with_its_draws():
+    plain, ours, given, result = passed(LEFT["dropout"])
+    assert [c.action for c in result.changes] == ["own kernel"]
+    found = []
+    for graph in (ours, plain):
+        torch.manual_seed(0)
+        found.append((run_step(graph, given), torch.rand(3)))
+    (a, drawn_behind), (b, behind_plain) = found
+    assert torch.equal(drawn_behind, behind_plain)
+    for one, other in zip((a.outputs[0], *a.grads), (b.outputs[0], *b.grads), strict=True):
+        assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
+
+
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(32, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@by_ours
+@needs_draws
+def test_models_with_dropout_draw_as_under_autocast():
+    torch.manual_seed(0)
+    model = Attends()
+    step_of = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", BF16):
+        theirs = model(X)
+    following = [torch.rand(3)]
+    amp_graph.convert(model, "bf16")
+    torch.manual_seed(1)
+    found = model(X)
+    following.append(torch.rand(3))
+    assert torch.equal(*following)
+    assert (found - theirs.float()).norm() <= 0.01 * theirs.norm()
+    assert any(n.target is attention_dropped for n in conversion_of(model).graphs[0].rewritten.gm.graph.nodes)
+    step = amp_graph.TrainStep(
+        step_of, lambda y: y.float().square().mean(), torch.optim.SGD(step_of.parameters(), 0.1), "bf16"
+    )
+    torch.manual_seed(1)
+    assert torch.equal(step(X).detach(), found.square().mean().detach())
+    assert step.graph_text().count("dropout_bits") >= 1
 
 
 def test_a_policy_can_leave_it_out_and_reproductions_do():

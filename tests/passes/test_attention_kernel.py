@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes import attention_kernel as kernel
-from amp_graph.passes import what_pays
+from amp_graph.passes import dropout_in_bits, what_pays
 from amp_graph.passes.attention_backward import attention_low
 from amp_graph.passes.native_code import PARTS, CompilerError
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+needs_draws = pytest.mark.skipif(dropout_in_bits.library(BF16) is None, reason="needs a torch whose draws are known")
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
@@ -107,6 +109,39 @@ def _masks(batch, heads, queries, keys):
         "columns side by side": drawn(batch, 1, keys, queries, seed=8).mT,
         "hidden": hidden,
     }
+
+
+def dropped(given, causal, p, seed=3):
+    """What a kernel that drops gives, in ours and in fp64 with torch's noise; and what is drawn next."""
+    query, key, value, grad = given
+    shape = (*query.shape[:3], key.shape[2])
+    torch.manual_seed(seed)
+    kept = dropout_in_bits.dropout_bits(query[..., 0], p, key.shape[2])
+    following = [torch.rand(3)]
+    call = (query, key, value, None, causal, query.shape[-1] ** -0.5, kept, p)
+    found = [kernel.forward(*call), *kernel.backward(grad, *call)]
+    torch.manual_seed(seed)
+    noise = torch.empty(shape, dtype=torch.float64).bernoulli_(1 - p).div_(1 - p)
+    following.append(torch.rand(3))
+    wide = [t.double().requires_grad_() for t in given[:3]]
+    k, v = (t.repeat_interleave(shape[1] // t.shape[1], 1) for t in wide[1:])
+    scores = wide[0] @ k.mT * call[5]
+    if causal:
+        scores = scores.masked_fill(torch.ones(shape[2:]).tril().logical_not(), -math.inf)
+    out = (scores.softmax(-1) * noise) @ v
+    return found, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], following
+
+
+@needs_draws
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_dropped_is_what_torch_drops(name, p):
+    given, causal = operands(name)
+    found, wanted, following = dropped(given, causal, p)
+    assert max(errors(found, wanted)) < 0.004
+    assert torch.equal(*following)
+    control = dropped(given, causal, p, seed=4)[1]
+    assert min(errors(found, control)) > 0.05, "control: other draws are seen"
 
 
 @pytest.mark.parametrize("kind", _masks(1, 1, 1, 1))

@@ -32,9 +32,9 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 class Attention(Pass):
     """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
 
-    Law: with a mask that has no gradient. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities,
-    summed in another order; dropout draws what torch's draws. Where that kernel of ours does not run, only gradients
-    are computed otherwise than by torch's, and forward is bit-exact; inference, long sequences and dropout keep it.
+    Law: SDPA's. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities, summed in another order;
+    dropout draws what torch's draws. Where that kernel of ours does not run, only gradients are computed otherwise than
+    by torch's, and forward is bit-exact; inference, long sequences, dropout, and masks that have gradients keep it.
     """
 
     name: ClassVar[str] = "attention"
@@ -95,7 +95,7 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
         return "its dropout draws random numbers inside of the kernel"
     query, key, mask = given["query"], given["key"], given["attn_mask"]
-    if isinstance(mask, Node) and is_trained(mask):
+    if isinstance(mask, Node) and is_trained(mask) and not _by_ours(node):
         return "its mask is trained"
     q, k = value(query), value(key)
     sizes = concrete_size(q.shape[-2]), concrete_size(k.shape[-2])

@@ -7,6 +7,7 @@ bf16 than to run. After: ``attention_low(q, k, v)``, whose backward makes the pr
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,12 +46,14 @@ def attention_low(
     """``F.scaled_dot_product_attention`` of low-precision CPU tensors, faster.
 
     query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool
-    or float, of 2 or 4 dimensions, without gradient. What the kernels do not take goes to torch's own function.
+    or float, of 2 or 4 dimensions. What the kernels do not take goes to torch's own function: a mask with a gradient
+    is for ours alone.
     Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
     result is bit-equal. Dropout draws what torch's own draws, in one of our kernels or not at all.
     """
     query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    masked = attn_mask is not None and attn_mask.requires_grad
+    trains = torch.is_grad_enabled() and (masked or any(t.requires_grad for t in inputs))
     pays = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
         return F.scaled_dot_product_attention(
@@ -90,9 +93,11 @@ def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool
         return False
     if any(is_batched(t) or is_wrapper(t) for t in inputs):
         return False
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
-        return False
     query, key, value = inputs
+    if mask is not None and (mask.dim() not in (2, 4) or is_batched(mask) or is_wrapper(mask)):
+        return False
+    if mask is not None and mask.requires_grad and not _by_ours(query, key, value):
+        return False
     if query.dim() != 4 or key.shape != value.shape or not (grouped or query.shape[:2] == key.shape[:2]):
         return False
     return all(t.dim() == 4 and t.shape[-1] == query.shape[-1] and t.stride(-1) == 1 and t.numel() > 0 for t in inputs)
@@ -127,15 +132,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, mask, kept = ctx.saved_tensors
         causal, scale, dropped = ctx.given
-        rest = (None,) * 4
+        need, rest = ctx.needs_input_grad[:4], (None,) * 3
         if not torch.is_grad_enabled():
-            run = OPS.attention_backward if is_seen(query) else attention_backward
-            return *run(grad, query, key, value, mask, causal, scale, kept, dropped), *rest
+            calls: Any = OPS if is_seen(query) else sys.modules[__name__]
+            given = (grad, query, key, value, mask, causal, scale, kept, dropped)
+            if need[3]:
+                return *calls.attention_backward_with_mask(*given), *rest
+            return *calls.attention_backward(*given), None, *rest
         # create_graph=True: by operations that have a second derivative
-        need = ctx.needs_input_grad[:3]
         with torch.enable_grad():
             out = _by_products(query, key, value, mask, causal, scale, kept, dropped)
-            wanted = [t for t, needed in zip((query, key, value), need, strict=True) if needed]
+            wanted = [t for t, needed in zip((query, key, value, mask), need, strict=True) if needed]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
         return *(next(found) if needed else None for needed in need), *rest
 
@@ -202,6 +209,21 @@ def attention_backward(
     return _backward_by_products(grad, query, key, value, mask, causal, scale)
 
 
+def attention_backward_with_mask(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same by compiled C, and the gradient of ``mask``."""
+    return kernel.backward_with_mask(grad, query, key, value, mask, causal, scale, kept, dropped)
+
+
 def _backward_by_products(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,3 +279,7 @@ def _block(
 # One operator each, so that a graph in which they are traced (TrainStep's, a compiler's) has one node and not the loop.
 define_as_typed(attention_forward, kernel.result_like)
 define_as_typed(attention_backward, kernel.gradients_like)
+define_as_typed(
+    attention_backward_with_mask,
+    lambda query, key, value, mask: (*kernel.gradients_like(query, key, value), mask.new_empty(mask.shape)),
+)

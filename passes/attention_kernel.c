@@ -23,7 +23,7 @@ typedef struct {
   int64_t batches, heads, groups, queries, keys, width, causal;
   int64_t gradients; /* whether these are asked for, and not the result: of BACKWARD */
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
-  Heads mask;
+  Heads mask, grad_mask; /* the second in fp32, of BACKWARD: null where it has no gradient, which is added to */
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
   const uint8_t *kept; /* null, or which probabilities dropout keeps: bits of [batch, heads, queries, keys], and more */
   double scale, kept_scale;
@@ -49,6 +49,9 @@ static void columns_of_keys(const Low *from, int64_t row, int64_t keys, int64_t 
     to = filled(to, width, PANEL);
   }
 }
+
+/* Whether all batches add to one gradient of the mask: then a thread goes through all of them, in order. */
+INLINE int shares_mask(const Attention *a) { return a->grad_mask.at && !a->grad_mask.batch; }
 
 INLINE int broad_at(int64_t column, int64_t width) {
   return width - column >= PANEL ? BROAD : (int)((width - column + 15) / 16);
@@ -339,6 +342,10 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
       *d = *p * (*d - mean);
       if (a->kept) *p = (Vector)_mm512_maskz_mov_ps(kept_at(&row, n), (__m512)*p);
     }
+    if (a->grad_mask.at) {
+      float *sums = (float *)a->grad_mask.at + b * a->grad_mask.batch + h * a->grad_mask.head + (q + i) * a->grad_mask.row;
+      EACH_SEEN(&row, { write_full(sums + i, n, read_full(sums + i, n) + *(Vector *)(dchances + i)); });
+    }
     to_low(dchances, whole, r->low + i * room);
   }
   for (int64_t i = 0; i < TALL; i += DEEP) {
@@ -372,23 +379,31 @@ static void backward_columns(const Attention *a, const Room *r, int64_t b, int64
   }
 }
 
+/* The heads that share the keys of head `kv` of batch `b`. */
+static void backward_heads(const Attention *a, const Room *r, int64_t b, int64_t kv) {
+  columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_columns);
+  columns_of_keys(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, r->values_columns);
+  rows_of(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_rows);
+  for (int64_t g = 0; g < a->groups; g++)
+    for (int64_t q = 0; q < a->queries; q += CHUNK) {
+      const int64_t h = kv * a->groups + g, count = a->queries - q < CHUNK ? a->queries - q : CHUNK;
+      rows_of(head_of(&a->query, b, h) + q * a->query.row, a->query.row, count, a->width, r->queries_rows);
+      rows_of(head_of(&a->grad, b, h) + q * a->grad.row, a->grad.row, count, a->width, r->grads_rows);
+      for (int64_t i = 0; i < count; i += TALL)
+        backward_rows(a, r, b, h, q + i, i, count - i < TALL ? count - i : TALL);
+      backward_columns(a, r, b, kv, q, count, g || q, g + 1 == a->groups && q + count == a->queries);
+    }
+}
+
 static void direction(const Share *mine) {
   const Attention *a = mine->given;
   const Room r = room_at(a, (char *)mine->room, 1);
+  const int64_t shared = a->heads / a->groups;
   for (int64_t unit = mine->from; unit < mine->to; unit++) {
-    const int64_t shared = a->heads / a->groups, b = unit / shared, kv = unit % shared;
-    columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r.keys_columns);
-    columns_of_keys(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, r.values_columns);
-    rows_of(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r.keys_rows);
-    for (int64_t g = 0; g < a->groups; g++)
-      for (int64_t q = 0; q < a->queries; q += CHUNK) {
-        const int64_t h = kv * a->groups + g, count = a->queries - q < CHUNK ? a->queries - q : CHUNK;
-        rows_of(head_of(&a->query, b, h) + q * a->query.row, a->query.row, count, a->width, r.queries_rows);
-        rows_of(head_of(&a->grad, b, h) + q * a->grad.row, a->grad.row, count, a->width, r.grads_rows);
-        for (int64_t i = 0; i < count; i += TALL)
-          backward_rows(a, &r, b, h, q + i, i, count - i < TALL ? count - i : TALL);
-        backward_columns(a, &r, b, kv, q, count, g || q, g + 1 == a->groups && q + count == a->queries);
-      }
+    if (!shares_mask(a))
+      backward_heads(a, &r, unit / shared, unit % shared);
+    else
+      for (int64_t b = 0; b < a->batches; b++) backward_heads(a, &r, b, unit);
   }
 }
 
@@ -410,7 +425,7 @@ static void *one_share(void *given) {
 
 int attention(const Attention *a, int64_t threads) {
   Share shares[MOST_THREADS];
-  const int64_t units = a->batches * a->heads / a->groups, each = room_at(a, 0, (int)a->gradients).bytes;
+  const int64_t units = (shares_mask(a) ? 1 : a->batches) * a->heads / a->groups, each = room_at(a, 0, (int)a->gradients).bytes;
   threads = threads_of(threads < units ? threads : units);
   char *room = aligned_alloc(64, threads * each);
   if (!room) return 1;

@@ -81,6 +81,25 @@ def backward(
     return made
 
 
+def backward_with_mask(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same, and the gradient of ``mask``, in its dtype: summed in fp32. Raises MemoryError."""
+    made = gradients_like(query, key, value)
+    batches = 1 if mask.dim() == 2 else mask.shape[0]
+    sums = query.new_zeros((batches, *query.shape[1:3], key.shape[2]), dtype=torch.float32)
+    _run((query, key, value, None, rows(grad), *made), mask, causal, scale, kept, dropped, sums)
+    return *made, sums.sum_to_size(mask.shape).to(mask.dtype)
+
+
 def result_like(query: Tensor) -> Tensor:
     """Return memory for a result, laid out as that of torch's kernel is: as the queries, without gaps."""
     return empty_like(query)
@@ -104,6 +123,7 @@ def _run(
     scale: float,
     kept: Tensor | None,
     dropped: float,
+    mask_sums: Tensor | None = None,
 ) -> None:
     query, key, _, made = tensors[:4]
     compiled = library(made is None)
@@ -118,7 +138,8 @@ def _run(
     (batch, heads, length, width), keys = query.shape, key.shape[2]
     numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal, made is None]
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
-    for t in (*tensors, mask):
+    sums = None if mask_sums is None else mask_sums.expand(batch, heads, length, keys)
+    for t in (*tensors, mask, sums):
         numbers += (0, 0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:3])
     kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
     numbers += (kind, 0 if mask is None else mask.stride(3), 0 if kept is None else kept.data_ptr())

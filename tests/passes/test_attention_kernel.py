@@ -111,6 +111,47 @@ def _masks(batch, heads, queries, keys):
     }
 
 
+MASKS_SEEN = [name for name in _masks(1, 1, 1, 1) if name != "hidden"]
+
+
+def with_mask(given, mask):
+    query, key, value, grad = given
+    return kernel.backward_with_mask(grad, query, key, value, mask, False, query.shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("size", ["a bit of each", "several chunks of queries"])
+@pytest.mark.parametrize("kind", MASKS_SEEN)
+def test_gradients_of_every_mask(kind, size):
+    given, _ = operands(size)
+    batch, heads, _, queries, keys, *_ = SIZES[size]
+    mask = _masks(batch, heads, queries, keys)[kind]
+    found = with_mask(given, mask)
+    assert all(map(torch.equal, found[:3], ours(given, mask)[1:]))
+    wide = mask.double().requires_grad_()
+    out = through_mask(given, wide)
+    (wanted,) = torch.autograd.grad(out, wide, given[3].double())
+    assert (found[3].dtype, found[3].shape) == (mask.dtype, mask.shape)
+    # What is added to all scores of a row has none: all is error, of what it is the sum of.
+    least = 0.1 if kind == "of rows" else 0
+    assert (found[3].double() - wanted).norm() <= 0.004 * max(wanted.norm(), least * given[3].double().norm())
+
+
+def through_mask(given, mask):
+    query, key, value = (t.double() for t in given[:3])
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    return (query @ key.mT * query.shape[-1] ** -0.5 + mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 40, 40), (3, 4, 40, 40), (40, 40)])
+def test_threads_do_not_change_bits_of_a_masks_gradient(shape, monkeypatch):
+    given = [drawn(3, 4, 40, 16, seed=i).bfloat16() for i in range(4)]
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(kernel, "threads_for", lambda elements, threads=threads: threads)
+        found.append(with_mask(given, drawn(*shape, seed=8)))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+
+
 def dropped(given, causal, p, seed=3):
     """What a kernel that drops gives, in ours and in fp64 with torch's noise; and what is drawn next."""
     query, key, value, grad = given

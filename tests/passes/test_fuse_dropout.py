@@ -95,7 +95,7 @@ def test_control_draws_that_begin_a_word_later_differ():
 
 
 def test_control_a_torch_that_draws_otherwise_keeps_its_own(monkeypatch):
-    found = kernel.load_if_possible(kernel.SOURCE, ())
+    found = kernel.library(torch.bfloat16)
     assert kernel._draws_as_torch(found)
     theirs = torch.Tensor.bernoulli_
     monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda t, p, generator: theirs(t, p, generator=generator).flip(0))

@@ -126,7 +126,7 @@ def passes_for(
                 TableActivations(),
                 again,
                 SmallLinears(),
-                TrainLinears(),
+                TrainLinears(in_step),
                 CountBatches(planned_for),
                 CastParts(),
                 WidenLarge(),

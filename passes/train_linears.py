@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.small_linears import bias_of, linear_form
-from amp_graph.passes.what_pays import amx_product_pays, bias_in_trained_linear_pays
+from amp_graph.passes.what_pays import amx_product_pays, bias_in_trained_linear_pays, training_by_function_pays
 
 CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
 
@@ -29,8 +29,10 @@ class TrainLinears(Pass):
     Law: the same products, the first and the gradient of ``x`` by oneDNN. The bias is given to the first, where torch
     copies it into every row of the result beforehand; the weight's gradient is compiled C's.
     Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
+    ``in_step``: whether the graph will be a step's, whose products are nodes, and not functions of autograd.
     """
 
+    in_step: bool = False
     name: ClassVar[str] = "train-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -39,6 +41,8 @@ class TrainLinears(Pass):
         for node in gm.graph.nodes:
             form, again = linear_form(node), node.target is computing_again(F.linear)
             if form is None or not (again or node.target in CALLS):
+                continue
+            if not (self.in_step or training_by_function_pays(*form[2:])):
                 continue
             biased = bias_of(node) is not None and bias_in_trained_linear_pays(*form)
             how = ["its bias in the product"] if biased else []

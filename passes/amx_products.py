@@ -17,7 +17,7 @@ from amp_graph.passes.amx_product import library
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS
-from amp_graph.passes.what_pays import amx_product_pays
+from amp_graph.passes.what_pays import amx_product_pays, one_of_two_threads_idles
 
 ATEN: Any = torch.ops.aten
 TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
@@ -27,8 +27,9 @@ TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 class AmxProducts(Pass):
     """Replaces ``mm`` whose first operand's columns lie in memory with ``amx_product``, when ``what_pays`` says so.
 
-    And sums over these columns, where a product reads them anyway. Law: bf16 matrices on the CPU, in sizes known while
-    they are traced. Exactness: rounding-equal, fp32 sums in another order.
+    And sums over these columns, where a product reads them anyway; and ``mm`` and ``addmm`` for which oneDNN leaves one
+    of two threads idle. Law: bf16 matrices on the CPU, in sizes known while they are traced. Exactness: rounding-equal,
+    fp32 sums in another order.
     """
 
     name: ClassVar[str] = "amx-products"
@@ -46,7 +47,25 @@ class AmxProducts(Pass):
             else:
                 _with_sums(gm, node, b, added)
             changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
+        for target in (ATEN.mm.default, ATEN.addmm.default):
+            for node in gm.graph.find_nodes(op="call_function", target=target):
+                if one_thread_idles(node) and library() is not None:
+                    *bias, a, b = node.args
+                    node.target, node.args = OPS.amx_product.default, (a, b, *(bias or (None,)), False)
+                    changes.append(Change(self.name, "own kernel", node.name, "oneDNN's leaves a thread idle"))
         return PassResult(gm, tuple(changes))
+
+
+def one_thread_idles(node: Node) -> bool:
+    """Say whether ``mm``, or ``addmm`` with a bias of its columns, leaves a thread idle where ours does not."""
+    given: list[Any] = [value(n) if isinstance(n, Node) else None for n in node.args]
+    *bias, a, b = given
+    if node.kwargs or not all(isinstance(t, Tensor) for t in (*bias, a, b)):
+        return False
+    if any(t.dtype != torch.bfloat16 or type(n) is not int for t in (*bias, a, b) for n in (*t.shape, *t.stride())):
+        return False
+    fits = all(t.dim() == 2 and 1 in t.stride() for t in (a, b)) and all(t.shape == b.shape[1:] for t in bias)
+    return fits and one_of_two_threads_idles(a.device.type, a.dtype, a.shape[0], b.shape[1], a.shape[1])
 
 
 def _added_up(product: Node, a: Node) -> Node | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes.amx_products import one_thread_idles
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_operator
@@ -37,7 +38,7 @@ class FuseBias(Pass):
         changes = []
         for node in gm.graph.find_nodes(op="call_function", target=ATEN.addmm.default):
             weight = _weight(node)
-            if weight is None or linear_pointwise is None:
+            if weight is None or linear_pointwise is None or one_thread_idles(node):
                 continue
             bias, x, turned = node.args
             with gm.graph.inserting_before(node):

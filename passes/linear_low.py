@@ -29,7 +29,7 @@ from amp_graph.passes.torch_private import (
     takes_fp32,
     unsafe_view,
 )
-from amp_graph.passes.what_pays import MOST_OF_A_CALL, bias_in_trained_linear_pays
+from amp_graph.passes.what_pays import MOST_OF_A_CALL, bias_in_trained_linear_pays, one_of_two_threads_idles
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,7 +100,10 @@ class _Trained(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        if bias is None or linear_pointwise is None or not bias_in_trained_linear_pays(*_form(x, weight)):
+        form = _form(x, weight)
+        if one_of_two_threads_idles(*form):
+            found = multiplied(as_rows(x), weight.t(), bias)
+        elif bias is None or linear_pointwise is None or not bias_in_trained_linear_pays(*form):
             found = torch.mm(as_rows(x), weight.t()) if bias is None else torch.addmm(bias, as_rows(x), weight.t())
         else:  # of a bias that is expanded oneDNN reads what lies behind
             found = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
@@ -112,7 +115,7 @@ class _Trained(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = as_rows(grad)
-        of_rows = torch.mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
+        of_rows = _times(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if of_x else None
         if not of_weight:
             return of_rows, None, rows.sum(0) if of_bias else None
         return of_rows, *gradients_of_linear(rows, as_rows(x), of_bias, takes_fp32(ctx, 1))
@@ -121,6 +124,13 @@ class _Trained(torch.autograd.Function):
 def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
     outputs, inputs = weight.shape
     return x.device.type, x.dtype, x.numel() // max(1, inputs), outputs, inputs
+
+
+def _times(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return ``rows @ weight``, by compiled C where a thread of oneDNN's would idle."""
+    sizes = (len(rows), weight.shape[1], len(weight))
+    own = not is_plain(rows) and one_of_two_threads_idles(rows.device.type, rows.dtype, *sizes)
+    return multiplied(rows, weight) if own else torch.mm(rows, weight)
 
 
 def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:

@@ -232,6 +232,24 @@ def training_by_function_pays(rows: int, outputs: int, inputs: int) -> bool:
     return not cpu_has_amx() or rows * outputs * inputs >= LEAST_BY_FUNCTION
 
 
+# Rows, results and depth of products of which oneDNN makes one block, which one of two threads multiplies.
+MOST_OF_A_BLOCK, LEAST_OF_A_BLOCK, LEAST_DEPTH = 1024, 512 * 384, 768
+
+
+def one_of_two_threads_idles(device: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
+    """Say whether one thread of oneDNN's multiplies ``rows`` x ``depth`` by ``depth`` x ``columns``, and two of ours.
+
+    bf16 with AMX, oneDNN 3.12: with two threads 1,024 x 3,072 x 768 takes as long as with one, and 512 x 3,072 x 768 or
+    1,536 x 3,072 x 768 half as long. Ours takes 0.6 to 0.7 of the time up to 1,024 rows and columns, of as many rows as
+    columns or more (one in five of these sizes is spread by oneDNN, and takes 1.1 of it). Other numbers of threads were
+    not timed.
+    """
+    if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_amx():
+        return False
+    block = columns <= rows <= MOST_OF_A_BLOCK and rows * columns >= LEAST_OF_A_BLOCK and depth >= LEAST_DEPTH
+    return block and torch.get_num_threads() == 2 and has_openmp()
+
+
 # Multiplications, and outputs, of a weight's gradient from which on our product is faster than oneDNN's.
 LEAST_LARGE, FEWEST_LARGE = 1 << 15, 16
 

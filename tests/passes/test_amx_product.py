@@ -1,5 +1,6 @@
 """Products by matrix units: of any size and layout, rounded once, as such or cast to fp32; and who is handed them."""
 
+import contextlib
 import copy
 import os
 import threading
@@ -209,6 +210,7 @@ def test_oneDNN_finds_its_own_tiles_afterwards():
 def it_always_pays(monkeypatch):
     for module in (kernel, train_linears, amx_products):
         monkeypatch.setattr(module, "amx_product_pays", lambda device, dtype, *sizes: dtype == BF16)
+    monkeypatch.setattr(train_linears, "training_by_function_pays", lambda *sizes: True)
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
     monkeypatch.setattr(linear_low, "MOST_OF_A_CALL", 0)
 
@@ -412,6 +414,84 @@ def test_a_converted_model_casts_no_gradient_of_a_weight():
     text = amp_graph.report(model).graphs[0].text
     assert text.count("wide=True") == 2
     assert "linear_trained" in text
+
+
+@pytest.fixture
+def a_thread_idles(monkeypatch):
+    for module in (linear_low, amx_products):
+        monkeypatch.setattr(module, "one_of_two_threads_idles", lambda device, dtype, *sizes: dtype == BF16)
+
+
+@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
+def test_products_whose_second_thread_would_idle(shape, biased):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(50, shape[-1]).to(BF16).requires_grad_()
+    bias, grad = torch.randn(50).to(BF16).requires_grad_() if biased else None, torch.randn(*shape[:-1], 50).to(BF16)
+    with profiled() as names:
+        out = linear_trained(x, weight, bias)
+        (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+    assert names.count("amp_graph::product_low") == 2
+    assert "aten::mm" not in names
+    rows = x.detach().view(-1, shape[-1])
+    check(out.detach().view(-1, 50), rows, weight.detach().t(), False, None if bias is None else bias.detach())
+    check(of_x.view(-1, shape[-1]), grad.view(-1, 50), weight.detach(), False)
+    (again,) = torch.autograd.grad(out, x, grad, create_graph=True)
+    torch.testing.assert_close(again, of_x, rtol=2**-7, atol=2**-5)
+
+
+@contextlib.contextmanager
+def profiled():
+    """What runs meanwhile, by name, as often as it does."""
+    names = []
+    with torch.profiler.profile() as profile:
+        yield names
+    names += [event.name for event in profile.events()]
+
+
+@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+def test_a_step_leaves_no_thread_idle():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(24, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16")
+    found = torch.stack([step(x, x) for _ in range(3)]).detach()
+    assert not [name for name in ("aten.mm.", "aten.addmm.", "linear_bias") if name in step.graph_text()]
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16,skip=amx_products|fuse_bias|small_linears")
+    torch.testing.assert_close(found, torch.stack([plain(x, x) for _ in range(3)]).detach(), rtol=2**-7, atol=0)
+
+
+def test_where_a_thread_idles(monkeypatch):
+    idles = what_pays.one_of_two_threads_idles
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert idles("cpu", BF16, 1024, 768, 3072)
+    assert idles("cpu", BF16, 512, 384, 768)
+    assert not idles("cpu", BF16, 512, 768, 3072), "more columns than rows are spread"
+    assert not idles("cpu", BF16, 1536, 768, 3072), "several blocks of rows are"
+    assert not idles("cpu", BF16, 256, 256, 3072)
+    assert not idles("cpu", FP16, 1024, 768, 3072)
+    assert not idles("cuda", BF16, 1024, 768, 3072)
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
+    assert not idles("cpu", BF16, 1024, 768, 3072), "ours would have one thread, too"
+    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert not idles("cpu", BF16, 1024, 768, 3072), "not timed, or none to idle"
+
+
+def test_a_function_around_small_linears_is_seen(monkeypatch):
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    assert what_pays.training_by_function_pays(1024, 768, 768)
+    assert not what_pays.training_by_function_pays(512, 384, 384)
+    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    assert what_pays.training_by_function_pays(512, 384, 384)
+    assert not train_linears.TrainLinears().in_step
 
 
 def test_sizes_that_pay(monkeypatch):

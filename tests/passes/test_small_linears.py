@@ -321,6 +321,7 @@ NAMES = ("x", "weight", "bias")
 @pytest.fixture
 def many_are_few(monkeypatch):
     monkeypatch.setattr(small_linears, "small_linear_pays", lambda *form: False)
+    monkeypatch.setattr(train_linears, "training_by_function_pays", lambda *sizes: True)
     for module in (train_linears, low):
         monkeypatch.setattr(module, "bias_in_trained_linear_pays", lambda *form: True)
 

@@ -54,7 +54,7 @@ def _draws_as_torch(found: ctypes.CDLL) -> bool:
         if ours.get_state().numel() != STATE:
             return False
         for count in (1001, 4099):  # through several refills of the state, from the middle of one
-            drawn = torch.empty(count).bernoulli_(0.7, generator=theirs).to(torch.bool)
+            drawn = torch.empty(count, device="cpu").bernoulli_(0.7, generator=theirs).to(torch.bool)
             if not torch.equal(drawn, kept_of(_drawn(found, count, 0.7, ours), count)):
                 return False
         return torch.equal(theirs.get_state(), ours.get_state())
@@ -62,7 +62,7 @@ def _draws_as_torch(found: ctypes.CDLL) -> bool:
 
 def _drawn(found: ctypes.CDLL, count: int, p: float, generator: torch.Generator) -> Tensor:
     """Return which of ``count`` numbers are kept with probability ``p``: a bit each, uint8 [count / 8], and padding."""
-    kept = torch.zeros(-(-count // 8) + PADDING, dtype=torch.uint8)
+    kept = torch.zeros(-(-count // 8) + PADDING, dtype=torch.uint8, device="cpu")
     with _drawing[0]:
         state = generator.get_state()
         found.draw(state.data_ptr(), math.ceil(p * 2.0**53), count, kept.data_ptr())
@@ -72,7 +72,7 @@ def _drawn(found: ctypes.CDLL, count: int, p: float, generator: torch.Generator)
 
 def kept_of(bits: Tensor, count: int) -> Tensor:
     """Return ``count`` bits as truth values: bool [count]."""
-    places = torch.arange(8, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits[:, None] >> places & 1).flatten()[:count].to(torch.bool)
 
 
@@ -80,7 +80,7 @@ def kept_of(bits: Tensor, count: int) -> Tensor:
 def _scale_of(p: float, dtype: torch.dtype) -> float:
     """Return what torch makes of a kept number's noise: 1 / (1 - p), rounded to ``dtype``."""
     with torch.inference_mode(False), torch.no_grad():
-        return float(torch.ones(1, dtype=dtype).div_(1 - p))
+        return float(torch.ones(1, dtype=dtype, device="cpu").div_(1 - p))
 
 
 def dropout_bits(x: Tensor, p: float, keys: int = 1) -> Tensor:

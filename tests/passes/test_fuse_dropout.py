@@ -123,6 +123,21 @@ def test_under_transforms_it_is_torchs_own():
     assert torch.equal(found, torch.func.vmap(lambda t: F.dropout(t, 0.3), randomness="different")(x))
 
 
+def test_another_default_device_is_not_drawn_on():
+    x = torch.randn(1000, device="cpu")
+    plain = run(dropout_in_bits, x, 0.2)
+    kernel._scale_of.cache_clear()
+    kernel.library.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        torch.manual_seed(3)
+        torch.rand(3, device="cpu")
+        found = dropout_in_bits(x, 0.2)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, plain[0])
+
+
 def test_threads_do_not_draw_the_same():
     kept = []
     workers = [threading.Thread(target=lambda: kept.append(dropout_in_bits(torch.ones(50_000), 0.5))) for _ in range(4)]

@@ -167,16 +167,16 @@ def gpt_decoding(length: int) -> Case:
     return Case(Gpt(4), batch, lambda m, ids, targets: m(ids, targets)[1], lambda m, ids, _: m(ids)[0])
 
 
-def bert(scale: float, attention: str) -> Case:
-    """Hugging Face's BERT for masked words: 4 layers x 768, 8 texts of 128 tokens, without dropout."""
+def bert(scale: float, attention: str, dropout: float = 0.0) -> Case:
+    """Hugging Face's BERT for masked words: 4 layers x 768, 8 texts of 128 tokens; its own dropout is 0.1."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
         vocab_size=10_240,
         num_hidden_layers=scaled(4, scale),
         attn_implementation=attention,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     ids = torch.randint(10_240, (scaled(8, scale), 128))
     return Case(
@@ -184,6 +184,24 @@ def bert(scale: float, attention: str) -> Case:
         (ids,),
         lambda m, ids: m(input_ids=ids, labels=ids).loss,
         lambda m, ids: m(input_ids=ids).logits,
+    )
+
+
+def swin(scale: float) -> Case:
+    """Hugging Face's Swin, whose windows' scores have a bias that is learned: 8 layers, 8 images of 112 px."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=112, embed_dim=96, depths=[2, 2, scaled(4, scale)], num_heads=[3, 6, 12], num_labels=1000
+    )
+    batch = scaled(8, scale)
+    x, y = torch.randn(batch, 3, 112, 112), torch.randint(1000, (batch,))
+    return Case(
+        SwinForImageClassification(config),
+        (x, y),
+        lambda m, x, y: m(pixel_values=x, labels=y).loss,
+        lambda m, x, _: m(pixel_values=x).logits,
+        images=True,
     )
 
 
@@ -218,6 +236,8 @@ def lstm(scale: float) -> Case:
 # Not measured unless named: ``--models gpt_1 --modes inference``.
 MORE: dict[str, Callable[[float], Case]] = {
     **{f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)},
+    "bert_dropout": lambda scale: bert(scale, "sdpa", 0.1),
+    "swin": swin,
     "vgg11": vgg11,
     "ghostnet": ghostnet,
 }

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes import dropout_in_bits, facts
 from amp_graph.passes.attention_backward import attention_low
-from amp_graph.passes.attention_dropout import attention_dropped
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
@@ -55,7 +54,7 @@ class Attention(Pass):
                 skips.append(Skip(node.name, reason))
                 continue
             action = "own kernel" if _by_ours(node) else "explicit backward"
-            node.op, node.target = "call_function", attention_low if given["dropout_p"] == 0 else attention_dropped
+            node.op, node.target = "call_function", attention_low
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
             changes.append(Change(self.name, action, node.name, "the CPU kernel's is slower in bf16"))
         return PassResult(gm, tuple(changes), tuple(skips))
@@ -72,7 +71,7 @@ def _hides_attention(node: Node) -> bool:
 
 
 def _is_attention(node: Node) -> bool:
-    if node.op != "call_function" or node.target in (attention_low, attention_dropped) or REGION in node.meta:
+    if node.op != "call_function" or node.target is attention_low or REGION in node.meta:
         return False
     return names_of(node) == ("aten.scaled_dot_product_attention",)
 

@@ -7,7 +7,6 @@ bf16 than to run. After: ``attention_low(q, k, v)``, whose backward makes the pr
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,7 +104,7 @@ def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool
 
 def _forward(query: Tensor, *given: Any) -> Tensor:
     """Call the kernel, by way of its operator where somebody is to see that: the dispatcher takes its time."""
-    made: Tensor = (OPS.attention_forward if is_seen(query) else attention_forward)(query, *given)
+    made: Tensor = (OPS.attention_forward if is_seen(query) else kernel.forward)(query, *given)
     return made
 
 
@@ -134,11 +133,10 @@ class _Attention(torch.autograd.Function):
         causal, scale, dropped = ctx.given
         need, rest = ctx.needs_input_grad[:4], (None,) * 3
         if not torch.is_grad_enabled():
-            calls: Any = OPS if is_seen(query) else sys.modules[__name__]
-            given = (grad, query, key, value, mask, causal, scale, kept, dropped)
+            seen, given = is_seen(query), (grad, query, key, value, mask, causal, scale, kept, dropped)
             if need[3]:
-                return *calls.attention_backward_with_mask(*given), *rest
-            return *calls.attention_backward(*given), None, *rest
+                return *(OPS.attention_backward_with_mask if seen else kernel.backward_with_mask)(*given), *rest
+            return *(OPS.attention_backward if seen else attention_backward)(*given), None, *rest
         # create_graph=True: by operations that have a second derivative
         with torch.enable_grad():
             out = _by_products(query, key, value, mask, causal, scale, kept, dropped)
@@ -178,20 +176,6 @@ def _causal_bias(length: int, key: Tensor) -> Tensor:
     return torch.full((length, key.shape[2]), -math.inf, dtype=torch.float32, device=key.device).triu_(1)
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    kept: Tensor | None = None,
-    dropped: float = 0.0,
-) -> Tensor:
-    """Return attention by compiled C, which gradients do not go through."""
-    return kernel.forward(query, key, value, mask, causal, scale, kept, dropped)
-
-
 def attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -207,21 +191,6 @@ def attention_backward(
     if _by_ours(query, key, value):
         return kernel.backward(grad, query, key, value, mask, causal, scale, kept, dropped)
     return _backward_by_products(grad, query, key, value, mask, causal, scale)
-
-
-def attention_backward_with_mask(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    causal: bool,
-    scale: float,
-    kept: Tensor | None = None,
-    dropped: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the same by compiled C, and the gradient of ``mask``."""
-    return kernel.backward_with_mask(grad, query, key, value, mask, causal, scale, kept, dropped)
 
 
 def _backward_by_products(
@@ -277,9 +246,10 @@ def _block(
 
 
 # One operator each, so that a graph in which they are traced (TrainStep's, a compiler's) has one node and not the loop.
-define_as_typed(attention_forward, kernel.result_like)
+define_as_typed(kernel.forward, kernel.result_like, name="attention_forward")
 define_as_typed(attention_backward, kernel.gradients_like)
 define_as_typed(
-    attention_backward_with_mask,
+    kernel.backward_with_mask,
     lambda query, key, value, mask: (*kernel.gradients_like(query, key, value), mask.new_empty(mask.shape)),
+    name="attention_backward_with_mask",
 )

@@ -38,7 +38,7 @@ class FuseDropout(Pass):
             if given is None or not _fits(node, *given):
                 continue
             x, p = given[:2]
-            node.target, node.args, node.kwargs = dropout_in_bits, (x, float(p)), {}
+            node.target, node.args, node.kwargs = dropout_in_bits, (x, p), {}
             changes.append(Change(self.name, "drawn by vectors", node.name, "as torch draws, and a bit saved for each"))
         return PassResult(gm, tuple(changes))
 

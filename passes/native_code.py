@@ -96,7 +96,12 @@ def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def has_openmp() -> bool:
     """Say whether compiled code runs on the threads of torch's OpenMP: not in the child of a fork."""
-    return not _is_forked and None not in map(of_c_library, OPENMP)
+    return not _is_forked and _openmp_is_there()
+
+
+@lru_cache  # asked amid a step
+def _openmp_is_there() -> bool:
+    return None not in map(of_c_library, OPENMP)
 
 
 def _leave_openmp() -> None:

@@ -27,8 +27,10 @@ def define_operator(
     torch.library.register_fake(f"amp_graph::{name}", fake, lib=LIBRARY)
 
 
-def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()) -> None:
-    """Register ``function`` under its name, with the schema that its annotations say; it writes to no argument.
+def define_as_typed(
+    function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (), name: str = ""
+) -> None:
+    """Register ``function`` under its name, or ``name``, with its annotations' schema; it writes to no argument.
 
     ``fake`` takes those of its arguments that it names. Whole numbers are no sizes: they are the same in all of a
     graph's calls.
@@ -41,4 +43,4 @@ def define_as_typed(function: Callable[..., Any], fake: Callable[..., Any], tags
         given.apply_defaults()
         return fake(*(given.arguments[name] for name in wanted))
 
-    define_operator(function.__name__ + schema, function, picked, tags)
+    define_operator((name or function.__name__) + schema, function, picked, tags)

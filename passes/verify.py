@@ -43,7 +43,8 @@ from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
-# Functions of these modules have no identity to compare: they are what passes put in the place of operations.
+# Functions of these modules have no identity to compare, but for what they draw: they are what passes put in the place
+# of operations.
 OURS = frozenset(
     m.__name__
     for m in (
@@ -179,11 +180,13 @@ def _outlives(node: Node, lives: Lifetimes) -> bool:
 
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
-    """Return the operations of a node, identified here where no pass has done so."""
-    if not is_tensor_call(node) or _is_ours(node):
+    """Return the operations of a node, identified here where no pass has done so; of ours those that draw."""
+    ours = _is_ours(node)
+    if not is_tensor_call(node):
         return ()
-    identity = node.meta.get(OPS) or identify(node, mode)
-    return identity.operations if isinstance(identity, Identity) else ()
+    identity = node.meta.get(OPS) if ours else node.meta.get(OPS) or identify(node, mode)
+    found = identity.operations if isinstance(identity, Identity) else ()
+    return tuple(o for o in found if facts.draws(o.op, o.arguments)) if ours else found
 
 
 def _is_ours(node: Node) -> bool:

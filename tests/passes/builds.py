@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_graph.passes import amx_product, linear_kernel, linear_low, tiled_code
 from amp_graph.passes.native_code import CompilerError, load
@@ -37,6 +38,19 @@ def every_build(request, monkeypatch):
         library, found = linear_kernel.typed(built(linear_kernel.SOURCE, request.param)), None
         monkeypatch.setattr(linear_kernel, "library", lambda: library)
     monkeypatch.setattr(amx_product, "library", lambda: found)
+
+
+INSTRUCTIONS = ("as torch", "AVX2", "DEFAULT")
+
+
+def compile_for(instructions, monkeypatch):
+    """Have C compiled for a CPU with these instructions, or skip; say whether they are others than torch's."""
+    if instructions == "as torch":
+        return False
+    if instructions == "AVX2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("a CPU without AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    return True
 
 
 def perturbed():

@@ -220,13 +220,19 @@ def errors(weight_gradient, x, grad):
     return float((weight_gradient.double() - exact).norm() / exact.norm())
 
 
+def linear_operands(shape, biased):
+    """Input, weight, bias and the result's gradient of a linear of 50 outputs."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(50, shape[-1]).to(BF16).requires_grad_()
+    bias, grad = torch.randn(50).to(BF16).requires_grad_() if biased else None, torch.randn(*shape[:-1], 50).to(BF16)
+    return x, weight, bias, grad
+
+
 @pytest.mark.usefixtures("it_always_pays")
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
 def test_gradients_are_as_near_as_torchs(shape, biased):
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(50, shape[-1]).to(BF16).requires_grad_()
-    bias, grad = torch.randn(50).to(BF16).requires_grad_() if biased else None, torch.randn(*shape[:-1], 50).to(BF16)
+    x, weight, bias, grad = linear_operands(shape, biased)
     wanted = [t for t in (x, weight, bias) if t is not None]
     ours, theirs = (torch.autograd.grad(f(x, weight, bias), wanted, grad) for f in (linear_trained, F.linear))
     assert torch.equal(ours[0], theirs[0])
@@ -426,9 +432,7 @@ def a_thread_idles(monkeypatch):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
 def test_products_whose_second_thread_would_idle(shape, biased):
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(50, shape[-1]).to(BF16).requires_grad_()
-    bias, grad = torch.randn(50).to(BF16).requires_grad_() if biased else None, torch.randn(*shape[:-1], 50).to(BF16)
+    x, weight, bias, grad = linear_operands(shape, biased)
     with profiled() as names:
         out = linear_trained(x, weight, bias)
         (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)

@@ -13,6 +13,7 @@ from amp_graph.passes import dropout_in_bits as kernel
 from amp_graph.passes import fuse_dropout, native_code
 from amp_graph.passes.dropout_in_bits import dropout_in_bits
 from tests.measure import saved_bytes
+from tests.passes.builds import INSTRUCTIONS, compile_for
 from tests.passes.graphs import Function, capture_function, rewritten
 
 LOW = (torch.bfloat16, torch.float16)
@@ -24,16 +25,12 @@ def it_always_pays(monkeypatch):
     monkeypatch.setattr(fuse_dropout, "dropout_in_bits_pays", lambda device, elements: device == "cpu")
 
 
-@pytest.fixture(params=["as torch", "AVX2", "DEFAULT"])
+@pytest.fixture(params=INSTRUCTIONS)
 def any_instructions(request, monkeypatch):
-    if request.param == "as torch":
-        return
-    if request.param == "AVX2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("a CPU without AVX2")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    monkeypatch.setattr(kernel, "load_if_possible", native_code._loaded)
-    found = {dtype: kernel.library.__wrapped__(dtype) for dtype in (torch.float32, *LOW)}
-    monkeypatch.setattr(kernel, "library", found.get)
+    if compile_for(request.param, monkeypatch):
+        monkeypatch.setattr(kernel, "load_if_possible", native_code._loaded)
+        found = {dtype: kernel.library.__wrapped__(dtype) for dtype in (torch.float32, *LOW)}
+        monkeypatch.setattr(kernel, "library", found.get)
 
 
 def run(function, x, p, skipped=3):

@@ -12,6 +12,7 @@ import amp_graph
 from amp_graph.passes import by_table, native_code, table_activations, what_pays
 from amp_graph.passes.by_table import FORMS, activated, activation_by_table, gradient_by_table
 from tests.measure import saved_bytes
+from tests.passes.builds import INSTRUCTIONS, compile_for
 from tests.passes.graphs import Function, capture_function, rewritten
 
 BF16 = torch.bfloat16
@@ -43,14 +44,11 @@ def near(one, other):
     assert ((a - b).abs() <= b.abs() * 2**-7 + 2**-125).all()
 
 
-@pytest.fixture(params=["as torch", "AVX2", "DEFAULT"])
+@pytest.fixture(params=INSTRUCTIONS)
 def any_instructions(request, monkeypatch):
-    if request.param == "as torch":
-        return
-    if request.param == "AVX2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("a CPU without AVX2")
     typed = by_table.library()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    if not compile_for(request.param, monkeypatch):
+        return
     found = native_code._loaded(by_table.SOURCE, ())
     found.look_up.argtypes, found.times_slope.argtypes = typed.look_up.argtypes, typed.times_slope.argtypes
     monkeypatch.setattr(by_table, "library", lambda: found)

@@ -23,8 +23,9 @@ FAR = 1 << 32  # bytes between the heap and what is mapped are more
 # Times what is alive at once: what kernels allocate beside that, and gaps that nothing fits in. With 2 most steps went
 # beyond in 5 of 80 processes, by where their blocks happened to lie; with 3 in none. What no step takes is no memory.
 BESIDE = 3
-OFTEN, SELDOM = 8, 64  # steps between two whose page faults are looked at
-SOME = 8  # of a step's memory the part whose page faults show that it lacks it
+OFTEN, SELDOM = 8, 64  # steps whose page faults are looked at together
+SETTLED = 3  # steps whose faults are not: the first ones, also after the heap was kept anew, get new pages
+SOME = 32  # of a step's memory the part whose page faults show that it lacks it
 
 
 class Allocator(NamedTuple):
@@ -68,14 +69,14 @@ class KeptHeap:
     def watch(self, owner: object, at_once: int) -> Callable[[], None]:
         """Return what is to be called before every step of ``owner``, and keeps anew what others have taken since.
 
-        What lasts, as another model's weights, may come to lie where a step had its memory. One step of ``OFTEN``, and
-        one of ``SELDOM`` where all is well, is looked at for page faults; of ever fewer where keeping anew has not
-        helped, as results may be mapped each on its own.
+        What lasts, as another model's weights, may come to lie where a step had its memory. The page faults of
+        ``OFTEN`` steps, and of ``SELDOM`` where all is well, are looked at together, as what is lacking shows in some
+        steps only; those of ever more where keeping anew has not helped, as results may be mapped each on its own.
         """
         import resource  # of Unix, as are the C libraries that anything is kept in
 
         known, few = weakref.ref(owner), at_once // SOME / resource.getpagesize()
-        left, pause, before, kept = OFTEN, OFTEN, -1, False
+        left, pause, before, kept = SETTLED, OFTEN, -1, False
 
         def watch() -> None:
             nonlocal left, pause, before, kept
@@ -83,14 +84,14 @@ class KeptHeap:
             if left > 0:
                 return
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            if before < 0:
-                before = faults  # and look again before the next step
+            if before < 0:  # from here on
+                left, before = pause, faults
                 return
-            found, before = faults - before > few, -1
+            found = faults - before > few * pause
             if found and (alive := known()) is not None:
                 self.keep_for_steps(alive, at_once)
             pause = (2 * pause if kept else OFTEN) if found else min(2 * pause, SELDOM)
-            left, kept = pause, found
+            left, before, kept = (SETTLED, -1, True) if found else (pause, faults, False)
 
         return watch
 

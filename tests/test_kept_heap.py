@@ -312,22 +312,24 @@ def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(m
     heap = KeptHeap(lambda: None)
     monkeypatch.setattr(heap, "keep_for_steps", lambda one, need: kept.append((one, need)))
 
-    def kept_after(steps, faults_of_a_step):
+    def kept_after(steps, faults_of_a_step, every=1):
         kept.clear()
-        for _ in range(steps):
+        for step in range(steps):
             watch()
-            faults[0] += faults_of_a_step
+            faults[0] += every * faults_of_a_step if step % every == every - 1 else 0
         return len(kept)
 
     size = 1000 * SOME * resource.getpagesize()
     watch = heap.watch(owner, size)
     assert kept_after(1000, 1000) == 0, "so few are no sign"
-    assert 1 <= kept_after(SELDOM + 1, 1001) <= 4
+    assert 1 <= kept_after(2 * SELDOM, 1001) <= 4
     assert kept[0] == (owner, size)
     assert kept_after(1000, 0) == 0, "it helped"
     assert 1 <= kept_after(2000, 2000) <= 10, "it does not help"
     kept_after(3000, 0)
-    assert 1 <= kept_after(SELDOM + 1, 1001) <= 4, "others have taken it again"
+    assert 1 <= kept_after(2 * SELDOM, 1001) <= 4, "others have taken it again"
+    kept_after(3000, 0)
+    assert 1 <= kept_after(2 * SELDOM, 1100, every=5) <= 4, "it shows in some of the steps"
     kept.clear()
     del owner
     gc.collect()

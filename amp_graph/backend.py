@@ -17,6 +17,7 @@ from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.fp32_accumulation import accumulating_in_fp32
 from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
+from amp_graph.passes.custom_functions import call_custom_functions
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.inductor import compile_with_inductor
 from amp_graph.passes.manager import run_passes
@@ -74,6 +75,7 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, p
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
+        call_custom_functions(gm)
         return direct_calls(gm)
     tag_checkpoints(gm)
     run_passes(gm, passes_for_compilers(policy))

@@ -227,7 +227,10 @@ def widened_outputs(result: Any, dtype: torch.dtype, own: Callable[[], set[int]]
             made[id(leaf)] = leaf.float()
         return made[id(leaf)]
 
-    return tree_map(widen, result)
+    try:
+        return tree_map(widen, result)
+    finally:
+        made.clear()  # the function that refers to itself would keep them until a garbage collection
 
 
 def _leaves(result: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.passes import facts
 from amp_graph.passes.checkpoints import inline_checkpoints
+from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.identify_ops import identify, is_tensor_call
 from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.torch_private import FakeTensor, storage_key, tracing_fake
@@ -73,11 +74,6 @@ def runs_without_autocast(gm: GraphModule, node: Node) -> bool:
         return False
     bodies = [getattr(gm, str(s.target), None) for s in node.all_input_nodes if s.op == "get_attr"]
     return all(_has_no_rule(body) for body in bodies if isinstance(body, GraphModule))
-
-
-def is_custom_function(node: Node) -> bool:
-    """Say whether ``node`` calls an ``autograd.Function`` of the user's, which was traced inside."""
-    return facts.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
 
 
 def _has_no_rule(body: GraphModule) -> bool:

@@ -11,9 +11,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass
+from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.node_value import value
 from amp_graph.passes.paint import Painting
-from amp_graph.passes.pieces import is_custom_function, refusal
+from amp_graph.passes.pieces import refusal
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.torch_private import reads_of_dtype
 

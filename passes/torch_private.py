@@ -25,6 +25,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.13: held by each of Dynamo's captures
+from torch._functorch.autograd_function import autograd_function_apply  # 2.11 - 2.13
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._inductor import config as inductor_config  # 2.11 - 2.13
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
@@ -54,6 +55,7 @@ __all__ = [
     "all_bytes_of",
     "allow_in_graph",
     "at_end_of_backward",
+    "autograd_function_apply",
     "autograd_inside",
     "being_traced",
     "borrow",

@@ -19,6 +19,7 @@ from amp_graph.passes.conv_as_linear import ConvAsLinear
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
 from amp_graph.passes.count_batches import CountBatches
+from amp_graph.passes.custom_activations import CustomActivations
 from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
@@ -103,6 +104,7 @@ def passes_for(
         fewest=0 if policy.recomputes == "all" else fewest_computed_again(planned_for, in_step),
     )
     kernels: list[Pass] = [
+        *([CustomActivations()] if eager else []),
         Attention(),
         GruState(),
         LstmBackward(),

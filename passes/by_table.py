@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +28,29 @@ from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_bat
 
 ATEN: Any = torch.ops.aten
 SOURCE = Path(__file__).with_name("table_kernel.c")
-# By the name of each form: the function, and its gradient as torch has it.
-FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "gelu": (F.gelu, ATEN.gelu_backward),
-    "gelu by tanh": (
+
+
+class Form(NamedTuple):
+    """A function of a number, and its gradient.
+
+    ``twice``: the gradient has itself one. ``rounds``: it is computed in bf16 also where it could be in fp32.
+    """
+
+    function: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    twice: bool = False
+    rounds: bool = False
+
+
+# By name, as torch has them; passes add those of users.
+FORMS: dict[str, Form] = {
+    "gelu": Form(F.gelu, ATEN.gelu_backward),
+    "gelu by tanh": Form(
         lambda x: F.gelu(x, approximate="tanh"),
         lambda grad, x: ATEN.gelu_backward(grad, x, approximate="tanh"),
     ),
-    "silu": (F.silu, ATEN.silu_backward),
-    "mish": (F.mish, ATEN.mish_backward),
+    "silu": Form(F.silu, ATEN.silu_backward),
+    "mish": Form(F.mish, ATEN.mish_backward),
 }
 
 
@@ -60,7 +74,8 @@ def _values(form: str) -> Tensor:
 def _slopes(form: str) -> Tensor:
     """Return the slope of ``form`` at each bf16, by its bits: fp32 [65,536]."""
     with torch.inference_mode(False), torch.no_grad():
-        return FORMS[form][1](torch.ones_like(numbers := _numbers().float()), numbers)
+        numbers = _numbers() if FORMS[form].rounds else _numbers().float()
+        return FORMS[form].gradient(torch.ones_like(numbers), numbers).float()
 
 
 def _numbers() -> Tensor:
@@ -107,7 +122,9 @@ class _ByTable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        function, gradient = FORMS[ctx.form]
+        function, gradient, twice, _ = FORMS[ctx.form]
+        if twice and torch.is_grad_enabled():
+            return gradient(grad, x), None
         if torch.is_grad_enabled():  # create_graph=True: not all of torch's gradients have one themselves
             (found,) = torch.autograd.grad(function(x), x, grad, create_graph=True)
             return found, None

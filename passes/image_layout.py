@@ -31,7 +31,7 @@ KEEP_LAYOUT = CONVOLUTIONS | {
     "aten.concat", "aten.pad", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d",
     "aten.pixel_shuffle", "aten.pixel_unshuffle",
     "aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten._upsample_nearest_exact2d",
-    "aten.hardswish", "aten.hardswish_", "aten.prelu",
+    "aten.hardswish", "aten.hardswish_", "aten.prelu", "amp_graph.activation_by_table",
 }  # fmt: skip
 # Those whose kernels go by strides as they are, and do not want images to be dense: as pointwise ones.
 ANY_STRIDES = frozenset({"aten.cat", "aten.concat"})

@@ -456,6 +456,7 @@ def computing_again_is_seen(kind: str, products: float, elements: int) -> bool:
 # Elements of an activation from which on looking it up is worth a function with a backward of its own; and the forms
 # whose vectors CPUs without matrix units compute in less time than they gather so many numbers.
 LEAST_LOOKED_UP = {"gelu": 1 << 16, "silu": 1 << 17, "gelu by tanh": 1 << 14, "mish": 1 << 13}
+LEAST_OF_USERS = 1 << 14  # of what is no function of torch's: two or more passes over memory, at least
 QUICK = ("gelu", "silu")
 
 
@@ -467,7 +468,7 @@ def table_pays(device: str, form: str, elements: int | torch.SymInt) -> bool:
     GELUs 0.91, of HF's GPT-2 (by tanh) 0.95, of a ViT 0.96, of BERT and GPT 0.99.
     """
     fits = device == "cpu" and cpu_has_bf16() and (cpu_has_amx() or form not in QUICK)
-    return fits and concrete_size(elements) >= LEAST_LOOKED_UP[form]
+    return fits and concrete_size(elements) >= LEAST_LOOKED_UP.get(form, LEAST_OF_USERS)
 
 
 # Elements below which the call of a function with a backward of its own is seen.

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import is_mutable
 from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of, tensor_inputs
-from amp_graph.passes.node_value import CAPTURED, captured, run_node, value
+from amp_graph.passes.node_value import CAPTURED, captured, keep_trained, run_node, value
 from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, storage_key
 
@@ -128,9 +128,10 @@ def put_call(
 
 
 def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
-    """Give ``made``, which a pass put in, what captured nodes have: value, identity, and the place of ``like``."""
+    """Give ``made``, which a pass put in, what captured nodes have: value, identity, place and gradient of ``like``."""
     made.meta = {k: v for k, v in like.meta.items() if k not in (OPS, "amp", "val", "example_value")}
     made.meta["val"] = made.meta[CAPTURED] = run_node(made, mode)
+    keep_trained(made.meta["val"], captured(like))
     if "example_value" in like.meta:
         made.meta["example_value"] = made.meta["val"]
     identity = identify(made, mode)

@@ -57,7 +57,41 @@ def mask_first(s, q, k, v):
     return (MASK + q @ k.mT).softmax(3) @ v
 
 
-FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first)}
+def folded(*heads):
+    return [t.reshape(-1, *t.shape[2:]) for t in heads]
+
+
+def bloom(s, q, k, v):
+    """Heads are in the batch for the products only; what ``baddbmm`` adds differs from head to head."""
+    queries, keys, values = folded(q, k, v)
+    scores = ALIBI.repeat(2, 1, 1).to(q).baddbmm(batch1=queries, batch2=keys.transpose(-1, -2), beta=1.0, alpha=0.4)
+    scores = scores.view(2, HEADS, LENGTH, -1) + MASK
+    chances = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype).view(-1, LENGTH, LENGTH)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def bart(s, q, k, v):
+    """Heads are in the batch, but for the mask."""
+    queries, keys, values = folded(q * 0.4, k, v)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
+    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.1, training=False)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def multihead(s, q, k, v):
+    """Heads are in the batch, also for the mask and what reads the result."""
+    queries, keys, values = folded(q, k, v)
+    scores = torch.baddbmm(MASK[0].expand(2 * HEADS, -1, -1).to(q), queries, keys.mT)
+    return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
+
+
+def of_one_item(s, q, k, v):
+    return ((q[0] @ k[0].mT * 0.4 + MASK[0]).softmax(-1) @ v[0])[None]
+
+
+ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
+FOLDED = (bloom, bart, multihead, of_one_item)
+FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first, *FOLDED)}
 
 
 def with_chances(s, q, k, v):
@@ -85,10 +119,20 @@ OTHERS = {
     "scaled behind the mask": lambda s, q, k, v: ((q @ k.mT + MASK) * 0.4).softmax(-1) @ v,
     "a mask that trains": lambda s, q, k, v: (q @ k.mT + s.bias).softmax(-1) @ v,
     "two masks": lambda s, q, k, v: (q @ k.mT + MASK + MASK).softmax(-1) @ v,
+    "scaled behind what a product adds": lambda s, q, k, v: (
+        torch.baddbmm(MASK[0], *folded(q, k.mT)).mul(0.4).softmax(-1) @ folded(v)[0]
+    ),
+    "half of what a product adds": lambda s, q, k, v: (
+        torch.baddbmm(MASK[0], *folded(q, k.mT), beta=0.5).softmax(-1) @ folded(v)[0]
+    ),
+    "a product adds what trains": lambda s, q, k, v: torch.baddbmm(s.bias, *folded(q, k.mT)).softmax(-1) @ folded(v)[0],
+    "heads apart for another number of them": lambda s, q, k, v: (
+        (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
+    ),
     "a finite number fills": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
     "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
     "on the left": lambda s, q, k, v: v.mT @ (q @ k.mT).softmax(-1),
-    "no heads": lambda s, q, k, v: ((q[0] @ k[0].mT).softmax(-1) @ v[0])[None],
+    "one head, of two dimensions": lambda s, q, k, v: ((q[0, 0] @ k[0, 0].mT).softmax(-1) @ v[0, 0])[None],
     "one head of keys": lambda s, q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
     "written half-way": written,
     "an fp32 region": held_by_the_user,

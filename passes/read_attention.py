@@ -1,0 +1,241 @@
+"""How attention that was written out in Python is read: what its scores are made of.
+
+Before: a softmax. After: ``Found(formula, scores, values, merged)``, whether heads have a dimension of their own or are
+folded into the batch, whose products are ``bmm`` or ``baddbmm``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.passes import facts
+from amp_graph.passes.formulas import (
+    CONVERSIONS,
+    Formula,
+    constant_beside,
+    converts_nothing,
+    is_closed,
+    is_written_meanwhile,
+    operation,
+)
+from amp_graph.passes.identify_ops import OPS, Identity, names_of
+from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.pieces import GIVEN
+from amp_graph.passes.regions import is_trained
+
+PRODUCTS = ("aten.matmul", "aten.bmm")
+BIASED = torch.ops.aten.baddbmm.default
+RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
+
+
+@dataclass
+class Scores:
+    """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``bias`` and ``mask``.
+
+    ``hidden``: a mask that is true where nothing is to be seen. ``split``: where the heads, which were folded into the
+    batch for the product and its ``bias``, got a dimension of their own.
+    """
+
+    query: Node
+    turned: Node
+    scale: float = 1.0
+    bias: Node | None = None
+    mask: Node | None = None
+    hidden: Node | None = None
+    split: Node | None = None
+    inside: set[Node] = field(default_factory=set)
+
+    @property
+    def others(self) -> list[Node]:
+        """What is read beside the queries."""
+        return [n for n in (self.turned, self.bias, self.mask, self.hidden) if n is not None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Attention: its ``formula``, its ``scores`` and ``values``; ``merged``: its result has heads in the batch."""
+
+    formula: Formula
+    scores: Scores
+    values: Node
+    merged: bool
+
+
+def attention_around(softmax: Node) -> Found | None:
+    """Return the attention around ``softmax``, None for anything else."""
+    source = softmax.args[0] if softmax.args else None
+    scores = _scores(source) if isinstance(source, Node) and _is_over_the_last(softmax, source) else None
+    if scores is None:
+        return None
+    chances, inside = softmax, {softmax, *scores.inside}
+    while (reader := _one_reader(chances)) is not None and _changes_nothing(reader, scores):
+        inside.add(reader)
+        chances = reader
+    if reader is None or operation(reader)[0] not in PRODUCTS or operation(reader)[1][0] is not chances:
+        return None
+    values, last = operation(reader)[1][1], reader
+    if not isinstance(values, Node) or values in inside or not _fits(scores, values):
+        return None
+    merged = captured(reader).dim() == 3
+    if merged and scores.split is not None and (behind := _one_reader(reader)) is not None and _splits(behind, scores):
+        last, merged = behind, False
+    formula = Formula(scores.query, last, {*inside, reader, last})
+    if not is_closed(formula) or any(is_written_meanwhile(formula, n) for n in (*scores.others, values)):
+        return None
+    return Found(formula, scores, values, merged)
+
+
+def _one_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_over_the_last(softmax: Node, source: Node) -> bool:
+    dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    return dim in (-1, value(softmax).dim() - 1) and value(softmax).dtype == value(source).dtype
+
+
+def _changes_nothing(node: Node, scores: Scores) -> bool:
+    """Say whether ``node`` leaves probabilities as they are, but that heads go into the batch again.
+
+    Or rounds them, as attention does, where the user's code asks for the dtype that it sees under autocast.
+    """
+    rounds = names_of(node) in CONVERSIONS and GIVEN in node.meta
+    return converts_nothing(node) or rounds or _drops_nothing(node) or (scores.split is not None and _folds(node))
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Say whether ``node`` is dropout in evaluation, or of probability 0."""
+    identity = node.meta.get(OPS)
+    if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
+        return False
+    return not any(facts.draws(o.op, o.arguments) for o in identity.operations)
+
+
+def _folds(node: Node) -> bool:
+    """Say whether ``node`` makes [batch * heads, ...] of [batch, heads, ...]."""
+    source = node.args[0] if names_of(node) in RESHAPES else None
+    return isinstance(source, Node) and _is_split(captured(source), captured(node))
+
+
+def _unfolds(node: Node) -> bool:
+    """Say whether ``node`` makes [batch, heads, ...] of [batch * heads, ...], of a number of heads that is known."""
+    if names_of(node) not in RESHAPES or not isinstance(node.args[0], Node):
+        return False
+    made = captured(node)
+    return _is_split(made, captured(node.args[0])) and type(made.shape[1]) is int
+
+
+def _is_split(split: torch.Tensor, folded: torch.Tensor) -> bool:
+    return split.dim() == 4 and folded.dim() == 3 and told(split.shape[2:]) == told(folded.shape[1:])
+
+
+def _splits(node: Node, scores: Scores) -> bool:
+    """Say whether ``node`` makes of attention's result what ``scores.split`` makes of the scores."""
+    return _unfolds(node) and told(captured(node).shape[:2]) == told(captured(scores.split).shape[:2])  # type: ignore[arg-type]
+
+
+def _scores(node: Node) -> Scores | None:
+    """Read ``node`` back to the product of queries and keys."""
+    scale, mask, hidden, split, folded, inside = 1.0, None, None, None, False, set[Node]()
+    while True:
+        inside.add(node)
+        name, args = operation(node)
+        if (product := _product(node)) is not None:
+            query, turned, bias, alpha = product
+            found = Scores(query, turned, scale * alpha, bias, mask, hidden, split, inside)
+            refused = bias is not None and (scale != 1 or hidden is not None)
+            return None if refused or (folded and split is None) else found
+        if split is None and _unfolds(node):
+            split, node = node, node.args[0]  # type: ignore[assignment]
+            continue
+        if split is None and not folded and _folds(node):  # before the softmax
+            folded, node = True, node.args[0]  # type: ignore[assignment]
+            continue
+        if name in ("aten.mul", "aten.div") and (before := _scaled(node)) is not None:
+            node, factor = before
+            scale *= factor
+            continue
+        if mask is not None or hidden is not None or scale != 1 or (split is not None and not converts_nothing(node)):
+            return None  # what is masked is scaled already, and has a dimension of heads where anything has one
+        if name == "aten.add" and (parts := _masked(args)) is not None:
+            node, mask = parts
+        elif name == "aten.masked_fill" and len(args) == 3 and args[2] == -math.inf:
+            node, hidden = args[0], args[1]
+        elif converts_nothing(node):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return None
+
+
+def _product(node: Node) -> tuple[Node, Node, Node | None, float] | None:
+    """Return what ``node`` multiplies, what it adds to that, and the number that it scales the product with."""
+    name, args = operation(node)
+    if name in PRODUCTS and all(isinstance(a, Node) for a in args):
+        return args[0], args[1], None, 1.0
+    if names_of(node) != ("aten.baddbmm",) or "out" in node.kwargs or node.op not in ("call_function", "call_method"):
+        return None
+    given = facts.schema_arguments(BIASED, node.args, dict(node.kwargs))
+    bias, left, right = (given.get(name) for name in ("self", "batch1", "batch2"))
+    if not (isinstance(bias, Node) and isinstance(left, Node) and isinstance(right, Node)):
+        return None
+    alpha = given["alpha"]
+    scales = given["beta"] == 1 and isinstance(alpha, (int, float)) and alpha != 0
+    return (left, right, bias, float(alpha)) if scales else None
+
+
+def _scaled(node: Node) -> tuple[Node, float] | None:
+    """Return what ``node`` multiplies with a number, and that number."""
+    source = next((a for a in operation(node)[1] if isinstance(a, Node)), None)
+    factor = constant_beside(node, source) if source is not None else None
+    return None if source is None or factor is None else (source, factor)
+
+
+def _masked(args: list[Any]) -> tuple[Node, Node] | None:
+    """Return of two summands the one that is made of products, and the other."""
+    if len(args) != 2 or not all(isinstance(a, Node) for a in args):
+        return None
+    for scores, mask in (args, args[::-1]):
+        node, steps = scores, 0
+        while (before := _source(node)) is not None and steps < 4:
+            node, steps = before, steps + 1
+        if _product(node) is not None and captured(scores).dim() in (3, 4):
+            return scores, mask
+    return None
+
+
+def _source(node: Node) -> Node | None:
+    """Return what ``node`` scales, or splits the heads of."""
+    if _unfolds(node):
+        return node.args[0]  # type: ignore[return-value]
+    scaled = _scaled(node) if operation(node)[0] in ("aten.mul", "aten.div") else None
+    return scaled[0] if scaled is not None else None
+
+
+def _fits(scores: Scores, values: Node) -> bool:
+    """Say whether torch's function takes these operands, with a dimension more where heads are in the batch."""
+    query, turned, v = (captured(n) for n in (scores.query, scores.turned, values))
+    dims = 3 if scores.split is not None else query.dim()
+    if dims not in (3, 4) or any(t.dim() != dims for t in (query, turned, v)):
+        return False
+    if not query.dtype == turned.dtype == v.dtype == torch.float32:
+        return False
+    sizes = [told(t.shape) for t in (query, turned.mT, v)]
+    if sizes[1] != sizes[2] or sizes[0][:-2] != sizes[2][:-2] or sizes[0][-1] != sizes[2][-1]:
+        return False
+    of_whole = 4 if scores.split is not None else dims
+    masks = ((scores.bias, dims), (scores.mask, of_whole), (scores.hidden, of_whole))
+    for mask, wanted in masks:
+        if mask is not None and (is_trained(mask) or captured(mask).dim() not in (2, wanted)):
+            return False
+    return all(m is None or captured(m).dtype == query.dtype for m in (scores.bias, scores.mask))
+
+
+def told(sizes: Iterable[Any]) -> list[str]:
+    """Return sizes to compare without a guard on symbolic ones."""
+    return [str(size) for size in sizes]

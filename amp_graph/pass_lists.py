@@ -37,6 +37,7 @@ from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
 from amp_graph.passes.global_pool import GlobalPool
 from amp_graph.passes.group_weight_casts import GroupWeightCasts
+from amp_graph.passes.grouped_product import GroupedProducts
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
@@ -127,6 +128,7 @@ def passes_for(
                 FuseDropout(),
                 TableActivations(),
                 again,
+                GroupedProducts(),
                 SmallLinears(),
                 TrainLinears(in_step),
                 CountBatches(planned_for),

@@ -66,7 +66,7 @@ def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
         return room(a, b, wide).copy_(a @ b if bias is None else torch.addmm(bias, a, b))
     if bias is not None and not (bias.numel() == b.shape[1] and bias.is_contiguous()):
         bias = bias.expand(b.shape[1]).contiguous()
-    return _run(side_by_side(a), b, bias, wide, None)
+    return multiply_into(room(a, b, wide), a, b, bias)
 
 
 def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
@@ -77,11 +77,12 @@ def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
     if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
         return [amx_product(a.t(), b, None, wide), a.sum(0)]
     sums = a.new_empty(a.shape[1], dtype=torch.float32)
-    return [_run(a.t(), b, None, wide, sums), sums.to(a.dtype)]
+    return [multiply_into(room(a.t(), b, wide), a.t(), b, None, sums), sums.to(a.dtype)]
 
 
-def _run(a: Tensor, b: Tensor, bias: Tensor | None, wide: bool, sums: Tensor | None) -> Tensor:
-    made, b, compiled = room(a, b, wide), side_by_side(b), library()
+def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+    """Write ``a @ b + bias`` to the rows of ``made``, bf16 or fp32, without gaps; and what rows of ``a`` sum up to."""
+    a, b, compiled, wide = side_by_side(a), side_by_side(b), library(), made.dtype == torch.float32
     assert compiled is not None, "asked where there is a kernel"
     (rows, columns), depth = made.shape, a.shape[1]
     threads = threads_at_once(rows * columns * depth // OF_AN_ELEMENT)

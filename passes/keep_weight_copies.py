@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from amp_graph.passes import packed_weights, weight_copies, widened_products
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.conv_as_product import pointwise_conv
+from amp_graph.passes.grouped_product import GROUPED, grouped_product
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last, is_image
 from amp_graph.passes.insert_casts import CAST
@@ -30,9 +31,10 @@ from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies
 
 # They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
-READ_ONCE = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"))
+_ONCE = ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
+READ_ONCE = frozenset((*(f"aten.{name}" for name in _ONCE), *GROUPED))
 # They hand their weight's gradient back in fp32, where compiled C makes it.
-_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (linear_low, linear_trained, pointwise_conv)
+_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (linear_low, linear_trained, pointwise_conv, grouped_product)
 HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 

@@ -81,8 +81,13 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False
     a: [rows, depth], b: [depth, columns], with elements side by side in one direction; bias: [columns] or None, all
     bf16 with memory of their own to read. Raises MemoryError.
     """
-    made = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype)
-    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False, WIDENED if wide else ROUNDED)
+    return multiply_into(a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype), a, b, bias)
+
+
+def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Write ``a @ b + bias`` as ``product`` makes it to the rows of ``made``, without gaps."""
+    kind = WIDENED if made.dtype == torch.float32 else ROUNDED
+    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False, kind)
     return made
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes import amx_product
+from amp_graph.passes import amx_product, linear_kernel
 from amp_graph.passes.amx_product import gradients_of_linear, room, side_by_side
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
@@ -149,6 +149,16 @@ def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
     if library() is None or by_units(a.numel() * b.shape[1]):
         return amx_product.amx_product(a, b, bias, wide)
     return product(side_by_side(a), side_by_side(b), bias, wide)
+
+
+def multiply_into(made: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write what ``product_low`` returns of matrices that are not empty to the rows of ``made``, without gaps."""
+    if by_units(a.numel() * b.shape[1]):
+        amx_product.multiply_into(made, a, b)
+    elif library() is not None:
+        linear_kernel.multiply_into(made, side_by_side(a), side_by_side(b))
+    else:
+        made.copy_(a @ b)
 
 
 def by_units(multiplications: int) -> bool:

@@ -58,7 +58,7 @@ def _own_rows(node: Node) -> Node | None:
         return None
     rows: Any = node.args[0]
     columns = node.args[1]
-    if not _is_turned(columns, rows) and not _is_turned(rows, columns):
+    if not is_turned(columns, rows) and not is_turned(rows, columns):
         return None
     shape = value(rows).shape
     if any(type(size) is not int for size in shape):
@@ -66,7 +66,7 @@ def _own_rows(node: Node) -> Node | None:
     return rows if own_product_pays(value(node).device.type, shape[-2], shape[-1]) else None
 
 
-def _is_turned(node: Any, source: Any) -> bool:
+def is_turned(node: Any, source: Any) -> bool:
     """Say whether ``node`` is ``source.mT``."""
     if names_of(node) not in TURNS or node.all_input_nodes != [source] or value(source).dim() < 2:
         return False

@@ -236,6 +236,8 @@ def _product_flops(given: list[torch.Tensor], made: torch.Tensor) -> int:
     if not numel(made):
         return 0
     product = math.sqrt(math.prod(map(numel, factors)) * numel(made))
+    if len(made.shape) == 2 and sorted(t.dim() for t in factors) == [2, 3]:  # each row by the weight of its group
+        product /= math.sqrt(next(concrete_size(t.shape[0]) for t in factors if t.dim() == 3))
     if all(t.dim() > 2 for t in factors):
         product /= math.sqrt(math.prod(concrete_size(s) for s in made.shape[:-2]))
     return round(2 * product)

@@ -54,7 +54,14 @@ def upsample(sides: int, *flags: object) -> list[tuple]:
     return [(x(2, 3, *[4] * sides), [7] * sides, *flags)]
 
 
+def experts() -> tuple:
+    import transformers.integrations.moe  # noqa: F401  (registers the operator)
+
+    return x(6, 8), x(2, 8, 16), torch.tensor([2, 6], dtype=torch.int32)
+
+
 HANDWRITTEN: dict[str, Callable[[], list[tuple]]] = {
+    "grouped_mm_fallback": lambda: [experts()],
     "bernoulli": lambda: [(fixed(8, 1), 0.7), (fixed(5000), 0.3)],
     "bernoulli_": lambda: [(fixed(8, 1), 0.7), (fixed(5000), 0.3)],
     "normal_": lambda: [(fixed(5000),)],

@@ -63,7 +63,7 @@ def is_full(value: object) -> bool:
 
 
 def target(op: str):
-    packet = getattr(torch.ops.aten, op.split(".")[1])
+    packet = getattr(getattr(torch.ops, op.split(".")[0]), op.split(".")[1])
     return packet if op.count(".") == 1 else getattr(packet, op.split(".")[2])
 
 

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from amp_graph.lists import AmpGraphError, ListError, ModuleRule, check_op_exists, effective, load, merge
+from amp_graph.lists import AmpGraphError, ListError, ModuleRule, check_op_exists, effective, load, merge, operators
+from amp_graph.lists.dump import dump
+from amp_graph.lists.operators import overloads_of
 
 HEAD = '[list]\nname = "mine"\n\n'
 
@@ -202,3 +204,14 @@ def test_check_op_exists():
     for name in ("aten.nothing_like_this", "linear", "", "aten.__class__"):
         with pytest.raises(AmpGraphError, match="unknown operator"):
             check_op_exists(name)
+
+
+def test_operators_of_libraries_that_are_not_imported_are_taken_from_the_built_in_lists_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(operators, "overloads_of", lambda op: () if "transformers" in op else overloads_of(op))
+    text = dump(load("default", dtype="bfloat16", device="cpu"))
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert "transformers.grouped_mm_fallback" in load(str(path), dtype="bfloat16", device="cpu").rules
+    path.write_text(text.replace("grouped_mm_fallback", "grouped_mm_fallbacks"))
+    with pytest.raises(ListError, match="import the library that registers 'transformers' first"):
+        load(str(path), dtype="bfloat16", device="cpu")

@@ -71,7 +71,8 @@ class KeptHeap:
 
         What lasts, as another model's weights, may come to lie where a step had its memory. The page faults of
         ``OFTEN`` steps, and of ``SELDOM`` where all is well, are looked at together, as what is lacking shows in some
-        steps only; those of ever more where keeping anew has not helped, as results may be mapped each on its own.
+        steps only; those of ever more where keeping anew has not helped, as results may be mapped each on its own. Of
+        several owners the one that needs most looks after the heap of all.
         """
         import resource  # of Unix, as are the C libraries that anything is kept in
 
@@ -88,7 +89,7 @@ class KeptHeap:
                 left, before = pause, faults
                 return
             found = faults - before > few * pause
-            if found and (alive := known()) is not None:
+            if found and (alive := known()) is not None and self._is_of_the_largest(alive):
                 self.keep_for_steps(alive, at_once)
             pause = (2 * pause if kept else OFTEN) if found else min(2 * pause, SELDOM)
             left, before, kept = (SETTLED, -1, True) if found else (pause, faults, False)
@@ -105,17 +106,24 @@ class KeptHeap:
         if calls is None or need < PIECE or threading.current_thread() is not threading.main_thread():
             return 0
         with self._lock:
+            again = id(owner) in self._needs
             self._needs[id(owner)] = need
-            weakref.finalize(owner, self._leave, id(owner)).atexit = False
+            if not again:
+                weakref.finalize(owner, self._leave, id(owner)).atexit = False
             most = max(self._needs.values())
             # Anew, though it may need no more: what lasts, as an optimizer's state, has come to lie before the last.
-            block = _block_beyond(calls, most)
+            block = _block_beyond(calls, most, trims=not again)
             if not block:
                 return need if self._size >= need else 0
             block, self._block = self._block, block
             self._size = most
             calls.free(block)
             return need
+
+    def _is_of_the_largest(self, owner: object) -> bool:
+        """Say whether no other owner needs more: the heap is kept for the one that does."""
+        with self._lock:
+            return self._needs.get(id(owner), 0) >= max(self._needs.values(), default=0)
 
     def _leave(self, owner: int) -> None:
         with self._lock:
@@ -129,8 +137,11 @@ class KeptHeap:
             self._size = need if self._block else 0
 
 
-def _block_beyond(calls: Allocator, size: int) -> int:
-    """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses."""
+def _block_beyond(calls: Allocator, size: int, *, trims: bool = True) -> int:
+    """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses.
+
+    ``trims``: no page of these is memory yet; otherwise those that were stay so, as the next step writes to them.
+    """
     piece = max(PIECE, min(size // FEW, LARGE))
     if piece > PIECE:
         # As of every tensor of that size: once one was freed, glibc takes others from the heap, unless told otherwise.
@@ -143,7 +154,8 @@ def _block_beyond(calls: Allocator, size: int) -> int:
         return 0
     last = pieces.pop()
     _free(calls, pieces)
-    calls.malloc_trim(0)  # their first pages; and where the system maps large ones unasked, all
+    if trims:
+        calls.malloc_trim(0)  # their first pages; and where the system maps large ones unasked, all
     return last
 
 

@@ -15,6 +15,7 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.cast_parts import CastParts
 from amp_graph.passes.channels_last import ChannelsLast
 from amp_graph.passes.contiguous_linear import ContiguousLinear
+from amp_graph.passes.conv1d import Conv1d
 from amp_graph.passes.conv_as_linear import ConvAsLinear
 from amp_graph.passes.conv_transpose import ConvTranspose
 from amp_graph.passes.convolution import Convolution
@@ -117,6 +118,7 @@ def passes_for(
         Convolution(),
         ConvTranspose(),
         Depthwise(),
+        *([Conv1d()] if eager else []),
         GlobalPool(),
         FuseGroupNorm(),
         AlignShapes(planned_for),

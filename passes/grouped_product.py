@@ -75,7 +75,7 @@ def _given(node: Node) -> tuple[Node, Node, Node] | None:
         return None
     x, weight, offs = (value(n) for n in operands)
     fits = (x.dim(), weight.dim(), offs.dim()) == (2, 3, 1) and x.dtype == weight.dtype == value(node).dtype
-    return operands if fits and grouped_product_pays(x.device.type, x.dtype) else None  # type: ignore[return-value]
+    return operands if fits and grouped_product_pays(x.device.type, x.dtype) else None
 
 
 def grouped_product(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Tensor:

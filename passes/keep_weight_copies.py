@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from amp_graph.passes import packed_weights, weight_copies, widened_products
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.conv1d import conv1d_by_windows
 from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.grouped_product import GROUPED, grouped_product
 from amp_graph.passes.identify_ops import names_of
@@ -34,7 +35,13 @@ from amp_graph.passes.weight_copies import WeightCopies
 _ONCE = ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
 READ_ONCE = frozenset((*(f"aten.{name}" for name in _ONCE), *GROUPED))
 # They hand their weight's gradient back in fp32, where compiled C makes it.
-_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (linear_low, linear_trained, pointwise_conv, grouped_product)
+_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (
+    linear_low,
+    linear_trained,
+    pointwise_conv,
+    grouped_product,
+    conv1d_by_windows,
+)
 HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 

@@ -320,6 +320,7 @@ def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(m
         return len(kept)
 
     size = 1000 * SOME * resource.getpagesize()
+    heap._needs[id(owner)] = size
     watch = heap.watch(owner, size)
     assert kept_after(1000, 1000) == 0, "so few are no sign"
     assert 1 <= kept_after(2 * SELDOM, 1001) <= 4
@@ -330,6 +331,10 @@ def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(m
     assert 1 <= kept_after(2 * SELDOM, 1001) <= 4, "others have taken it again"
     kept_after(3000, 0)
     assert 1 <= kept_after(2 * SELDOM, 1100, every=5) <= 4, "it shows in some of the steps"
+    kept_after(3000, 0)
+    heap._needs[0] = size + 1
+    assert kept_after(1000, 2000) == 0, "another one needs more, and looks"
+    del heap._needs[0]
     kept.clear()
     del owner
     gc.collect()

@@ -56,6 +56,7 @@ from amp_graph.passes.own_products import OwnProducts
 from amp_graph.passes.pack_weights import PackWeights
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.pointwise_conv import PointwiseConv
+from amp_graph.passes.products_as_linears import ProductsAsLinears
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.reduce_from_low import ReduceFromLow
@@ -90,7 +91,11 @@ def passes_for(
     # A reproduction of PyTorch's own policy runs what the user wrote, operation by operation.
     ours = lists.unlisted == "opaque"
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
-    fusions: list[Pass] = [DropEmpty(), DropDropout(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)] if ours else []
+    fusions: list[Pass] = (
+        [DropEmpty(), DropDropout(), ProductsAsLinears(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)]
+        if ours
+        else []
+    )
     if ours and "attention" not in policy.skip:  # torch's kernel takes longer than the formula
         fusions.append(FuseAttention(lists, dtype, planned_for, policy.keep_fp32))
     if ours:

@@ -31,8 +31,9 @@ SKIPPABLE = (
     "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts", "grouped_products",
     "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients", "linear_cross_entropy",
     "linears_of_parameters", "look_at_values", "lstm_backward", "overwrite_logits", "own_products", "pack_weights",
-    "pointwise_conv", "protect_norms", "recompute_activations", "reduce_from_low", "share_casts", "small_linears",
-    "small_products", "table_activations", "train_linears", "widen_large", "widen_products",
+    "pointwise_conv", "products_as_linears", "protect_norms", "recompute_activations", "reduce_from_low",
+    "share_casts", "small_linears", "small_products", "table_activations", "train_linears", "widen_large",
+    "widen_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

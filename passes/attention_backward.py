@@ -97,9 +97,15 @@ def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool
         return False
     if mask is not None and mask.requires_grad and not _by_ours(query, key, value):
         return False
-    if query.dim() != 4 or key.shape != value.shape or not (grouped or query.shape[:2] == key.shape[:2]):
+    if query.dim() != 4 or key.shape != value.shape or not (grouped or _heads_meet(query, key)):
         return False
     return all(t.dim() == 4 and t.shape[-1] == query.shape[-1] and t.stride(-1) == 1 and t.numel() > 0 for t in inputs)
+
+
+def _heads_meet(query: Tensor, key: Tensor) -> bool:
+    """Say whether there is a head of keys for each of queries, or one for all, which torch's kernel does not take."""
+    alone = key.dim() == 4 and key.shape[1] == 1 and query.shape[0] == key.shape[0] and _by_ours(query, key, key)
+    return alone or query.shape[:2] == key.shape[:2]
 
 
 def _forward(query: Tensor, *given: Any) -> Tensor:

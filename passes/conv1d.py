@@ -39,7 +39,7 @@ from amp_graph.passes.what_pays_for_images import windows_pay
 
 SEQUENCES = torch.ops.aten.conv1d.default
 CALLS = frozenset({torch.conv1d, F.conv1d, SEQUENCES, torch.ops.aten.conv1d})
-FEW = 1 << 20
+FEW = 1 << 20  # numbers in the windows of an item
 
 
 @dataclass(frozen=True)
@@ -181,22 +181,22 @@ def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None
 
 
 def _are_few(windows: Tensor) -> bool:
-    """Say whether windows are rather copied at once: of more, copies of one item's stay in caches, and in the heap."""
+    """Say whether the windows of all items are rather copied at once: larger copies are memory that is mapped anew."""
     return len(windows) == 1 or windows.shape[1] * windows.shape[2] <= FEW
 
 
 def _turned_products(windows: Tensor, left: Tensor, bias: Tensor | None) -> Tensor:
-    if is_recorded(left):
+    if is_recorded(left):  # no writes in a graph
         together = torch.stack([multiplied(left, one.t()) for one in windows])
-    else:
-        together = left.new_empty((len(windows), len(left), windows.shape[1]))
-        for one, into in zip(windows, together, strict=True):
-            multiply_into(into, left, one.t())
+        return together if bias is None else together + bias.unsqueeze(1)
+    together = left.new_empty((len(windows), len(left), windows.shape[1]))
+    for one, into in zip(windows, together, strict=True):
+        multiply_into(into, left, one.t())
     return together if bias is None else together.add_(bias.unsqueeze(1))
 
 
 def _of_weight(grad: Tensor, windows: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the taps [outputs, taps * channels] and, ``biased``, of the bias; see ``wide`` there."""
+    """Return the gradients of the taps [outputs, taps * channels], fp32 where ``wide``, and of the bias."""
     if is_recorded(grad) or _are_few(windows):
         return gradients_of_linear(grad.flatten(0, 1), windows.flatten(0, 1), biased, wide)
     total, *others = [gradients_of_linear(g, w, False, True)[0].float() for g, w in zip(grad, windows, strict=True)]

@@ -7,6 +7,7 @@ scale=scale)``, which the pass ``attention`` then computes by code of ours.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from amp_graph.passes.formulas import (
 )
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of
-from amp_graph.passes.read_attention import RESHAPES, Found, attention_around, told
+from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, told
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import attention_call_pays
 
@@ -43,9 +44,9 @@ SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 class FuseAttention(Pass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
 
-    Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by a number,
-    with one mask that has no gradient, added, or of ``masked_fill(-inf)``, and with what ``baddbmm`` adds; no dropout;
-    read by nobody half-way, as by who returns the probabilities.
+    Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
+    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or what is as low; no
+    dropout; read by nobody half-way, as by who returns the probabilities.
     The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where the formula
     rounds them. A row whose scores are all -inf gives zeros, where the formula gives NaN.
     """
@@ -89,7 +90,7 @@ class _Operands:
 
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         self.gm, self.mode = gm, mode
-        self.sums: dict[tuple[Node, Node], Node] = {}  # of biases and masks, which layers share
+        self.sums: dict[tuple[tuple[Term, ...], Term | None], Node] = {}  # of masks, which layers share
 
     def call(self, found: Found) -> Node:
         """Return the call that is in the place of ``found``; what nobody else read is gone."""
@@ -121,12 +122,12 @@ class _Operands:
                 return source
         return self._put(turned.next, torch.transpose, turned, -2, -1)
 
-    def _of_four(self, node: Node, found: Found) -> Node:
-        """Return ``node``, whose batch is that of the product, as [batch, heads, ...], a view."""
+    def _of_four(self, node: Node, found: Found, *, folded: bool = True) -> Node:
+        """Return ``node``, [batch * heads, ...] where ``folded``, as [batch, heads, ...], a view."""
         split, whole = found.scores.split, captured(node)
         if whole.dim() != 3:
             return node
-        if split is None or concrete_size(whole.shape[0]) == 1:
+        if not folded or split is None or concrete_size(whole.shape[0]) == 1:
             return self._put(found.formula.last, torch.unsqueeze, node, 0)
         source, heads = node.args[0] if node.args else None, captured(split).shape[:2]
         if names_of(node) in RESHAPES and isinstance(source, Node):
@@ -136,21 +137,38 @@ class _Operands:
         return self._put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
 
     def _mask(self, found: Found) -> Node | None:
-        """Return what is added to the scores: bias, mask, both, or nothing; or where they are seen."""
+        """Return what is added to the scores, or where they are seen; None where all are as they are."""
         scores, last = found.scores, found.formula.last
-        if scores.hidden is not None:
-            return self._put(last, torch.logical_not, self._of_four(scores.hidden, found))
-        bias, mask = scores.bias, scores.mask
-        if bias is None or mask is None:
-            return self._of_four(bias or mask, found) if bias or mask else None  # type: ignore[arg-type]
-        known = self.sums.get((bias, mask))
+        masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.masks]
+        if not masks:
+            return None
+        if not scores.terms:
+            return self._put(last, torch.logical_not, masks[0])
+        if len(masks) == 1 and scores.terms[0].factor == 1:
+            return masks[0]
+        known = self._known(found)
         if known is not None:
-            since = Formula(bias, last, {known})
-            if not any(is_written_meanwhile(since, n) for n in (bias, mask)):
-                return known
-        made = self._put(last, torch.add, self._of_four(bias, found), self._of_four(mask, found))
-        self.sums[bias, mask] = made
+            return known
+        scaled = [
+            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor)
+            for mask, term in zip(masks, scores.terms, strict=False)
+        ]
+        made = scaled[0]
+        for other in scaled[1:]:
+            made = self._put(last, torch.add, made, other)
+        if scores.hidden is not None:
+            made = self._put(last, torch.masked_fill, made, masks[-1], -math.inf)
+        self.sums[(scores.terms, scores.hidden)] = made
         return made
+
+    def _known(self, found: Found) -> Node | None:
+        """Return the mask that was made of the same for a layer before, unless something was written since."""
+        known = self.sums.get((found.scores.terms, found.scores.hidden))
+        if known is None:
+            return None
+        since = Formula(known, found.formula.last, {known})
+        written = any(is_written_meanwhile(since, term.node) for term in found.scores.masks)
+        return None if written else known
 
     def _put(self, before: Node, function: Callable[..., Any], operand: Node, *args: Any) -> Node:
         """Put a call of ``function`` before a node, in the region of what it is given; return it."""

@@ -6,9 +6,8 @@ folded into the batch, whose products are ``bmm`` or ``baddbmm``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,30 +30,40 @@ from amp_graph.passes.regions import is_trained
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
+STEPS = 6  # between a product and a mask that is added
+UNSEEN = -1e30  # a score up to which leaves no probability
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to scores, times ``factor``; ``folded``: to those with heads in the batch."""
+
+    node: Node
+    folded: bool
+    factor: float = 1.0
 
 
 @dataclass
 class Scores:
-    """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``bias`` and ``mask``.
+    """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``terms``.
 
     ``hidden``: a mask that is true where nothing is to be seen. ``split``: where the heads, which were folded into the
-    batch for the product and its ``bias``, got a dimension of their own.
+    batch for the product, got a dimension of their own.
     """
 
     query: Node
     turned: Node
-    scale: float = 1.0
-    bias: Node | None = None
-    mask: Node | None = None
-    hidden: Node | None = None
-    split: Node | None = None
-    inside: set[Node] = field(default_factory=set)
+    scale: float
+    terms: tuple[Term, ...]
+    hidden: Term | None
+    split: Node | None
+    inside: set[Node]
 
     @property
-    def others(self) -> list[Node]:
-        """What is read beside the queries."""
-        return [n for n in (self.turned, self.bias, self.mask, self.hidden) if n is not None]
+    def masks(self) -> list[Term]:
+        """What is read beside queries and keys."""
+        return [*self.terms, *([] if self.hidden is None else [self.hidden])]
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,14 @@ def attention_around(softmax: Node) -> Found | None:
     if merged and scores.split is not None and (behind := _one_reader(reader)) is not None and _splits(behind, scores):
         last, merged = behind, False
     formula = Formula(scores.query, last, {*inside, reader, last})
-    if not is_closed(formula) or any(is_written_meanwhile(formula, n) for n in (*scores.others, values)):
+    if not is_closed(formula) or _is_any_written(formula, scores, values):
         return None
     return Found(formula, scores, values, merged)
+
+
+def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
+    others = (scores.turned, values, *(term.node for term in scores.masks))
+    return any(is_written_meanwhile(formula, node) for node in others)
 
 
 def _one_reader(node: Node) -> Node | None:
@@ -142,51 +156,55 @@ def _splits(node: Node, scores: Scores) -> bool:
 
 def _scores(node: Node) -> Scores | None:
     """Read ``node`` back to the product of queries and keys."""
-    scale, mask, hidden, split, folded, inside = 1.0, None, None, None, False, set[Node]()
+    scale, hidden, split, folded = 1.0, None, None, False
+    terms, inside = list[Term](), set[Node]()
     while True:
         inside.add(node)
+        in_batch = captured(node).dim() == 3
         name, args = operation(node)
         if (product := _product(node)) is not None:
-            query, turned, bias, alpha = product
-            found = Scores(query, turned, scale * alpha, bias, mask, hidden, split, inside)
-            refused = bias is not None and (scale != 1 or hidden is not None)
-            return None if refused or (folded and split is None) else found
+            query, turned, bias, beta, alpha = product
+            if bias is not None:
+                terms.append(Term(bias, in_batch, scale * beta))
+            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, split, inside)
+            return None if folded and split is None else found
         if split is None and _unfolds(node):
             split, node = node, node.args[0]  # type: ignore[assignment]
-            continue
-        if split is None and not folded and _folds(node):  # before the softmax
+        elif split is None and not folded and _folds(node):  # before the softmax
             folded, node = True, node.args[0]  # type: ignore[assignment]
-            continue
-        if name in ("aten.mul", "aten.div") and (before := _scaled(node)) is not None:
+        elif name in ("aten.mul", "aten.div") and (before := _scaled(node)) is not None:
             node, factor = before
             scale *= factor
-            continue
-        if mask is not None or hidden is not None or scale != 1 or (split is not None and not converts_nothing(node)):
-            return None  # what is masked is scaled already, and has a dimension of heads where anything has one
-        if name == "aten.add" and (parts := _masked(args)) is not None:
+        elif name == "aten.add" and (parts := _masked(args)) is not None:
             node, mask = parts
-        elif name == "aten.masked_fill" and len(args) == 3 and args[2] == -math.inf:
-            node, hidden = args[0], args[1]
+            terms.append(Term(mask, in_batch, scale))
+        elif name == "aten.masked_fill" and hidden is None and scale > 0 and _hides(args):
+            node, hidden = args[0], Term(args[1], in_batch)
         elif converts_nothing(node):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return None
 
 
-def _product(node: Node) -> tuple[Node, Node, Node | None, float] | None:
-    """Return what ``node`` multiplies, what it adds to that, and the number that it scales the product with."""
+def _hides(args: list[Any]) -> bool:
+    """Say whether what is filled is so low that nothing is seen there, whatever is added to it."""
+    return len(args) == 3 and isinstance(args[1], Node) and isinstance(args[2], (int, float)) and args[2] <= UNSEEN
+
+
+def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
+    """Return what ``node`` multiplies, what it adds, and the numbers that it scales this and the product with."""
     name, args = operation(node)
     if name in PRODUCTS and all(isinstance(a, Node) for a in args):
-        return args[0], args[1], None, 1.0
+        return args[0], args[1], None, 0.0, 1.0
     if names_of(node) != ("aten.baddbmm",) or "out" in node.kwargs or node.op not in ("call_function", "call_method"):
         return None
     given = facts.schema_arguments(BIASED, node.args, dict(node.kwargs))
     bias, left, right = (given.get(name) for name in ("self", "batch1", "batch2"))
     if not (isinstance(bias, Node) and isinstance(left, Node) and isinstance(right, Node)):
         return None
-    alpha = given["alpha"]
-    scales = given["beta"] == 1 and isinstance(alpha, (int, float)) and alpha != 0
-    return (left, right, bias, float(alpha)) if scales else None
+    beta, alpha = given["beta"], given["alpha"]
+    scales = all(isinstance(number, (int, float)) and number != 0 for number in (beta, alpha))
+    return (left, right, bias, float(beta), float(alpha)) if scales else None
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:
@@ -201,20 +219,21 @@ def _masked(args: list[Any]) -> tuple[Node, Node] | None:
     if len(args) != 2 or not all(isinstance(a, Node) for a in args):
         return None
     for scores, mask in (args, args[::-1]):
-        node, steps = scores, 0
-        while (before := _source(node)) is not None and steps < 4:
-            node, steps = before, steps + 1
-        if _product(node) is not None and captured(scores).dim() in (3, 4):
+        if captured(scores).dim() in (3, 4) and _is_of_products(scores, STEPS):
             return scores, mask
     return None
 
 
-def _source(node: Node) -> Node | None:
-    """Return what ``node`` scales, or splits the heads of."""
-    if _unfolds(node):
-        return node.args[0]  # type: ignore[return-value]
-    scaled = _scaled(node) if operation(node)[0] in ("aten.mul", "aten.div") else None
-    return scaled[0] if scaled is not None else None
+def _is_of_products(node: Node, steps: int) -> bool:
+    """Say whether ``node`` is a product behind so many ``steps`` as ``_scores`` takes, or fewer."""
+    if _product(node) is not None or steps == 0:
+        return steps > 0
+    name, args = operation(node)
+    source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
+    if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
+        source = scaled[0]
+    sources = args if name == "aten.add" else args[:1] if name == "aten.masked_fill" else [source]
+    return any(isinstance(s, Node) and _is_of_products(s, steps - 1) for s in sources)
 
 
 def _fits(scores: Scores, values: Node) -> bool:
@@ -228,12 +247,10 @@ def _fits(scores: Scores, values: Node) -> bool:
     sizes = [told(t.shape) for t in (query, turned.mT, v)]
     if sizes[1] != sizes[2] or sizes[0][:-2] != sizes[2][:-2] or sizes[0][-1] != sizes[2][-1]:
         return False
-    of_whole = 4 if scores.split is not None else dims
-    masks = ((scores.bias, dims), (scores.mask, of_whole), (scores.hidden, of_whole))
-    for mask, wanted in masks:
-        if mask is not None and (is_trained(mask) or captured(mask).dim() not in (2, wanted)):
-            return False
-    return all(m is None or captured(m).dtype == query.dtype for m in (scores.bias, scores.mask))
+    masks = [(captured(term.node), term) for term in scores.masks]
+    if any(is_trained(term.node) or not 2 <= mask.dim() <= (3 if term.folded else 4) for mask, term in masks):
+        return False
+    return all(captured(term.node).dtype == query.dtype for term in scores.terms)
 
 
 def told(sizes: Iterable[Any]) -> list[str]:

@@ -96,6 +96,20 @@ def test_results_and_gradients_are_as_exact_as_the_kernels(name, size, by):
 
 
 @by_ours
+def test_one_head_of_keys_for_all(by):
+    """Which torch's kernel does not take: its formula, in products, runs for that."""
+    q, k, v = (drawn(BATCH, heads, 24, WIDTH, seed=i) for i, heads in enumerate((HEADS, 1, 1)))
+    wide = [t.to(BF16).double().requires_grad_() for t in (q, k, v)]
+    F.scaled_dot_product_attention(*wide).sum().backward()
+    low = [t.to(BF16).requires_grad_() for t in (q, k, v)]
+    out = attention_low(*low)
+    assert "Attention" in out.grad_fn.name()
+    out.sum().backward()
+    for one, other in zip(low, wide, strict=True):
+        assert (one.grad - other.grad).norm() <= 0.02 * other.grad.norm()
+
+
+@by_ours
 @pytest.mark.parametrize("kind", [torch.float32, BF16])
 @pytest.mark.parametrize("shape", [(1, HEADS, LENGTH, KEYS), (BATCH, 1, 1, KEYS), (LENGTH, KEYS)])
 def test_masks_that_train(kind, shape):

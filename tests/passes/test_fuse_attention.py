@@ -89,9 +89,32 @@ def of_one_item(s, q, k, v):
     return ((q[0] @ k[0].mT * 0.4 + MASK[0]).softmax(-1) @ v[0])[None]
 
 
+def falcon(s, q, k, v):
+    """Scaled behind a mask that differs from head to head; behind that comes another one."""
+    scores = (q @ k.mT + ALIBI.to(q)) * 0.4
+    return F.softmax(scores + MASK.to(q), dim=-1) @ v
+
+
+def mpt(s, q, k, v):
+    """A mask of three dimensions, and a number that is as low as there are."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + ALIBI[:, 0:, -LENGTH:].to(q)
+    scores = scores.masked_fill(~SEEN, torch.finfo(torch.float32).min)
+    return torch.matmul(F.softmax(scores.float(), dim=-1).to(v), v)
+
+
+def scaled_behind_a_product(s, q, k, v):
+    queries, keys, values = folded(q, k, v)
+    scores = torch.baddbmm(ALIBI.repeat(2, 1, 1).to(q), queries, keys.mT, beta=0.5) * 0.4
+    return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
+
+
+def two_masks(s, q, k, v):
+    return (q @ k.mT * 0.4 + MASK.to(q) + ALIBI.to(q)).softmax(-1) @ v
+
+
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
-FOLDED = (bloom, bart, multihead, of_one_item)
-FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first, *FOLDED)}
+OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, scaled_behind_a_product, two_masks)
+FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)}
 
 
 def with_chances(s, q, k, v):
@@ -116,15 +139,7 @@ OTHERS = {
     "the probabilities are read": with_chances,
     "dropout": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
     "over the queries": lambda s, q, k, v: (q @ k.mT).softmax(-2) @ v,
-    "scaled behind the mask": lambda s, q, k, v: ((q @ k.mT + MASK) * 0.4).softmax(-1) @ v,
     "a mask that trains": lambda s, q, k, v: (q @ k.mT + s.bias).softmax(-1) @ v,
-    "two masks": lambda s, q, k, v: (q @ k.mT + MASK + MASK).softmax(-1) @ v,
-    "scaled behind what a product adds": lambda s, q, k, v: (
-        torch.baddbmm(MASK[0], *folded(q, k.mT)).mul(0.4).softmax(-1) @ folded(v)[0]
-    ),
-    "half of what a product adds": lambda s, q, k, v: (
-        torch.baddbmm(MASK[0], *folded(q, k.mT), beta=0.5).softmax(-1) @ folded(v)[0]
-    ),
     "a product adds what trains": lambda s, q, k, v: torch.baddbmm(s.bias, *folded(q, k.mT)).softmax(-1) @ folded(v)[0],
     "heads apart for another number of them": lambda s, q, k, v: (
         (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.formulas import (
     Formula,
     describe,
@@ -29,6 +30,7 @@ from amp_graph.passes.formulas import (
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, told
+from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import attention_call_pays
 
@@ -37,6 +39,7 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -150,27 +153,37 @@ class _Operands:
         if known is not None:
             return known
         scaled = [
-            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor)
+            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
             for mask, term in zip(masks, scores.terms, strict=False)
         ]
         made = scaled[0]
         for other in scaled[1:]:
-            made = self._put(last, torch.add, made, other)
+            made = self._put(last, torch.add, made, other, like=last)
         if scores.hidden is not None:
-            made = self._put(last, torch.masked_fill, made, masks[-1], -math.inf)
+            made = self._put(last, torch.masked_fill, made, masks[-1], -math.inf, like=last)
         self.sums[(scores.terms, scores.hidden)] = made
         return made
 
     def _known(self, found: Found) -> Node | None:
-        """Return the mask that was made of the same for a layer before, unless something was written since."""
-        known = self.sums.get((found.scores.terms, found.scores.hidden))
-        if known is None:
+        """Return the mask that was made of the same for a layer before, unless something was written since.
+
+        A layer that is computed again in backward, or in a precision of its own, has its own.
+        """
+        known, last = self.sums.get((found.scores.terms, found.scores.hidden)), found.formula.last
+        if known is None or any(known.meta.get(key) != last.meta.get(key) for key in PLACE):
             return None
-        since = Formula(known, found.formula.last, {known})
+        since = Formula(known, last, {known})
         written = any(is_written_meanwhile(since, term.node) for term in found.scores.masks)
         return None if written else known
 
-    def _put(self, before: Node, function: Callable[..., Any], operand: Node, *args: Any) -> Node:
-        """Put a call of ``function`` before a node, in the region of what it is given; return it."""
+    def _put(
+        self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None
+    ) -> Node:
+        """Put a call of ``function`` before a node, in the place of what it is given, or of ``like``; return it."""
         with self.gm.graph.inserting_before(before):
-            return describe(self.gm.graph.call_function(function, (operand, *args)), operand, self.mode)
+            made = describe(self.gm.graph.call_function(function, (operand, *args)), operand, self.mode)
+        for key in PLACE if like is not None else ():
+            made.meta.pop(key, None)
+            if like is not None and key in like.meta:
+                made.meta[key] = like.meta[key]
+        return made

@@ -1,5 +1,6 @@
 """Attention written out in Python becomes the one call, and is nearer to fp64; what only looks like it stays."""
 
+import copy
 import math
 
 import pytest
@@ -265,3 +266,37 @@ def test_models_of_the_library(name, layers):
     amp_graph.convert(model)(*args, **kwargs)
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
     assert sum(n.target is attention_low for n in nodes) >= layers
+
+
+def shared_masks(s, q, k, v):
+    return (q @ k.mT * 0.4 + MASK + ALIBI).softmax(-1) @ v
+
+
+class Layers(nn.Module):
+    """Two layers that share their masks, each computed again in backward where asked."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(Model(shared_masks) for _ in range(2)), again
+
+    def forward(self, x):
+        for layer in self.layers:
+            heads = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+            x = x + heads.transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
+    torch.manual_seed(0)
+    model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
+    wide = copy.deepcopy(model).double()
+    wide(x.double()).square().sum().backward()
+    amp_graph.convert(model)
+    model(x).square().sum().backward()
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    calls = [n for n in nodes if n.target is attention_low]
+    assert again or len(calls) == 2
+    assert again or len({n.kwargs["attn_mask"] for n in calls}) == 1
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        assert q.grad is None or (p.grad - q.grad).norm() <= 0.05 * q.grad.norm()

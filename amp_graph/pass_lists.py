@@ -92,7 +92,7 @@ def passes_for(
     ours = lists.unlisted == "opaque"
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     fusions: list[Pass] = (
-        [DropEmpty(), DropDropout(), ProductsAsLinears(), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)]
+        [DropEmpty(), DropDropout(), ProductsAsLinears(lists), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)]
         if ours
         else []
     )

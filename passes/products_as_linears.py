@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import Formula, operation, put_call
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.own_products import is_turned
 
+ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 PRODUCTS = ("aten.matmul", "aten.mm")
 GIVEN = ("placeholder", "get_attr")
 
@@ -26,16 +28,18 @@ GIVEN = ("placeholder", "get_attr")
 class ProductsAsLinears(Pass):
     """Replaces ``x @ weight.T`` by ``linear(x, weight)``.
 
-    Law: ``weight``: two dimensions, an input or attribute of the graph. Exactness: bit-exact, but where a pass over
-    linears is not. A bias that is added stays so: of fp32 it makes the sum fp32, which a linear's is not.
+    Law: ``weight``: two dimensions, an input or attribute of the graph; the lists say the same of products and linears.
+    Exactness: bit-exact, but where a pass over linears is not. A bias that is added stays so: of fp32 it makes the sum
+    fp32, which a linear's is not.
     """
 
+    lists: OpList
     name: ClassVar[str] = "products-as-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product."""
         mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes):
+        for node in list(gm.graph.nodes) if self._is_wanted() else ():
             weight = _weight(node) if operation(node)[0] in PRODUCTS else None
             if mode is None or weight is None:
                 continue
@@ -45,6 +49,10 @@ class ProductsAsLinears(Pass):
                 gm.graph.erase_node(turned)
             changes.append(Change(self.name, "as a linear", made.name, f"by {weight.name}, turned"))
         return PassResult(gm, tuple(changes))
+
+    def _is_wanted(self) -> bool:
+        rules = [self.lists.lookup(op, {}) for op in ALIKE]
+        return len({None if rule is None else rule.cls for rule in rules}) == 1
 
 
 def _weight(node: Node) -> Node | None:

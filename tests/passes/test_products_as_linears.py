@@ -69,9 +69,10 @@ def test_who_wants_fp32_of_linears_or_of_products_gets_it():
     def product(s, x):
         return x @ s.w.T
 
-    for policy in ("bf16,deny=aten.linear", "bf16,keep_fp32=.*"):
+    for policy in ("bf16,deny=aten.matmul", "bf16,keep_fp32=.*"):
         out = passed(product, policy)[0][0]
         assert torch.allclose(out, F.linear(X, W), atol=1e-5)
+    assert passed(product, "bf16,deny=aten.linear")[1] == 0
 
 
 def test_a_graph_that_is_rewritten_computes_the_same():

@@ -7,6 +7,8 @@ from torch import nn
 import amp_graph
 from amp_graph.passes import weight_views
 
+# What is only turned is a linear's weight otherwise, and copied as such.
+AS_WRITTEN = "skip=products_as_linears"
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 FORMS = {
     "T": lambda w: w.T,
@@ -35,7 +37,7 @@ class Turned(nn.Module):
 
 def trained(model, policy="bf16"):
     """Output and gradients of a converted model, and what its casts are of."""
-    amp_graph.convert(model, policy, strict=True)
+    amp_graph.convert(model, f"{policy},{AS_WRITTEN}", strict=True)
     x = X.clone().requires_grad_()
     out = model(x)
     out.float().square().sum().backward()
@@ -80,7 +82,7 @@ LEFT_ALONE = {
 def test_what_is_left_alone(form, after):
     model = Turned(form, after)
     model.weight.requires_grad_(after is not written)
-    amp_graph.convert(model, "bf16", strict=True)
+    amp_graph.convert(model, f"bf16,{AS_WRITTEN}", strict=True)
     plain = Turned(form, after)
     plain.weight.requires_grad_(after is not written)
     for _ in range(2):

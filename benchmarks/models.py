@@ -234,10 +234,43 @@ def lstm(scale: float) -> Case:
 
 
 # Not measured unless named: ``--models gpt_1 --modes inference``.
+def bloom(scale: float) -> Case:
+    """Hugging Face's BLOOM, with attention written out and a GELU of its own: 4 layers of 768, 4 x 128 tokens."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=4000, hidden_size=768, n_layer=scaled(4, scale), n_head=12, use_cache=False)
+    ids = torch.randint(10, 4000, (4, 128))
+    return Case(
+        BloomForCausalLM(config),
+        (ids,),
+        lambda m, x: m(input_ids=x, labels=x).loss,
+        lambda m, x: m(input_ids=x).logits,
+    )
+
+
+def wav2vec2(scale: float) -> Case:
+    """Hugging Face's wav2vec2: 7 convolutions of 4 times a second of sound, and 3 layers of 256."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+    config = Wav2Vec2Config(
+        hidden_size=256, num_hidden_layers=scaled(3, scale), num_attention_heads=4, intermediate_size=1024,
+        apply_spec_augment=False, layerdrop=0.0, num_labels=10,
+    )  # fmt: skip
+    x, y = torch.randn(4, 16_000), torch.randint(10, (4,))
+    return Case(
+        Wav2Vec2ForSequenceClassification(config),
+        (x, y),
+        lambda m, x, y: m(input_values=x, labels=y).loss,
+        lambda m, x, _: m(input_values=x).logits,
+    )
+
+
 MORE: dict[str, Callable[[float], Case]] = {
     **{f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)},
     "bert_dropout": lambda scale: bert(scale, "sdpa", 0.1),
     "swin": swin,
+    "bloom": bloom,
+    "wav2vec2": wav2vec2,
     "vgg11": vgg11,
     "ghostnet": ghostnet,
 }

@@ -186,9 +186,14 @@ class _Body:
 
 
 def _target(node: Node) -> str:
+    """Return what a node calls, in words: torch's by its name, another's by what it is as well."""
+    target: Any = node.target
     if node.op != "call_function":
-        return str(node.target) if node.op == "call_method" else ""
-    return str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
+        return str(target) if node.op == "call_method" else ""
+    if isinstance(target, OpOverload):
+        return str(target)
+    torchs = (getattr(target, "__module__", "") or "torch").partition(".")[0] in ("torch", "_operator", "math")
+    return target.__name__ if torchs else f"{target.__qualname__} at {id(target)}"
 
 
 def _is_pure(op: OpOverload) -> bool:

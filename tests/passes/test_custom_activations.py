@@ -204,6 +204,22 @@ class Own(nn.Module):
         return self.activation.apply(x)
 
 
+def factor(number):
+    @torch._dynamo.allow_in_graph
+    def scaled(x):
+        return x * number
+
+    return scaled
+
+
+def test_functions_of_one_name_are_not_one():
+    outs = []
+    for scaled in (factor(2.0), factor(3.0)):
+        found, _ = passed(altered(lambda ctx, x, f=scaled: (ctx.save_for_backward(x), f(x).sigmoid())[1]))
+        outs.append(found[0])
+    assert not torch.equal(*outs)
+
+
 def net(activation):
     torch.manual_seed(0)
     images = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Own(activation), nn.Conv2d(8, 8, 3), Own(activation)

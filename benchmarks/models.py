@@ -233,7 +233,6 @@ def lstm(scale: float) -> Case:
     )
 
 
-# Not measured unless named: ``--models gpt_1 --modes inference``.
 def bloom(scale: float) -> Case:
     """Hugging Face's BLOOM, with attention written out and a GELU of its own: 4 layers of 768, 4 x 128 tokens."""
     from transformers import BloomConfig, BloomForCausalLM
@@ -265,6 +264,7 @@ def wav2vec2(scale: float) -> Case:
     )
 
 
+# Not measured unless named: ``--models gpt_1 --modes inference``.
 MORE: dict[str, Callable[[float], Case]] = {
     **{f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)},
     "bert_dropout": lambda scale: bert(scale, "sdpa", 0.1),

@@ -21,6 +21,7 @@ from amp_graph.passes import facts
 from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.depthwise import CALLS, SEQUENCES
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_low import is_plain, multiplied, multiply_into
 from amp_graph.passes.node_value import value
@@ -37,8 +38,6 @@ from amp_graph.passes.torch_private import (
 from amp_graph.passes.turn import turned
 from amp_graph.passes.what_pays_for_images import windows_pay
 
-SEQUENCES = torch.ops.aten.conv1d.default
-CALLS = frozenset({torch.conv1d, F.conv1d, SEQUENCES, torch.ops.aten.conv1d})
 FEW = 1 << 20  # numbers in the windows of an item
 
 

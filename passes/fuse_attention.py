@@ -141,6 +141,9 @@ class _Operands:
 
     def _mask(self, found: Found) -> Node | None:
         """Return what is added to the scores, or where they are seen; None where all are as they are."""
+        known = self._known(found)
+        if known is not None:
+            return known
         scores, last = found.scores, found.formula.last
         masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.masks]
         if not masks:
@@ -149,9 +152,6 @@ class _Operands:
             return self._put(last, torch.logical_not, masks[0])
         if len(masks) == 1 and scores.terms[0].factor == 1:
             return masks[0]
-        known = self._known(found)
-        if known is not None:
-            return known
         scaled = [
             mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
             for mask, term in zip(masks, scores.terms, strict=False)
@@ -182,8 +182,7 @@ class _Operands:
         """Put a call of ``function`` before a node, in the place of what it is given, or of ``like``; return it."""
         with self.gm.graph.inserting_before(before):
             made = describe(self.gm.graph.call_function(function, (operand, *args)), operand, self.mode)
-        for key in PLACE if like is not None else ():
-            made.meta.pop(key, None)
-            if like is not None and key in like.meta:
-                made.meta[key] = like.meta[key]
+        if like is not None:
+            elsewhere = {key: mark for key, mark in made.meta.items() if key not in PLACE}
+            made.meta = elsewhere | {key: like.meta[key] for key in PLACE if key in like.meta}
         return made

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.identify_ops import OPS as IDENTITY
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_low import is_plain, multiply_into
 from amp_graph.passes.node_value import value
@@ -68,7 +69,7 @@ def _given(node: Node) -> tuple[Node, Node, Node] | None:
     names = names_of(node)
     if len(names) != 1 or names[0] not in GROUPED or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return None
-    op = node.meta["amp_ops"].operations[0].op
+    op = node.meta[IDENTITY].operations[0].op
     given = facts.schema_arguments(op, node.args, dict(node.kwargs))
     operands = tuple(given.pop(name) for name in GROUPED[names[0]])
     if not all(isinstance(n, Node) for n in operands) or given.items() - PLAIN.items():
@@ -118,8 +119,7 @@ def _calls(x: Tensor) -> Any:
 
 def rows_by_groups(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Tensor:
     """Return what ``grouped_product`` does, without gradients. Raises MemoryError."""
-    made = x.new_empty((len(x), weight.shape[1 if turned else 2]))
-    end = 0
+    made, end = _room(x, weight, turned), 0
     for group, start, end in _groups(offs):
         multiply_into(made[start:end], x[start:end], weight[group].t() if turned else weight[group])
     made[end:].zero_()
@@ -131,7 +131,7 @@ def gradient_by_groups(a: Tensor, b: Tensor, offs: Tensor, groups: int, wide: bo
 
     a: [rows, columns]; b: [rows, columns]; both bf16. Raises MemoryError.
     """
-    made = a.new_empty((groups, a.shape[1], b.shape[1]), dtype=torch.float32 if wide else a.dtype)
+    made = _room_of_gradient(a, b, groups, wide)
     filled = set()
     for group, start, end in _groups(offs):
         multiply_into(made[group], a[start:end].t(), b[start:end])

@@ -48,8 +48,8 @@ class FuseAttention(Pass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
 
     Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
-    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or what is as low; no
-    dropout; read by nobody half-way, as by who returns the probabilities.
+    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill(-inf)``; no dropout; read by
+    nobody half-way, as by who returns the probabilities.
     The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where the formula
     rounds them. A row whose scores are all -inf gives zeros, where the formula gives NaN.
     """

@@ -6,6 +6,7 @@ folded into the batch, whose products are ``bmm`` or ``baddbmm``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,6 @@ from amp_graph.passes.regions import is_trained
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
 STEPS = 6  # between a product and a mask that is added
-UNSEEN = -1e30  # a score up to which leaves no probability
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
 
@@ -187,8 +187,11 @@ def _scores(node: Node) -> Scores | None:
 
 
 def _hides(args: list[Any]) -> bool:
-    """Say whether what is filled is so low that nothing is seen there, whatever is added to it."""
-    return len(args) == 3 and isinstance(args[1], Node) and isinstance(args[2], (int, float)) and args[2] <= UNSEEN
+    """Say whether nothing is seen where -inf is filled in.
+
+    Of a finite number, however low, a row that sees nothing has all values alike, and scores without gradients.
+    """
+    return len(args) == 3 and isinstance(args[1], Node) and args[2] == -math.inf
 
 
 def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:

@@ -97,9 +97,9 @@ def falcon(s, q, k, v):
 
 
 def mpt(s, q, k, v):
-    """A mask of three dimensions, and a number that is as low as there are."""
+    """A mask of three dimensions; MPT's own number is finite, and stays."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + ALIBI[:, 0:, -LENGTH:].to(q)
-    scores = scores.masked_fill(~SEEN, torch.finfo(torch.float32).min)
+    scores = scores.masked_fill(~SEEN, -math.inf)
     return torch.matmul(F.softmax(scores.float(), dim=-1).to(v), v)
 
 
@@ -144,6 +144,9 @@ OTHERS = {
     "a product adds what trains": lambda s, q, k, v: torch.baddbmm(s.bias, *folded(q, k.mT)).softmax(-1) @ folded(v)[0],
     "heads apart for another number of them": lambda s, q, k, v: (
         (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
+    ),
+    "the least number fills": lambda s, q, k, v: (
+        (q @ k.mT).masked_fill(~SEEN, torch.finfo(torch.float32).min).softmax(-1) @ v
     ),
     "a finite number fills": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
     "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,

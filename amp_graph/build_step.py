@@ -29,6 +29,7 @@ from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import OnePass, plan_one_pass
 from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, passes_of_step
+from amp_graph.passes.collector import collector_waits
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
@@ -93,7 +94,7 @@ class StepBuilder:
         trained, absent = self._trained(captured, args, self.state.pending if updates else {})
         parts, how, copies = self._parts(captured, args, trained, absent, updates)
         in_step = self.compile == "eager" and self.policy.level != "O0"
-        with one_capture_at_a_time():
+        with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
         if self.policy.keeps_memory and device_of(gm) == "cpu":
             step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)

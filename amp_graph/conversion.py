@@ -273,7 +273,14 @@ class Conversion:
         return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)
 
     def _captured_by(self, function: Any, backend: Callable[..., Runner], heard: CaptureListener) -> Runner:
-        return capture_with_dynamo(function, weakly(backend), dynamic=self.dynamic, fullgraph=False, heard=heard)
+        return capture_with_dynamo(
+            function,
+            weakly(backend),
+            dynamic=self.dynamic,
+            fullgraph=False,
+            heard=heard,
+            collector_waits=self.compile == "eager",
+        )
 
     def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Take the graph of a whole call; one that is to be captured under autocast will never run."""

@@ -236,6 +236,7 @@ class TrainStep:
             dynamic=False,
             fullgraph=True,
             heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
+            collector_waits=self.compile == "eager",
         )
 
     # -- state ----------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; two are public, but in no li
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # 2.11 - 2.13: no tracer, no fakes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
 
+from amp_graph.passes.collector import collector_waits
+
 __all__ = [
     "CaptureListener",
     "FakeTensor",
@@ -464,9 +466,10 @@ class _CompileTimeConfig:
     would cost every step.
     """
 
-    def __init__(self, inner: Any, heard: CaptureListener) -> None:
+    def __init__(self, inner: Any, heard: CaptureListener, collector_waits: bool) -> None:
         self._inner = inner
         self._heard = heard
+        self._collector_waits = collector_waits
         # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
         self._torchdynamo_orig_backend = inner
         self.hooks = inner.hooks
@@ -476,6 +479,7 @@ class _CompileTimeConfig:
         self._heard.begins(frame.f_code)
         with (
             _ONE_AT_A_TIME,
+            collector_waits(self._collector_waits),
             dynamo_config.patch(
                 allow_rnn=True,
                 # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
@@ -516,9 +520,11 @@ def capture_with_dynamo(
     dynamic: bool | None,
     fullgraph: bool,
     heard: CaptureListener,
+    collector_waits: bool,
 ) -> Callable[..., Any]:
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
+    ``collector_waits``: until Dynamo and ``backend`` are done, which is not for compilers that take minutes.
     2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
     rely on the raised limits and on the code object of its own.
     """
@@ -529,7 +535,7 @@ def capture_with_dynamo(
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
     context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
-    context.callback = _CompileTimeConfig(context.callback, heard)
+    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits)
     return context(function)
 
 

@@ -76,6 +76,8 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
     """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     norms = _has_norms(parts)
+    if linears and low == torch.bfloat16:
+        yield "linears", linear_kernel.library  # which the plan asks for
     if linears and norms and low == torch.bfloat16:
         yield "attention", attention_kernel.library  # takes longest
     if linears and norms:
@@ -84,8 +86,6 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
         yield "tables", by_table.library
     if any(part.out_features >= MANY_CLASSES for part in linears):  # which are widened
         yield f"casts, {low}", lambda: cast_kernel.library(low)
-    if linears and low == torch.bfloat16:
-        yield "linears", linear_kernel.library  # wanted last: over few rows alone
 
 
 def _has_norms(parts: Iterable[nn.Module]) -> bool:

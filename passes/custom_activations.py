@@ -45,8 +45,8 @@ class CustomActivations(Pass):
         """Visit every custom function."""
         mode, changes = fake_mode_of(gm), []
         for node in list(gm.graph.nodes):
-            site = _site(node) if mode is not None and by_table.library() is not None else None
-            form = form_of_function(gm, node) if site is not None else ""
+            site = _site(node) if mode is not None else None
+            form = form_of_function(gm, node) if site is not None and by_table.library() is not None else ""
             if site is not None and form and mode is not None:
                 made = _looked_up(gm, site, form, mode)
                 changes.append(Change(self.name, "by a table", made.name, "as the user's function computes a number"))

@@ -99,6 +99,13 @@ def test_a_model_converted_for_evaluation_compiles_the_rest_when_it_is_captured_
     assert ("casts" in loaded) == trains
 
 
+def test_a_model_without_activations_to_look_up_waits_for_no_tables(loaded):
+    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval(), "bf16")
+    with torch.no_grad():
+        model(torch.randn(4, 3, 16, 16))
+    assert "tables" not in loaded
+
+
 def test_fp16_has_no_products_of_ours(loaded):
     joined(begin(TRANSFORMER, torch.float16, trains=True))
     assert sorted(loaded) == ["norms", "norms' backward"]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes import facts
+from amp_graph.passes import dropout_in_bits, facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.formulas import (
@@ -32,7 +32,7 @@ from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, told
 from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
-from amp_graph.passes.what_pays import attention_call_pays
+from amp_graph.passes.what_pays import attention_call_pays, attention_kernel_pays
 
 ALLOWED = (
     torch.ops.aten.matmul.default,
@@ -48,8 +48,8 @@ class FuseAttention(Pass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
 
     Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
-    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill(-inf)``; no dropout; read by
-    nobody half-way, as by who returns the probabilities.
+    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill(-inf)``; dropout where our kernel
+    draws it, the same draws; read by nobody half-way, as by who returns the probabilities.
     The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where the formula
     rounds them. A row whose scores are all -inf gives zeros, where the formula gives NaN.
     """
@@ -69,6 +69,8 @@ class FuseAttention(Pass):
             found = attention_around(node) if names_of(node) in SOFTMAX else None
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
+            if found.dropped and not self._drops_by_ours():
+                continue
             made = operands.call(found)
             what = f"{len(found.formula.inside)} operations that are attention, scale={found.scores.scale:g}"
             changes.append(Change(self.name, "fused", made.name, what))
@@ -78,6 +80,9 @@ class FuseAttention(Pass):
         rules = [self.lists.lookup(op, {}) for op in ALLOWED]
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
         return allowed and attention_call_pays(self.device, self.dtype)
+
+    def _drops_by_ours(self) -> bool:
+        return attention_kernel_pays(self.device, self.dtype) and dropout_in_bits.library(self.dtype) is not None
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
@@ -102,6 +107,7 @@ class _Operands:
         read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
         mask = self._mask(found)
         given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+        given |= {"dropout_p": found.dropped} if found.dropped else {}
         given["scale"] = scores.scale
         if not found.merged:
             made = put_call(self.gm, formula, F.scaled_dot_product_attention, read, mode, **given)

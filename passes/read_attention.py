@@ -15,6 +15,8 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes import facts
+from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.drop_dropout import given_to
 from amp_graph.passes.formulas import (
     CONVERSIONS,
     Formula,
@@ -27,7 +29,7 @@ from amp_graph.passes.formulas import (
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.pieces import GIVEN
-from amp_graph.passes.regions import is_trained
+from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
@@ -68,12 +70,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class Found:
-    """Attention: its ``formula``, its ``scores`` and ``values``; ``merged``: its result has heads in the batch."""
+    """Attention: its ``formula``, its ``scores`` and ``values``; ``merged``: its result has heads in the batch.
+
+    ``dropped``: the probability with which each of its probabilities is dropped.
+    """
 
     formula: Formula
     scores: Scores
     values: Node
     merged: bool
+    dropped: float
 
 
 def attention_around(softmax: Node) -> Found | None:
@@ -82,8 +88,12 @@ def attention_around(softmax: Node) -> Found | None:
     scores = _scores(source) if isinstance(source, Node) and _is_over_the_last(softmax, source) else None
     if scores is None:
         return None
-    chances, inside = softmax, {softmax, *scores.inside}
-    while (reader := _one_reader(chances)) is not None and _changes_nothing(reader, scores):
+    chances, inside, dropout = softmax, {softmax, *scores.inside}, None
+    while (reader := _one_reader(chances)) is not None:
+        if dropout is None and _dropped_by(reader):
+            dropout = reader
+        elif not _changes_nothing(reader, scores):
+            break
         inside.add(reader)
         chances = reader
     if reader is None or operation(reader)[0] not in PRODUCTS or operation(reader)[1][0] is not chances:
@@ -97,7 +107,9 @@ def attention_around(softmax: Node) -> Found | None:
     formula = Formula(scores.query, last, {*inside, reader, last})
     if not is_closed(formula) or _is_any_written(formula, scores, values):
         return None
-    return Found(formula, scores, values, merged)
+    if dropout is not None and _is_any_drawn(dropout, last):
+        return None
+    return Found(formula, scores, values, merged, 0.0 if dropout is None else _dropped_by(dropout))
 
 
 def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
@@ -129,6 +141,27 @@ def _drops_nothing(node: Node) -> bool:
     if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
         return False
     return not any(facts.draws(o.op, o.arguments) for o in identity.operations)
+
+
+def _dropped_by(node: Node) -> float:
+    """Return how much dropout in training drops, in the order of memory as attention's own; 0 of all else."""
+    given = given_to(node)
+    if given is None or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
+        return 0.0
+    _, p, trains, in_place = given
+    plain = isinstance(p, float) and p < 1 and trains is True and not in_place
+    return p if plain and captured(node).is_contiguous() else 0.0
+
+
+def _is_any_drawn(dropout: Node, last: Node) -> bool:
+    """Say whether something draws random numbers between the two, which would be others if ``dropout`` drew later."""
+    node = dropout.next
+    while node is not last:
+        identity = node.meta.get(OPS)
+        if not isinstance(identity, Identity) or any(facts.draws(o.op, o.arguments) for o in identity.operations):
+            return True
+        node = node.next
+    return False
 
 
 def _folds(node: Node) -> bool:

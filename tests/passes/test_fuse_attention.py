@@ -10,11 +10,14 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import attention_kernel, what_pays
+from amp_graph.passes import attention_kernel, dropout_in_bits, what_pays
 from amp_graph.passes.attention_backward import attention_low
 from tests.corpus import make
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+needs_draws = pytest.mark.skipif(
+    dropout_in_bits.library(torch.bfloat16) is None, reason="torch draws otherwise on this CPU"
+)
 LENGTH, WIDTH, HEADS = 12, 32, 4
 
 
@@ -113,8 +116,27 @@ def two_masks(s, q, k, v):
     return (q @ k.mT * 0.4 + MASK.to(q) + ALIBI.to(q)).softmax(-1) @ v
 
 
+def dropped(s, q, k, v):
+    return F.dropout((q @ k.mT * 0.4).softmax(-1), 0.25) @ v
+
+
+def bart_that_drops(s, q, k, v):
+    queries, keys, values = folded(q * 0.4, k, v)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
+    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.5, training=True)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def llama_that_drops(s, q, k, v):
+    """Its values come of what draws before the dropout does."""
+    chances = F.softmax(q @ k.mT * 0.4 + MASK, dim=-1, dtype=torch.float32).to(q.dtype)
+    values = F.dropout(v, 0.5)
+    return F.dropout(chances, 0.1, True) @ values
+
+
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
 OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, scaled_behind_a_product, two_masks)
+DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops)}
 FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)}
 
 
@@ -130,6 +152,11 @@ def written(s, q, k, v):
     return chances @ v
 
 
+def drawn_half_way(s, q, k, v):
+    chances = F.dropout((q @ k.mT).softmax(-1), 0.5)
+    return chances @ (v * torch.rand(LENGTH, 1))
+
+
 def held_by_the_user(s, q, k, v):
     with torch.autocast("cpu", enabled=False):
         scores = q.float() @ k.float().mT
@@ -138,7 +165,10 @@ def held_by_the_user(s, q, k, v):
 
 OTHERS = {
     "the probabilities are read": with_chances,
-    "dropout": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
+    "all is dropped": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v,
+    "dropout before others draw": drawn_half_way,
+    "dropout in the order of keys": lambda s, q, k, v: F.dropout((k @ q.mT).mT.softmax(-1), 0.5) @ v,
+    "dropout twice": lambda s, q, k, v: F.dropout(F.dropout((q @ k.mT).softmax(-1), 0.5), 0.5) @ v,
     "over the queries": lambda s, q, k, v: (q @ k.mT).softmax(-2) @ v,
     "a mask that trains": lambda s, q, k, v: (q @ k.mT + s.bias).softmax(-1) @ v,
     "a product adds what trains": lambda s, q, k, v: torch.baddbmm(s.bias, *folded(q, k.mT)).softmax(-1) @ folded(v)[0],
@@ -175,6 +205,7 @@ def stepped(function, policy="bf16", wide=False):
     torch.manual_seed(0)
     model, x = Model(function), 3 * torch.randn(2, LENGTH, WIDTH)
     model, x = (model.double(), x.double()) if wide else (amp_graph.convert(model, policy), x)
+    torch.manual_seed(1)
     out = model(x)
     (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
     if wide:
@@ -187,13 +218,43 @@ def errors(found, exact):
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_formulas_become_the_call_and_are_as_exact(name):
-    (fused, calls), (written_out, none) = stepped(FORMS[name]), stepped(FORMS[name], "bf16,skip=fuse_attention")
+def becomes_the_call_and_is_as_exact(function):
+    fused, calls = stepped(function)
+    drawn = torch.rand(1)
+    written_out, none = stepped(function, "bf16,skip=fuse_attention")
     assert (calls, none) == (1, 0)
-    exact, _ = stepped(FORMS[name], wide=True)
+    assert torch.equal(drawn, torch.rand(1)), "both leave the generator where it was"
+    exact, _ = stepped(function, wide=True)
     for ours, theirs in zip(errors(fused, exact), errors(written_out, exact), strict=True):
         assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_formulas_become_the_call_and_are_as_exact(name):
+    becomes_the_call_and_is_as_exact(FORMS[name])
+
+
+@needs_draws
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_drops_what_torch_drops(name):
+    becomes_the_call_and_is_as_exact(DROPPED[name])
+
+
+@needs_draws
+def test_control_other_draws_are_seen(monkeypatch):
+    plain_bits = dropout_in_bits.dropout_bits
+    monkeypatch.setattr(
+        dropout_in_bits, "dropout_bits", lambda x, p, keys=1: (torch.rand(1), plain_bits(x, p, keys))[1]
+    )
+    with pytest.raises(AssertionError):
+        becomes_the_call_and_is_as_exact(dropped)
+
+
+@needs_draws
+def test_without_our_draws_dropout_stays_written_out(monkeypatch):
+    monkeypatch.setattr(dropout_in_bits, "library", lambda dtype: None)
+    assert stepped(dropped)[1] == 0
+    assert stepped(plain)[1] == 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -202,8 +263,7 @@ def test_what_only_looks_like_attention_stays(name):
     ours, calls = stepped(OTHERS[name])
     without, _ = stepped(OTHERS[name], "bf16,skip=fuse_attention")
     assert calls == 0
-    if name != "dropout":
-        assert all(map(torch.equal, ours, without))
+    assert all(map(torch.equal, ours, without))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from amp_graph.passes.custom_activations import CustomActivations
 from amp_graph.passes.depthwise import Depthwise
 from amp_graph.passes.drop_dropout import DropDropout
 from amp_graph.passes.drop_empty import DropEmpty
+from amp_graph.passes.einsums_as_products import EinsumsAsProducts
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.expand import ExpandComposites
 from amp_graph.passes.fold_masks import FoldMasks
@@ -92,7 +93,15 @@ def passes_for(
     ours = lists.unlisted == "opaque"
     folds = policy.weight_copies and "fold_norms" not in policy.skip and not torch.is_grad_enabled()
     fusions: list[Pass] = (
-        [DropEmpty(), DropDropout(), ProductsAsLinears(lists), FuseGelu(), FuseRmsNorm(), ConvAsLinear(folds)]
+        [
+            DropEmpty(),
+            DropDropout(),
+            EinsumsAsProducts(lists),
+            ProductsAsLinears(lists),
+            FuseGelu(),
+            FuseRmsNorm(),
+            ConvAsLinear(folds),
+        ]
         if ours
         else []
     )

@@ -26,14 +26,14 @@ ACCURACIES = ("autocast", "fast")
 SKIPPABLE = (
     "accumulate_in_place", "align_shapes", "amx_products", "attention", "cast_parts", "channels_last",
     "contiguous_linear", "conv1d", "conv_as_linear", "conv_transpose", "convolution", "count_batches",
-    "cudnn_recurrent", "custom_activations", "depthwise", "drop_dropout", "drop_empty", "eliminate_casts",
-    "fold_masks", "fold_norms", "fuse_attention", "fuse_batch_norm", "fuse_bias", "fuse_dropout", "fuse_gelu",
-    "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts", "grouped_products",
-    "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients", "linear_cross_entropy",
-    "linears_of_parameters", "look_at_values", "lstm_backward", "overwrite_logits", "own_products", "pack_weights",
-    "pointwise_conv", "products_as_linears", "protect_norms", "recompute_activations", "reduce_from_low",
-    "share_casts", "small_linears", "small_products", "table_activations", "train_linears", "widen_large",
-    "widen_products",
+    "cudnn_recurrent", "custom_activations", "depthwise", "drop_dropout", "drop_empty", "einsums_as_products",
+    "eliminate_casts", "fold_masks", "fold_norms", "fuse_attention", "fuse_batch_norm", "fuse_bias", "fuse_dropout",
+    "fuse_gelu", "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts",
+    "grouped_products", "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients",
+    "linear_cross_entropy", "linears_of_parameters", "look_at_values", "lstm_backward", "overwrite_logits",
+    "own_products", "pack_weights", "pointwise_conv", "products_as_linears", "protect_norms", "recompute_activations",
+    "reduce_from_low", "share_casts", "small_linears", "small_products", "table_activations", "train_linears",
+    "widen_large", "widen_products",
 )  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")

@@ -20,6 +20,7 @@ from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, storage_key
 
 CONVERSIONS = (("aten.to",), ("aten.type_as",))
+PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
 
 
 @dataclass
@@ -80,7 +81,7 @@ def is_closed(found: Formula) -> bool:
     Nor may anything be written to ``x`` half-way.
     """
     like = captured(found.x)
-    places = {tuple(repr(n.meta.get(key)) for key in (GRAD, REGION, CHECKPOINT)) for n in found.inside}
+    places = {tuple(repr(n.meta.get(key)) for key in PLACE) for n in found.inside}
     closed = len(places) == 1 and all(
         (node is found.last or set(node.users) <= found.inside) and captured(node).dtype == like.dtype
         for node in found.inside
@@ -137,4 +138,25 @@ def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
     identity = identify(made, mode)
     if isinstance(identity, Identity):
         made.meta[OPS] = identity
+    return made
+
+
+def put_before(
+    gm: GraphModule,
+    place: Node,
+    function: Callable[..., Any],
+    operand: Node,
+    *args: Any,
+    mode: FakeTensorMode,
+    like: Node | None = None,
+) -> Node:
+    """Put ``function(operand, *args)`` before ``place``; return it, which is trained and where ``operand`` is.
+
+    ``like``: a node that tells where it is instead, as of a layer that is computed again in backward.
+    """
+    with gm.graph.inserting_before(place):
+        made = describe(gm.graph.call_function(function, (operand, *args)), operand, mode)
+    if like is not None:
+        elsewhere = {key: mark for key, mark in made.meta.items() if key not in PLACE}
+        made.meta = elsewhere | {key: like.meta[key] for key in PLACE if key in like.meta}
     return made

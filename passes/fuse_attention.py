@@ -20,17 +20,10 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import dropout_in_bits, facts
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.formulas import (
-    Formula,
-    describe,
-    is_written_meanwhile,
-    put_call,
-)
+from amp_graph.passes.formulas import PLACE, Formula, describe, is_written_meanwhile, put_before, put_call
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, told
-from amp_graph.passes.regions import GRAD, REGION
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import attention_call_pays, attention_kernel_pays
 
@@ -39,7 +32,6 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
-PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -185,10 +177,4 @@ class _Operands:
     def _put(
         self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None
     ) -> Node:
-        """Put a call of ``function`` before a node, in the place of what it is given, or of ``like``; return it."""
-        with self.gm.graph.inserting_before(before):
-            made = describe(self.gm.graph.call_function(function, (operand, *args)), operand, self.mode)
-        if like is not None:
-            elsewhere = {key: mark for key, mark in made.meta.items() if key not in PLACE}
-            made.meta = elsewhere | {key: like.meta[key] for key in PLACE if key in like.meta}
-        return made
+        return put_before(self.gm, before, function, operand, *args, mode=self.mode, like=like)

@@ -30,7 +30,7 @@ from amp_graph.passes import (
 )
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.torch_private import cpu_has_bf16
-from amp_graph.passes.what_pays import amx_product_pays, lstm_kernel_pays
+from amp_graph.passes.what_pays_for_products import amx_product_pays, lstm_kernel_pays
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"

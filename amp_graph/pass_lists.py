@@ -67,7 +67,7 @@ from amp_graph.passes.small_products import SmallProducts
 from amp_graph.passes.table_activations import TableActivations
 from amp_graph.passes.train_linears import TrainLinears
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays import fewest_computed_again
+from amp_graph.passes.what_pays_computed_again import fewest_computed_again
 from amp_graph.passes.widen_large import WidenLarge
 from amp_graph.passes.widen_products import WidenProducts
 from amp_graph.policy import Policy

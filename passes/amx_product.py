@@ -21,7 +21,7 @@ from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.tiled_code import MATRIX_UNITS, built
 from amp_graph.passes.torch_private import is_batched, is_seen
-from amp_graph.passes.what_pays import amx_product_pays
+from amp_graph.passes.what_pays_for_products import amx_product_pays
 
 SOURCE = Path(__file__).with_name("amx_product.c")
 OF_AN_ELEMENT = 64  # multiplications in the time that one element of other kernels takes

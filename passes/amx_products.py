@@ -17,7 +17,7 @@ from amp_graph.passes.amx_product import library
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS
-from amp_graph.passes.what_pays import amx_product_pays, one_of_two_threads_idles
+from amp_graph.passes.what_pays_for_products import amx_product_pays, one_of_two_threads_idles
 
 ATEN: Any = torch.ops.aten
 TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)

@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import linear_pointwise
-from amp_graph.passes.what_pays import bias_in_product_pays
+from amp_graph.passes.what_pays_for_products import bias_in_product_pays
 
 ATEN: Any = torch.ops.aten
 TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)

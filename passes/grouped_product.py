@@ -26,7 +26,7 @@ from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.own_products import is_turned
 from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper, takes_fp32
-from amp_graph.passes.what_pays import grouped_product_pays
+from amp_graph.passes.what_pays_for_products import grouped_product_pays
 
 # Operators that multiply rows of groups, which lie one behind the other, and their arguments in this order.
 GROUPED = {

@@ -29,7 +29,11 @@ from amp_graph.passes.torch_private import (
     takes_fp32,
     unsafe_view,
 )
-from amp_graph.passes.what_pays import MOST_OF_A_CALL, bias_in_trained_linear_pays, one_of_two_threads_idles
+from amp_graph.passes.what_pays_for_products import (
+    MOST_OF_A_CALL,
+    bias_in_trained_linear_pays,
+    one_of_two_threads_idles,
+)
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

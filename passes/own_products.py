@@ -18,7 +18,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import in_forward_mode, in_transform
-from amp_graph.passes.what_pays import own_product_pays
+from amp_graph.passes.what_pays_for_products import own_product_pays
 
 PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
 TURNS = {("aten.transpose",), ("aten.permute",), ("aten.t",), ("aten.mT",), ("aten.numpy_T",), ("aten.swapaxes",)}

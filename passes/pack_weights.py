@@ -21,7 +21,7 @@ from amp_graph.passes.node_value import CAPTURED, value
 from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, packed_reader
 from amp_graph.passes.regions import REGION, may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays import packing_pays, panels_pay
+from amp_graph.passes.what_pays_for_products import packing_pays, panels_pay
 
 TURNED = "amp_turned"  # meta key: whether the weight that is packed is [inputs, outputs]
 ASKED = "amp_asked"  # meta key: whether it is noted if a packed weight is finite

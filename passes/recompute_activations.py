@@ -46,7 +46,7 @@ from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.table_activations import TABLED, form_of
 from amp_graph.passes.torch_private import numel
-from amp_graph.passes.what_pays import computing_again_is_seen, computing_again_pays
+from amp_graph.passes.what_pays_computed_again import computing_again_is_seen, computing_again_pays
 from amp_graph.passes.who_saves import Readers, readers_of
 
 LAYER_NORM = torch.ops.aten.layer_norm.default

@@ -18,7 +18,7 @@ from amp_graph.passes.lstm_backward import lstm_backward
 from amp_graph.passes.lstm_kernel import library
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import keeps_lstm_workspaces, outside_modes
-from amp_graph.passes.what_pays import lstm_backward_pays, lstm_kernel_pays
+from amp_graph.passes.what_pays_for_products import lstm_backward_pays, lstm_kernel_pays
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM = 2  # ideep::rnn_kind::LSTM

@@ -19,7 +19,7 @@ from amp_graph.passes.linear_low import linear_low
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.what_pays import small_linear_pays
+from amp_graph.passes.what_pays_for_products import small_linear_pays
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.product_kernel import OPS
 from amp_graph.passes.torch_private import takes_kernels_of_ours
-from amp_graph.passes.what_pays import small_product_pays
+from amp_graph.passes.what_pays_for_products import small_product_pays
 
 ATEN: Any = torch.ops.aten
 

@@ -17,7 +17,11 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.small_linears import bias_of, linear_form
-from amp_graph.passes.what_pays import amx_product_pays, bias_in_trained_linear_pays, training_by_function_pays
+from amp_graph.passes.what_pays_for_products import (
+    amx_product_pays,
+    bias_in_trained_linear_pays,
+    training_by_function_pays,
+)
 
 CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
 

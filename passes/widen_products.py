@@ -17,7 +17,7 @@ from amp_graph.passes.pack_weights import TURNED
 from amp_graph.passes.packed_weights import linear_of_packed
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays import outputs_at_once
+from amp_graph.passes.what_pays_for_products import outputs_at_once
 from amp_graph.passes.widened_products import parts_reader, widened_product
 
 

@@ -21,7 +21,7 @@ from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size, numel, storage_key
-from amp_graph.passes.what_pays import panels_pay, small_linear_pays
+from amp_graph.passes.what_pays_for_products import panels_pay, small_linear_pays
 
 PICOSECONDS = 1e12
 CALLS_OF_A_STEP = 5  # kernels of a recurrent layer's step

@@ -12,7 +12,7 @@ from torch import nn
 import amp_graph
 from amp_graph import compile_ahead
 from amp_graph.compile_ahead import compile_ahead as begin
-from amp_graph.passes import native_code, what_pays
+from amp_graph.passes import native_code, what_pays_for_products
 from amp_graph.passes.native_code import CompilerError
 
 BF16 = torch.bfloat16
@@ -56,7 +56,7 @@ def loaded(monkeypatch):
     found = []
     monkeypatch.setattr(compile_ahead, "_begun", set())
     monkeypatch.setattr(compile_ahead, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
     for name, module in KERNELS.items():
         if not name.endswith("backward"):
             monkeypatch.setattr(getattr(compile_ahead, module), "library", partial(_loads, found, name))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.passes import what_pays, what_pays_for_images
+from amp_graph.passes import what_pays_computed_again, what_pays_for_images
 from tests.measure import saved_bytes
 
 WITHOUT = ",skip=recompute_activations"
@@ -16,8 +16,8 @@ WITHOUT = ",skip=recompute_activations"
 @pytest.fixture(autouse=True, params=[1, 1 << 30], ids=["fused norms", "torch's norms"])
 def _small_values_are_worth_it(monkeypatch, request):
     monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_BATCH_NORM", request.param)
-    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
-    monkeypatch.setattr(what_pays, "MOST_AGAIN", float("inf"))
+    monkeypatch.setattr(what_pays_computed_again, "FEWEST_COMPUTED_AGAIN", 1)
+    monkeypatch.setattr(what_pays_computed_again, "MOST_AGAIN", float("inf"))
 
 
 class Bottleneck(nn.Module):

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import lstm_backward, lstm_kernel, recurrent, recurrent_layers, what_pays
+from amp_graph.passes import lstm_backward, lstm_kernel, recurrent, recurrent_layers, what_pays_for_products
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.torch_private import keeps_lstm_workspaces
+from amp_graph.passes.what_pays_for_products import lstm_kernel_pays
 from tests.measure import DtypeLog
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -36,7 +37,7 @@ WHOLE = (
     OPS.gru_forward.default,
     OPS.gru_backward.default,
 )
-NO_KERNEL = lstm_kernel.library() is None or not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 1, 8)
+NO_KERNEL = lstm_kernel.library() is None or not lstm_kernel_pays("cpu", torch.bfloat16, 1, 8)
 needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
 
 
@@ -261,24 +262,24 @@ def test_threads_of_a_compiled_layer_change_no_bit(sizes, threads, monkeypatch):
 
 
 def test_where_a_compiled_layer_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
     for threads in (1, 2, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
-        monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512) is (threads == 1)
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
-    assert not what_pays.lstm_kernel_pays("cpu", torch.float16, 32, 512)
-    assert not what_pays.lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+        monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+        monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: False)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512) is (threads == 1)
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
+    assert not lstm_kernel_pays("cpu", torch.float16, 32, 512)
+    assert not lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
     for shared in (True, False):
-        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
-        assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512) is shared
+        monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda shared=shared: shared)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512) is shared
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
-    assert not what_pays.lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+    assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
+    assert not lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
 
 
 @needs_kernel
@@ -339,10 +340,10 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile
     if name == "lstm_backward":
         monkeypatch.setattr(recurrent, "lstm_kernel_pays", lambda *given: False)
     backward = getattr(OPS, name).default
-    monkeypatch.setattr(what_pays, "FEWEST_OF_A_STATE", 1)
-    monkeypatch.setattr(what_pays, "STATES_OF_A_BATCH", 1)
-    monkeypatch.setattr(what_pays, "STATES_BY_UNITS", 1)
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "FEWEST_OF_A_STATE", 1)
+    monkeypatch.setattr(what_pays_for_products, "STATES_OF_A_BATCH", 1)
+    monkeypatch.setattr(what_pays_for_products, "STATES_BY_UNITS", 1)
+    monkeypatch.setattr(what_pays_for_products, "multiplies_bf16", lambda: True)
     calls = []
     torch.manual_seed(0)
     plain = Net(nn.LSTM)

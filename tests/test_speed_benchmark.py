@@ -324,10 +324,10 @@ def test_one_model_from_beginning_to_end(tmp_path, capsys):
 def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
     from step_costs import casts_of, held_by
 
-    from amp_graph.passes import pack_weights, what_pays
+    from amp_graph.passes import pack_weights, what_pays_for_products
 
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "FEWEST_OUTPUTS", 2)
+    monkeypatch.setattr(what_pays_for_products, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "FEWEST_OUTPUTS", 2)
     monkeypatch.setattr(pack_weights, "panels_pay", lambda *sizes: False)  # whose panels are whole
     made = prepared("amp_graph", training=False)
     for _ in range(4):  # packed at the third read

@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_graph
 from amp_graph.passes import amx_product as kernel
-from amp_graph.passes import amx_products, linear_kernel, linear_low, small_linears, train_linears, what_pays
+from amp_graph.passes import (
+    amx_products,
+    linear_kernel,
+    linear_low,
+    small_linears,
+    train_linears,
+    what_pays_for_products,
+)
 from amp_graph.passes.amx_product import amx_product, amx_product_and_sums, gradients_of_linear
 from amp_graph.passes.amx_products import AmxProducts
 from amp_graph.passes.conv_as_product import pointwise_conv
@@ -22,6 +29,11 @@ from amp_graph.passes.linear_low import linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.torch_private import borrow, make_fx
+from amp_graph.passes.what_pays_for_products import (
+    amx_product_pays,
+    one_of_two_threads_idles,
+    training_by_function_pays,
+)
 from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -470,9 +482,9 @@ def test_a_step_leaves_no_thread_idle():
 
 
 def test_where_a_thread_idles(monkeypatch):
-    idles = what_pays.one_of_two_threads_idles
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    idles = one_of_two_threads_idles
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert idles("cpu", BF16, 1024, 768, 3072)
     assert idles("cpu", BF16, 512, 384, 768)
@@ -481,26 +493,26 @@ def test_where_a_thread_idles(monkeypatch):
     assert not idles("cpu", BF16, 256, 256, 3072)
     assert not idles("cpu", FP16, 1024, 768, 3072)
     assert not idles("cuda", BF16, 1024, 768, 3072)
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: False)
     assert not idles("cpu", BF16, 1024, 768, 3072), "ours would have one thread, too"
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
     for threads in (1, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert not idles("cpu", BF16, 1024, 768, 3072), "not timed, or none to idle"
 
 
 def test_a_function_around_small_linears_is_seen(monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
-    assert what_pays.training_by_function_pays(1024, 768, 768)
-    assert not what_pays.training_by_function_pays(512, 384, 384)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
-    assert what_pays.training_by_function_pays(512, 384, 384)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
+    assert training_by_function_pays(1024, 768, 768)
+    assert not training_by_function_pays(512, 384, 384)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
+    assert training_by_function_pays(512, 384, 384)
     assert not train_linears.TrainLinears().in_step
 
 
 def test_sizes_that_pay(monkeypatch):
-    pays = what_pays.amx_product_pays
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    pays = amx_product_pays
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
     assert pays("cpu", BF16, 1024, 768, 768)
     assert pays("cpu", BF16, 32, 64, 64)
     assert not pays("cpu", BF16, 8, 32, 32)
@@ -508,5 +520,5 @@ def test_sizes_that_pay(monkeypatch):
     assert not pays("cpu", torch.float32, 1024, 768, 768)
     assert not pays("cpu", FP16, 1024, 768, 768)
     assert not pays("cuda", BF16, 1024, 768, 768)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
     assert not pays("cpu", BF16, 1024, 768, 768)

@@ -9,7 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.pass_lists import passes_for
-from amp_graph.passes import batch_norm_ops, native_code, what_pays, what_pays_for_images
+from amp_graph.passes import batch_norm_ops, native_code, what_pays, what_pays_computed_again, what_pays_for_images
 from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_again import (
     norm_add_relu_computed_again,
@@ -35,7 +35,7 @@ SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
     monkeypatch.setattr(what_pays_for_images, "FEWEST_OF_A_BATCH_NORM", 1)
-    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
+    monkeypatch.setattr(what_pays_computed_again, "FEWEST_COMPUTED_AGAIN", 1)
 
 
 def drawn(*shape, seed=0, dtype=FP32):

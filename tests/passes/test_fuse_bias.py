@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import what_pays
+from amp_graph.passes import what_pays_for_products
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
@@ -19,7 +19,7 @@ ATEN = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _on_any_machine(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, dtype=BF16):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes import linear_kernel as kernel
-from amp_graph.passes import packed_weights, what_pays
+from amp_graph.passes import packed_weights, what_pays_for_products
+from amp_graph.passes.what_pays_for_products import panels_pay
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
@@ -169,28 +170,28 @@ def test_a_profile_shows_what_is_run():
 
 
 def test_where_it_pays(monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
-    assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
-    assert not what_pays.panels_pay("cuda", BF16, 32, 256, 256)
-    assert not what_pays.panels_pay("cpu", torch.float16, 32, 256, 256)
-    assert not what_pays.panels_pay("cpu", BF16, 1024, 768, 768)
-    assert what_pays.panels_pay("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
-    assert not what_pays.panels_pay("cpu", BF16, 17, 3072, 768)
-    assert not what_pays.panels_pay("cpu", BF16, 0, 256, 256)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert not panels_pay("cuda", BF16, 32, 256, 256)
+    assert not panels_pay("cpu", torch.float16, 32, 256, 256)
+    assert not panels_pay("cpu", BF16, 1024, 768, 768)
+    assert panels_pay("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
+    assert not panels_pay("cpu", BF16, 17, 3072, 768)
+    assert not panels_pay("cpu", BF16, 0, 256, 256)
     with monkeypatch.context() as with_units:
-        with_units.setattr(what_pays, "cpu_has_amx", lambda: True)
-        assert what_pays.panels_pay("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
-        assert not what_pays.panels_pay("cpu", BF16, 33, 3072, 768)
+        with_units.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
+        assert panels_pay("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
+        assert not panels_pay("cpu", BF16, 33, 3072, 768)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
-    assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
-    assert what_pays.panels_pay("cpu", BF16, 16, 3072, 768)
-    assert not what_pays.panels_pay("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: False)
-    assert what_pays.panels_pay("cpu", BF16, 32, 256, 256)
-    assert not what_pays.panels_pay("cpu", BF16, 16, 3072, 768)
-    assert not what_pays.panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert panels_pay("cpu", BF16, 16, 3072, 768)
+    assert not panels_pay("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: False)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert not panels_pay("cpu", BF16, 16, 3072, 768)
+    assert not panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])

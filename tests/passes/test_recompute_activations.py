@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph.pass_lists import passes_for
-from amp_graph.passes import recompute_recipes, what_pays
+from amp_graph.passes import recompute_recipes, what_pays, what_pays_computed_again
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_activations import RecomputeActivations
 from amp_graph.passes.recompute_makers import add_norm_computed_again, gelu_computed_again
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.recompute_recipes import ADD_NORM, KEY
-from amp_graph.passes.what_pays import computing_again_is_seen
+from amp_graph.passes.what_pays_computed_again import computing_again_is_seen
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
 
@@ -34,13 +34,13 @@ ROWS, WIDE = 30, 320
 
 @pytest.fixture(autouse=True)
 def _small_values_are_worth_it(monkeypatch):
-    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", 1)
+    monkeypatch.setattr(what_pays_computed_again, "FEWEST_COMPUTED_AGAIN", 1)
     monkeypatch.setattr(what_pays, "FEWEST_NORMED", 1)
 
 
 @pytest.mark.parametrize(("fewest", "thorough", "count"), [(0, False, 1), (1, False, 0), (1, True, 1)])
 def test_small_values_are_saved_by_default(fewest, thorough, count, monkeypatch):
-    monkeypatch.setattr(what_pays, "FEWEST_COMPUTED_AGAIN", ROWS * WIDE + fewest)
+    monkeypatch.setattr(what_pays_computed_again, "FEWEST_COMPUTED_AGAIN", ROWS * WIDE + fewest)
     function = lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v)  # noqa: E731
     gm = capture_function(function, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
     (done,) = run_passes(gm, [RecomputeActivations(thorough=thorough)], checked=True)

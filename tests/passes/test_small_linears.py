@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import amx_product, small_linears, train_linears, what_pays
+from amp_graph.passes import amx_product, small_linears, train_linears, what_pays_for_products
 from amp_graph.passes import linear_kernel as kernel
 from amp_graph.passes import linear_low as low
 from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.small_linears import SmallLinears
+from amp_graph.passes.what_pays_for_products import bias_in_trained_linear_pays, small_linear_pays
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16, capture_function, passes_until
 
@@ -277,8 +278,8 @@ def test_a_step_has_the_bits_of_the_loop():
 
 
 def test_results_whose_bias_pays_in_the_product(monkeypatch):
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
-    pays = what_pays.bias_in_trained_linear_pays
+    monkeypatch.setattr(what_pays_for_products, "multiplies_bf16", lambda: True)
+    pays = bias_in_trained_linear_pays
     assert pays("cpu", BF16, 1024, 768, 768)
     assert not pays("cpu", BF16, 32, 768, 768), "a call is seen"
     assert not pays("cpu", BF16, 2048, 8192, 512), "mapped anew at each call"
@@ -286,9 +287,9 @@ def test_results_whose_bias_pays_in_the_product(monkeypatch):
 
 
 def test_sizes_that_pay(monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
-    pays = what_pays.small_linear_pays
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
+    pays = small_linear_pays
     assert pays("cpu", BF16, 32, 256, 256)
     assert not pays("cuda", BF16, 32, 256, 256)
     assert not pays("cpu", torch.float16, 32, 256, 256)
@@ -297,13 +298,13 @@ def test_sizes_that_pay(monkeypatch):
     assert not pays("cpu", BF16, 1024, 256, 256)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for shared in (True, False):
-        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
+        monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda shared=shared: shared)
         assert pays("cpu", BF16, 32, 256, 256) is shared
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
     for shared in (True, False):
-        monkeypatch.setattr(what_pays, "has_openmp", lambda shared=shared: shared)
+        monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda shared=shared: shared)
         assert pays("cpu", BF16, 32, 256, 256) is shared
-    monkeypatch.setattr(what_pays, "has_openmp", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "has_openmp", lambda: True)
     assert not pays("cpu", BF16, 32, 512, 256), "oneDNN's threads win sooner"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert pays("cpu", BF16, 64, 512, 512)

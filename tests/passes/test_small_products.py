@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes import small_products, what_pays
+from amp_graph.passes import small_products, what_pays_for_products
 from amp_graph.passes.fuse_bias import FuseBias
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.operators import OPS
@@ -26,9 +26,9 @@ ATEN = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _on_any_machine(monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(what_pays, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(what_pays_for_products, "multiplies_bf16", lambda: True)
 
 
 def drawn(*shape, dtype=BF16):
@@ -152,8 +152,8 @@ def test_what_the_kernel_does_not_take_stays(case):
 
 @pytest.mark.parametrize("lacks", ["bf16", "a version", "no matrix units"])
 def test_other_machines_and_versions_keep_the_library(lacks, monkeypatch):
-    monkeypatch.setattr(what_pays, "cpu_has_bf16", lambda: lacks != "bf16")
-    monkeypatch.setattr(what_pays, "cpu_has_amx", lambda: lacks == "no matrix units")
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_bf16", lambda: lacks != "bf16")
+    monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: lacks == "no matrix units")
     monkeypatch.setattr(small_products, "takes_kernels_of_ours", lambda: lacks != "a version")
     assert passed(torch.mm, X, W.t())[1] == 0
 

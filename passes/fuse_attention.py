@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,8 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+# What stands for a number that is filled in: beside it scores, and what is added to them, are nothing.
+NOWHERE = -1e30
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -40,10 +43,11 @@ class FuseAttention(Pass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
 
     Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
-    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill(-inf)``; dropout where our kernel
-    draws it, the same draws; read by nobody half-way, as by who returns the probabilities.
-    The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where the formula
-    rounds them. A row whose scores are all -inf gives zeros, where the formula gives NaN.
+    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or a number far below
+    all scores; dropout where our kernel draws it, the same draws; read by nobody half-way, as by who returns the
+    probabilities. The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where
+    the formula rounds them. A row that sees nothing gives zeros where its scores are all -inf, and the formula NaN; of
+    another number it gives the mean of all values, and no gradient to queries and keys, as the formula does.
     """
 
     lists: OpList
@@ -61,7 +65,7 @@ class FuseAttention(Pass):
             found = attention_around(node) if names_of(node) in SOFTMAX else None
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
-            if found.dropped and not self._drops_by_ours():
+            if not self._is_for(found):
                 continue
             made = operands.call(found)
             what = f"{len(found.formula.inside)} operations that are attention, scale={found.scores.scale:g}"
@@ -73,8 +77,11 @@ class FuseAttention(Pass):
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
         return allowed and attention_call_pays(self.device, self.dtype)
 
-    def _drops_by_ours(self) -> bool:
-        return attention_kernel_pays(self.device, self.dtype) and dropout_in_bits.library(self.dtype) is not None
+    def _is_for(self, found: Found) -> bool:
+        """Say whether who computes attention draws what ``found`` drops, and takes numbers as low as are filled in."""
+        drops = not found.dropped or dropout_in_bits.library(self.dtype) is not None
+        plain = not found.dropped and found.scores.filled == -math.inf
+        return plain or (drops and attention_kernel_pays(self.device, self.dtype))
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
@@ -90,7 +97,7 @@ class _Operands:
 
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         self.gm, self.mode = gm, mode
-        self.sums: dict[tuple[tuple[Term, ...], Term | None], Node] = {}  # of masks, which layers share
+        self.shared: dict[Any, Node] = {}  # what is made of masks, which layers share
 
     def call(self, found: Found) -> Node:
         """Return the call that is in the place of ``found``; what nobody else read is gone."""
@@ -98,6 +105,9 @@ class _Operands:
         keys = self._turned_back(scores.turned)
         read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
         mask = self._mask(found)
+        if scores.hidden is not None and scores.filled != -math.inf:
+            blind = self._blind(found, scores.hidden)
+            read[0] = self._put(formula.last, torch.masked_fill, read[0], blind, 0.0, like=formula.last)
         given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         given |= {"dropout_p": found.dropped} if found.dropped else {}
         given["scale"] = scores.scale
@@ -139,36 +149,52 @@ class _Operands:
 
     def _mask(self, found: Found) -> Node | None:
         """Return what is added to the scores, or where they are seen; None where all are as they are."""
-        known = self._known(found)
-        if known is not None:
-            return known
         scores, last = found.scores, found.formula.last
+        key = (scores.terms, scores.hidden, scores.filled)
+        if (known := self._known(key, found)) is not None:
+            return known
         masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.masks]
-        if not masks:
+        hidden = None if scores.hidden is None else masks.pop()
+        if not masks and hidden is None:
             return None
-        if not scores.terms:
-            return self._put(last, torch.logical_not, masks[0])
-        if len(masks) == 1 and scores.terms[0].factor == 1:
+        if not masks and scores.filled == -math.inf:
+            return self._put(last, torch.logical_not, hidden)
+        if hidden is None and len(masks) == 1 and scores.terms[0].factor == 1:
             return masks[0]
-        scaled = [
-            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
-            for mask, term in zip(masks, scores.terms, strict=False)
-        ]
-        made = scaled[0]
-        for other in scaled[1:]:
-            made = self._put(last, torch.add, made, other, like=last)
-        if scores.hidden is not None:
-            made = self._put(last, torch.masked_fill, made, masks[-1], -math.inf, like=last)
-        self.sums[(scores.terms, scores.hidden)] = made
+        made = self._sum(masks, scores.terms, last) if masks else None
+        nowhere = scores.filled if scores.filled == -math.inf else NOWHERE
+        if made is None:
+            made = self._put(last, torch.where, hidden, NOWHERE, 0.0, like=last)
+        elif hidden is not None:
+            made = self._put(last, torch.masked_fill, made, hidden, nowhere, like=last)
+        self.shared[key] = made
         return made
 
-    def _known(self, found: Found) -> Node | None:
-        """Return the mask that was made of the same for a layer before, unless something was written since.
+    def _sum(self, masks: list[Node], terms: tuple[Term, ...], last: Node) -> Node:
+        scaled = [
+            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
+            for mask, term in zip(masks, terms, strict=True)
+        ]
+        return reduce(lambda all_so_far, mask: self._put(last, torch.add, all_so_far, mask, like=last), scaled)
+
+    def _blind(self, found: Found, hidden: Term) -> Node:
+        """Return which queries see nothing.
+
+        As zeros they have scores that are all alike, as the number that was filled in, which give no gradients to keys.
+        """
+        if (known := self._known(hidden, found)) is not None:
+            return known
+        mask = self._of_four(hidden.node, found, folded=hidden.folded)
+        made = self.shared[hidden] = self._put(found.formula.last, torch.all, mask, -1, True, like=found.formula.last)
+        return made
+
+    def _known(self, key: Any, found: Found) -> Node | None:
+        """Return what was made of the same masks for a layer before, unless something was written since.
 
         A layer that is computed again in backward, or in a precision of its own, has its own.
         """
-        known, last = self.sums.get((found.scores.terms, found.scores.hidden)), found.formula.last
-        if known is None or any(known.meta.get(key) != last.meta.get(key) for key in PLACE):
+        known, last = self.shared.get(key), found.formula.last
+        if known is None or any(known.meta.get(mark) != last.meta.get(mark) for mark in PLACE):
             return None
         since = Formula(known, last, {known})
         written = any(is_written_meanwhile(since, term.node) for term in found.scores.masks)

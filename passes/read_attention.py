@@ -33,6 +33,7 @@ from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
+LEAST = -1e4  # filled in: what is beside it has no probability
 STEPS = 6  # between a product and a mask that is added
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
@@ -50,8 +51,8 @@ class Term:
 class Scores:
     """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``terms``.
 
-    ``hidden``: a mask that is true where nothing is to be seen. ``split``: where the heads, which were folded into the
-    batch for the product, got a dimension of their own.
+    ``hidden``: a mask that is true where nothing is to be seen, with ``filled`` in. ``split``: where the heads, which
+    were folded into the batch for the product, got a dimension of their own.
     """
 
     query: Node
@@ -59,6 +60,7 @@ class Scores:
     scale: float
     terms: tuple[Term, ...]
     hidden: Term | None
+    filled: float
     split: Node | None
     inside: set[Node]
 
@@ -189,7 +191,7 @@ def _splits(node: Node, scores: Scores) -> bool:
 
 def _scores(node: Node) -> Scores | None:
     """Read ``node`` back to the product of queries and keys."""
-    scale, hidden, split, folded = 1.0, None, None, False
+    scale, hidden, filled, split, folded = 1.0, None, -math.inf, None, False
     terms, inside = list[Term](), set[Node]()
     while True:
         inside.add(node)
@@ -199,7 +201,7 @@ def _scores(node: Node) -> Scores | None:
             query, turned, bias, beta, alpha = product
             if bias is not None:
                 terms.append(Term(bias, in_batch, scale * beta))
-            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, split, inside)
+            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, filled, split, inside)
             return None if folded and split is None else found
         if split is None and _unfolds(node):
             split, node = node, node.args[0]  # type: ignore[assignment]
@@ -211,20 +213,22 @@ def _scores(node: Node) -> Scores | None:
         elif name == "aten.add" and (parts := _masked(args)) is not None:
             node, mask = parts
             terms.append(Term(mask, in_batch, scale))
-        elif name == "aten.masked_fill" and hidden is None and scale > 0 and _hides(args):
-            node, hidden = args[0], Term(args[1], in_batch)
+        elif name == "aten.masked_fill" and hidden is None and scale > 0 and _hides(args, scale, bool(terms)):
+            node, hidden, filled = args[0], Term(args[1], in_batch), args[2]
         elif converts_nothing(node):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return None
 
 
-def _hides(args: list[Any]) -> bool:
-    """Say whether nothing is seen where -inf is filled in.
+def _hides(args: list[Any], scale: float, adds: bool) -> bool:
+    """Say whether nothing is seen where a number is filled in.
 
-    Of a finite number, however low, a row that sees nothing has all values alike, and scores without gradients.
+    Where that is finite, a row that sees nothing has all values alike, unless something is added behind it.
     """
-    return len(args) == 3 and isinstance(args[1], Node) and args[2] == -math.inf
+    if len(args) != 3 or not isinstance(args[1], Node) or isinstance(args[2], Node):
+        return False
+    return args[2] == -math.inf or (args[2] * scale <= LEAST and not adds)
 
 
 def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:

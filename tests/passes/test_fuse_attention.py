@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import attention_kernel, dropout_in_bits, what_pays
+from amp_graph.passes import attention_kernel, dropout_in_bits, fuse_attention, what_pays
 from amp_graph.passes.attention_backward import attention_low
 from tests.corpus import make
 
@@ -100,10 +100,25 @@ def falcon(s, q, k, v):
 
 
 def mpt(s, q, k, v):
-    """A mask of three dimensions; MPT's own number is finite, and stays."""
+    """A mask of three dimensions; all that a query sees may be padding."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + ALIBI[:, 0:, -LENGTH:].to(q)
-    scores = scores.masked_fill(~SEEN, -math.inf)
+    scores = scores.masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
     return torch.matmul(F.softmax(scores.float(), dim=-1).to(v), v)
+
+
+def annotated(s, q, k, v):
+    """The Annotated Transformer's, whose last queries see nothing."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    mask = torch.ones(1, LENGTH, 1).tril() * torch.tensor([1.0] * 10 + [0.0] * 2)[:, None]
+    return torch.matmul(scores.masked_fill(mask.expand(-1, -1, LENGTH)[None] == 0, -1e9).softmax(dim=-1), v)
+
+
+def folded_and_filled(s, q, k, v):
+    queries, keys, values = folded(q, k, v)
+    scores = torch.bmm(queries, keys.mT).masked_fill(PADDED.expand(2 * HEADS, LENGTH, -1), -1e4) * 2
+    return torch.bmm(scores.view(2, HEADS, LENGTH, -1).softmax(-1).view(-1, LENGTH, LENGTH), values).view(
+        2, HEADS, LENGTH, -1
+    )
 
 
 def scaled_behind_a_product(s, q, k, v):
@@ -134,10 +149,17 @@ def llama_that_drops(s, q, k, v):
     return F.dropout(chances, 0.1, True) @ values
 
 
+def filled_and_dropped(s, q, k, v):
+    """Of two queries that see nothing some values are dropped, too."""
+    scores = (q @ k.mT).masked_fill(~SEEN | PADDED, -1e9)
+    return F.dropout(scores.softmax(-1), 0.25) @ v
+
+
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
-OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, scaled_behind_a_product, two_masks)
-DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops)}
-FORMS = {f.__name__: f for f in (plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)}
+PADDED = torch.arange(LENGTH) < 3  # left of the text
+OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, annotated, scaled_behind_a_product, two_masks)
+DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
+FORMS = {f.__name__: f for f in (folded_and_filled, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)}
 
 
 def with_chances(s, q, k, v):
@@ -175,10 +197,8 @@ OTHERS = {
     "heads apart for another number of them": lambda s, q, k, v: (
         (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
     ),
-    "the least number fills": lambda s, q, k, v: (
-        (q @ k.mT).masked_fill(~SEEN, torch.finfo(torch.float32).min).softmax(-1) @ v
-    ),
-    "a finite number fills": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
+    "a mask behind what was filled": lambda s, q, k, v: ((q @ k.mT).masked_fill(~SEEN, -1e9) + MASK).softmax(-1) @ v,
+    "a number fills that scores may have": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
     "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
     "on the left": lambda s, q, k, v: v.mT @ (q @ k.mT).softmax(-1),
     "one head, of two dimensions": lambda s, q, k, v: ((q[0, 0] @ k[0, 0].mT).softmax(-1) @ v[0, 0])[None],
@@ -311,6 +331,35 @@ def test_lengths_that_change_are_captured_once_more_and_no_oftener():
     graphs = conversion_of(model).graphs
     assert len(graphs) == 2, "of one length, and of any"
     assert all(any(n.target is attention_low for n in g.rewritten.gm.graph.nodes) for g in graphs)
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number):
+    hidden = torch.zeros(2, 1, LENGTH, 1).bool()
+    hidden[0, :, 3:5] = True
+
+    def filled(s, q, k, v):
+        return (q @ k.mT).masked_fill(hidden, number).softmax(-1) @ (v if number != -1e9 else v.detach())
+
+    (out, grad), calls = stepped(filled)
+    assert calls == 1
+    assert torch.allclose(out[0, :, 3], out[0, :, 4], atol=1e-3), "of the same values"
+    exact, _ = stepped(filled, wide=True)
+    written_out, _ = stepped(filled, "bf16,skip=fuse_attention")
+    for ours, theirs in zip(errors([out, grad], exact), errors(written_out, exact), strict=True):
+        assert ours <= 1.1 * theirs
+
+
+def test_control_without_what_blinds_queries_scores_would_have_gradients(monkeypatch):
+    monkeypatch.setattr(
+        fuse_attention._Operands,
+        "_blind",
+        lambda self, found, hidden: self._put(
+            found.formula.last, torch.zeros_like, hidden.node, like=found.formula.last
+        ),
+    )
+    with pytest.raises(AssertionError):
+        test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(-1e4)
 
 
 def test_rows_that_see_nothing_are_zeros():

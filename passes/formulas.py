@@ -62,7 +62,7 @@ def constant_beside(node: Node, operand: Node) -> float | None:
     other = args[1] if args[0] is operand else args[0]
     if isinstance(other, Node):
         return None
-    if name == "aten.div":
+    if name in ("aten.div", "aten.div_"):
         return 1 / other if args[0] is operand and other else None
     return float(other)
 

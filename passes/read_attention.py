@@ -116,7 +116,7 @@ def attention_around(softmax: Node) -> Found | None:
 
 def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
     others = (scores.turned, values, *(term.node for term in scores.masks))
-    return any(is_written_meanwhile(formula, node) for node in others)
+    return any(is_written_meanwhile(formula, node, scores.inside) for node in others)
 
 
 def _one_reader(node: Node) -> Node | None:
@@ -189,6 +189,13 @@ def _splits(node: Node, scores: Scores) -> bool:
     return _unfolds(node) and told(captured(node).shape[:2]) == told(captured(scores.split).shape[:2])  # type: ignore[arg-type]
 
 
+def _step(node: Node) -> tuple[str, list[Any]]:
+    """Return ``operation``; one that writes in place, to what nobody else reads, as the one that does not."""
+    name, args = operation(node)
+    alone = name.endswith("_") and isinstance(args[0], Node) and set(args[0].users) == {node}
+    return (name[:-1] if alone else name), args
+
+
 def _scores(node: Node) -> Scores | None:
     """Read ``node`` back to the product of queries and keys."""
     scale, hidden, filled, split, folded = 1.0, None, -math.inf, None, False
@@ -196,7 +203,7 @@ def _scores(node: Node) -> Scores | None:
     while True:
         inside.add(node)
         in_batch = captured(node).dim() == 3
-        name, args = operation(node)
+        name, args = _step(node)
         if (product := _product(node)) is not None:
             query, turned, bias, beta, alpha = product
             if bias is not None:
@@ -211,6 +218,8 @@ def _scores(node: Node) -> Scores | None:
             node, factor = before
             scale *= factor
         elif name == "aten.add" and (parts := _masked(args)) is not None:
+            if operation(node)[0] != name and parts[0] is not args[0]:  # the mask is written to
+                return None
             node, mask = parts
             terms.append(Term(mask, in_batch, scale))
         elif name == "aten.masked_fill" and hidden is None and scale > 0 and _hides(args, scale, bool(terms)):
@@ -268,7 +277,7 @@ def _is_of_products(node: Node, steps: int) -> bool:
     """Say whether ``node`` is a product behind so many ``steps`` as ``_scores`` takes, or fewer."""
     if _product(node) is not None or steps == 0:
         return steps > 0
-    name, args = operation(node)
+    name, args = _step(node)
     source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
     if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
         source = scaled[0]

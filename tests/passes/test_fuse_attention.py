@@ -121,6 +121,13 @@ def folded_and_filled(s, q, k, v):
     )
 
 
+def in_place(s, q, k, v):
+    """lucidrains' and timm's; a Swin's bias is added so, too."""
+    scores = (q @ k.mT).div_(2.5)
+    scores += ALIBI
+    return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v
+
+
 def scaled_behind_a_product(s, q, k, v):
     queries, keys, values = folded(q, k, v)
     scores = torch.baddbmm(ALIBI.repeat(2, 1, 1).to(q), queries, keys.mT, beta=0.5) * 0.4
@@ -159,7 +166,10 @@ ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
 PADDED = torch.arange(LENGTH) < 3  # left of the text
 OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, annotated, scaled_behind_a_product, two_masks)
 DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
-FORMS = {f.__name__: f for f in (folded_and_filled, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)}
+FORMS = {
+    f.__name__: f
+    for f in (folded_and_filled, in_place, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)
+}
 
 
 def with_chances(s, q, k, v):
@@ -177,6 +187,24 @@ def written(s, q, k, v):
 def drawn_half_way(s, q, k, v):
     chances = F.dropout((q @ k.mT).softmax(-1), 0.5)
     return chances @ (v * torch.rand(LENGTH, 1))
+
+
+def read_before_it_is_written(s, q, k, v):
+    scores = q @ k.mT
+    before = scores.detach().view(-1)
+    chances = scores.mul_(0.4).softmax(-1)
+    return chances @ v + before.mean()
+
+
+def into_the_mask(s, q, k, v):
+    return s.kept[:].add_(q @ k.mT).softmax(-1) @ v
+
+
+def mask_that_is_written(s, q, k, v):
+    mask = MASK * 1
+    scores = q @ k.mT + mask
+    mask += 1
+    return scores.softmax(-1) @ v + mask.sum()
 
 
 def held_by_the_user(s, q, k, v):
@@ -204,6 +232,9 @@ OTHERS = {
     "one head, of two dimensions": lambda s, q, k, v: ((q[0, 0] @ k[0, 0].mT).softmax(-1) @ v[0, 0])[None],
     "one head of keys": lambda s, q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
     "written half-way": written,
+    "scores are seen in place": read_before_it_is_written,
+    "a mask is written": mask_that_is_written,
+    "scores are added to a mask": into_the_mask,
     "an fp32 region": held_by_the_user,
 }
 
@@ -214,6 +245,7 @@ class Model(nn.Module):
         self.function = function
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        self.register_buffer("kept", torch.zeros(2, HEADS, LENGTH, LENGTH))
 
     def forward(self, x):
         q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))

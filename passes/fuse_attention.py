@@ -33,8 +33,6 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
-# What stands for a number that is filled in: beside it scores, and what is added to them, are nothing.
-NOWHERE = -1e30
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -65,7 +63,7 @@ class FuseAttention(Pass):
             found = attention_around(node) if names_of(node) in SOFTMAX else None
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
-            if not self._is_for(found):
+            if found.dropped and not self._drops_by_ours():
                 continue
             made = operands.call(found)
             what = f"{len(found.formula.inside)} operations that are attention, scale={found.scores.scale:g}"
@@ -77,11 +75,8 @@ class FuseAttention(Pass):
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
         return allowed and attention_call_pays(self.device, self.dtype)
 
-    def _is_for(self, found: Found) -> bool:
-        """Say whether who computes attention draws what ``found`` drops, and takes numbers as low as are filled in."""
-        drops = not found.dropped or dropout_in_bits.library(self.dtype) is not None
-        plain = not found.dropped and found.scores.filled == -math.inf
-        return plain or (drops and attention_kernel_pays(self.device, self.dtype))
+    def _drops_by_ours(self) -> bool:
+        return attention_kernel_pays(self.device, self.dtype) and dropout_in_bits.library(self.dtype) is not None
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
@@ -105,8 +100,7 @@ class _Operands:
         keys = self._turned_back(scores.turned)
         read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
         mask = self._mask(found)
-        if scores.hidden is not None and scores.filled != -math.inf:
-            blind = self._blind(found, scores.hidden)
+        if (blind := self._blind(found)) is not None:
             read[0] = self._put(formula.last, torch.masked_fill, read[0], blind, 0.0, like=formula.last)
         given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         given |= {"dropout_p": found.dropped} if found.dropped else {}
@@ -154,19 +148,18 @@ class _Operands:
         if (known := self._known(key, found)) is not None:
             return known
         masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.masks]
-        hidden = None if scores.hidden is None else masks.pop()
+        hidden, blind = None if scores.hidden is None else masks.pop(), self._blind(found)
         if not masks and hidden is None:
             return None
-        if not masks and scores.filled == -math.inf:
-            return self._put(last, torch.logical_not, hidden)
         if hidden is None and len(masks) == 1 and scores.terms[0].factor == 1:
             return masks[0]
-        made = self._sum(masks, scores.terms, last) if masks else None
-        nowhere = scores.filled if scores.filled == -math.inf else NOWHERE
-        if made is None:
-            made = self._put(last, torch.where, hidden, NOWHERE, 0.0, like=last)
-        elif hidden is not None:
-            made = self._put(last, torch.masked_fill, made, hidden, nowhere, like=last)
+        if not masks:
+            made = self._put(last, torch.logical_not, hidden, like=last)
+            made = made if blind is None else self._put(last, torch.logical_or, made, blind, like=last)
+        else:
+            made = self._sum(masks, scores.terms, last)
+            made = made if hidden is None else self._put(last, torch.masked_fill, made, hidden, -math.inf, like=last)
+            made = made if blind is None else self._put(last, torch.masked_fill, made, blind, 0.0, like=last)
         self.shared[key] = made
         return made
 
@@ -177,15 +170,18 @@ class _Operands:
         ]
         return reduce(lambda all_so_far, mask: self._put(last, torch.add, all_so_far, mask, like=last), scaled)
 
-    def _blind(self, found: Found, hidden: Term) -> Node:
-        """Return which queries see nothing.
+    def _blind(self, found: Found) -> Node | None:
+        """Return which queries see nothing but a number that is filled in; None where that is -inf.
 
-        As zeros they have scores that are all alike, as the number that was filled in, which give no gradients to keys.
+        As zeros, to which nothing is added, they have scores that are all alike, too, and give no gradients to keys.
         """
+        hidden, last = found.scores.hidden, found.formula.last
+        if hidden is None or found.scores.filled == -math.inf:
+            return None
         if (known := self._known(hidden, found)) is not None:
             return known
         mask = self._of_four(hidden.node, found, folded=hidden.folded)
-        made = self.shared[hidden] = self._put(found.formula.last, torch.all, mask, -1, True, like=found.formula.last)
+        made = self.shared[hidden] = self._put(last, torch.all, mask, -1, True, like=last)
         return made
 
     def _known(self, key: Any, found: Found) -> Node | None:

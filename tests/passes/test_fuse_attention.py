@@ -365,14 +365,21 @@ def test_lengths_that_change_are_captured_once_more_and_no_oftener():
     assert all(any(n.target is attention_low for n in g.rewritten.gm.graph.nodes) for g in graphs)
 
 
-@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
-def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number):
+def filled_with(number, adds=False):
     hidden = torch.zeros(2, 1, LENGTH, 1).bool()
     hidden[0, :, 3:5] = True
 
     def filled(s, q, k, v):
-        return (q @ k.mT).masked_fill(hidden, number).softmax(-1) @ (v if number != -1e9 else v.detach())
+        scores = q @ k.mT + ALIBI.to(q) if adds else q @ k.mT
+        return scores.masked_fill(hidden, number).softmax(-1) @ (v if number != -1e9 else v.detach())
 
+    return filled
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number, adds):
+    filled = filled_with(number, adds)
     (out, grad), calls = stepped(filled)
     assert calls == 1
     assert torch.allclose(out[0, :, 3], out[0, :, 4], atol=1e-3), "of the same values"
@@ -382,16 +389,21 @@ def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_score
         assert ours <= 1.1 * theirs
 
 
-def test_control_without_what_blinds_queries_scores_would_have_gradients(monkeypatch):
-    monkeypatch.setattr(
-        fuse_attention._Operands,
-        "_blind",
-        lambda self, found, hidden: self._put(
-            found.formula.last, torch.zeros_like, hidden.node, like=found.formula.last
-        ),
-    )
+@pytest.mark.parametrize("adds", [False, True])
+def test_torchs_own_attention_in_fp32_gives_them_the_same(adds):
+    """Its backward knows rows by the logarithm of their sums, in which a large number would be all."""
+    filled = filled_with(torch.finfo(torch.float32).min, adds)
+    found, calls = stepped(filled, "bf16,keep_fp32=.*")
+    assert calls == 0
+    assert max(errors(found, stepped(filled, wide=True)[0])) < 1e-5
+
+
+def test_control_without_what_is_done_for_them_they_would_be_others(monkeypatch):
+    monkeypatch.setattr(fuse_attention._Operands, "_blind", lambda self, found: None)
     with pytest.raises(AssertionError):
-        test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(-1e4)
+        test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(-1e4, False)
+    with pytest.raises(AssertionError):
+        test_torchs_own_attention_in_fp32_gives_them_the_same(False)
 
 
 def test_rows_that_see_nothing_are_zeros():

@@ -14,10 +14,12 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes import dropout_in_bits, facts
-from amp_graph.passes.attention_backward import attention_low
+from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
+from amp_graph.passes.fuse_attention import WRITTEN_OUT
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
+from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import concrete_size
@@ -49,14 +51,25 @@ class Attention(Pass):
             if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
                 continue
             given = facts.schema_arguments(SDPA, node.args, dict(node.kwargs))
-            reason = _why_not(given, node)
-            if reason:
+            mask, reason = given["attn_mask"], _why_not(given, node)
+            if reason and not _is_worse_fused(node, mask):
                 skips.append(Skip(node.name, reason))
                 continue
-            action = "own kernel" if _by_ours(node) else "explicit backward"
-            node.op, node.target = "call_function", attention_low
+            if reason:
+                action, reason, target = (
+                    "written out again",
+                    "what is added hides rows from torch's backward",
+                    by_formula,
+                )
+            else:
+                action = "own kernel" if _by_ours(node) else "explicit backward"
+                reason, target = "the CPU kernel's is slower in bf16", attention_low
+                given["attn_mask"] = _as_it_was(node, mask)
+            node.op, node.target = "call_function", target
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
-            changes.append(Change(self.name, action, node.name, "the CPU kernel's is slower in bf16"))
+            if given["attn_mask"] is not mask and not mask.users:
+                gm.graph.erase_node(mask)
+            changes.append(Change(self.name, action, node.name, reason))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
@@ -86,6 +99,26 @@ def _by_ours(node: Node) -> bool:
 
 def _drops_by_ours(node: Node) -> bool:
     return _by_ours(node) and dropout_in_bits.library(torch.bfloat16) is not None
+
+
+def _as_it_was(node: Node, mask: Any) -> Any:
+    """Return the fp32 mask that ``mask`` was cast from, which our kernel adds as it is; else ``mask``.
+
+    The least number of fp32 is -inf in bf16: a row that sees nothing would be another.
+    """
+    cast = isinstance(mask, Node) and CAST in mask.meta and not is_trained(mask) and _by_ours(node)
+    if not cast or value(mask.all_input_nodes[0]).dtype != torch.float32:
+        return mask
+    return mask.all_input_nodes[0]
+
+
+def _is_worse_fused(node: Node, mask: Any) -> bool:
+    """Say whether torch's kernel would compute attention that was written out, and its gradients less well.
+
+    It knows a row by the logarithm of its sum: where the least number is added to all scores, that is all there is.
+    """
+    added = isinstance(mask, Node) and value(mask).dtype != torch.bool
+    return WRITTEN_OUT in node.meta and added and is_trained(node) and value(node).device.type == "cpu"
 
 
 def _why_not(given: dict[str, Any], node: Node) -> str:

@@ -55,6 +55,8 @@ def attention_low(
     trains = torch.is_grad_enabled() and (masked or any(t.requires_grad for t in inputs))
     pays = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -63,6 +65,19 @@ def attention_low(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     given = (query, key, value, attn_mask, is_causal, scale, dropout_p)
     return _Attention.apply(*given) if trains else _forward(query, *given[1:6], *_drawn(query, key, dropout_p))
+
+
+def by_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return the same by torch's operations one by one, as it was written out; attn_mask: floats."""
+    chances = (query @ key.mT * scale + attn_mask).softmax(-1)
+    return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 
 
 def _in_rows(heads: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+WRITTEN_OUT = "amp_written_out"  # meta key: this call of attention was a formula
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -112,6 +113,7 @@ class _Operands:
                 made = self.gm.graph.call_function(F.scaled_dot_product_attention, tuple(read), given)
             describe(made, formula.last, mode)
             put_call(self.gm, formula, torch.flatten, (made, 0, 1), mode)
+        made.meta[WRITTEN_OUT] = True
         for node in (scores.turned, keys, scores.query, found.values):
             if node not in read and not node.users and node.op != "placeholder":
                 self.gm.graph.erase_node(node)

@@ -398,6 +398,31 @@ def test_torchs_own_attention_in_fp32_gives_them_the_same(adds):
     assert max(errors(found, stepped(filled, wide=True)[0])) < 1e-5
 
 
+def added(s, q, k, v):
+    """As Hugging Face's eager form, where the text is padded on the left: the least number is added."""
+    mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
+    return (q @ k.mT * 0.4 + mask).softmax(-1) @ v
+
+
+def test_rows_with_the_least_number_added_are_as_exact_as_written_out(monkeypatch):
+    exact = stepped(added, wide=True)[0]
+    written_out = errors(stepped(added, "bf16,skip=fuse_attention")[0], exact)
+    fused, calls = stepped(added)
+    assert calls == 1
+    assert all(ours <= 1.1 * theirs for ours, theirs in zip(errors(fused, exact), written_out, strict=True))
+    monkeypatch.setattr("amp_graph.passes.attention._as_it_was", lambda node, mask: mask)
+    assert max(errors(stepped(added)[0], exact)) > 10 * max(written_out), "control: -inf in bf16"
+
+
+def test_with_the_least_number_added_in_fp32_the_formula_is_written_out_again(monkeypatch):
+    exact = stepped(added, wide=True)[0]
+    found, calls = stepped(added, "bf16,keep_fp32=.*")
+    assert calls == 0
+    assert max(errors(found, exact)) < 1e-5
+    monkeypatch.setattr("amp_graph.passes.attention._is_worse_fused", lambda node, mask: False)
+    assert max(errors(stepped(added, "bf16,keep_fp32=.*")[0], exact)) > 0.01, "control: torch's own backward"
+
+
 def test_control_without_what_is_done_for_them_they_would_be_others(monkeypatch):
     monkeypatch.setattr(fuse_attention._Operands, "_blind", lambda self, found: None)
     with pytest.raises(AssertionError):

@@ -17,12 +17,13 @@ from amp_graph.passes import dropout_in_bits, facts
 from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
+from amp_graph.passes.formulas import describe
 from amp_graph.passes.fuse_attention import WRITTEN_OUT
 from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.torch_private import concrete_size
+from amp_graph.passes.torch_private import FakeTensorMode, concrete_size, storage_key
 from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays, torchs_attention_pays
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -56,19 +57,17 @@ class Attention(Pass):
                 skips.append(Skip(node.name, reason))
                 continue
             if reason:
-                action, reason, target = (
-                    "written out again",
-                    "what is added hides rows from torch's backward",
-                    by_formula,
-                )
+                action, target = "written out again", by_formula
+                reason = "what is added hides rows from torch's backward"
             else:
-                action = "own kernel" if _by_ours(node) else "explicit backward"
-                reason, target = "the CPU kernel's is slower in bf16", attention_low
-                given["attn_mask"] = _as_it_was(node, mask)
+                action, target = "own kernel" if _by_ours(node) else "explicit backward", attention_low
+                reason = "the CPU kernel's is slower in bf16"
+                given["attn_mask"] = _as_it_was(gm, node, mask, mode)
             node.op, node.target = "call_function", target
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
-            if given["attn_mask"] is not mask and not mask.users:
-                gm.graph.erase_node(mask)
+            while given["attn_mask"] is not mask and not mask.users:  # up to what has a reader more now
+                unread, mask = mask, mask.all_input_nodes[0]
+                gm.graph.erase_node(unread)
             changes.append(Change(self.name, action, node.name, reason))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -101,15 +100,27 @@ def _drops_by_ours(node: Node) -> bool:
     return _by_ours(node) and dropout_in_bits.library(torch.bfloat16) is not None
 
 
-def _as_it_was(node: Node, mask: Any) -> Any:
-    """Return the fp32 mask that ``mask`` was cast from, which our kernel adds as it is; else ``mask``.
+def _as_it_was(gm: GraphModule, node: Node, mask: Any, mode: FakeTensorMode | None) -> Any:
+    """Return the fp32 mask that ``mask``, or what it is a view of, was cast from; else ``mask``. Our kernel adds both.
 
     The least number of fp32 is -inf in bf16: a row that sees nothing would be another.
     """
-    cast = isinstance(mask, Node) and CAST in mask.meta and not is_trained(mask) and _by_ours(node)
-    if not cast or value(mask.all_input_nodes[0]).dtype != torch.float32:
+    if mode is None or not isinstance(mask, Node) or is_trained(mask) or not _by_ours(node):
         return mask
-    return mask.all_input_nodes[0]
+    views, cast = list[Node](), mask
+    while CAST not in cast.meta:
+        sources = cast.all_input_nodes
+        if len(sources) != 1 or storage_key(value(sources[0])) != storage_key(value(cast)):
+            return mask
+        views, cast = [cast, *views], sources[0]
+    found = cast.all_input_nodes[0]
+    if value(found).dtype != torch.float32:
+        return mask
+    for view in views:
+        with gm.graph.inserting_before(view):
+            source, before = found, view.all_input_nodes[0]
+            found = describe(gm.graph.node_copy(view, lambda n: source if n is before else n), view, mode)  # noqa: B023
+    return found
 
 
 def _is_worse_fused(node: Node, mask: Any) -> bool:

@@ -6,6 +6,7 @@ is_causal=True)``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -56,11 +57,11 @@ class Attention(Pass):
             if reason and not _is_worse_fused(node, mask):
                 skips.append(Skip(node.name, reason))
                 continue
+            target: Callable[..., Any] = by_formula if reason else attention_low
             if reason:
-                action, target = "written out again", by_formula
-                reason = "what is added hides rows from torch's backward"
+                action, reason = "written out again", "what is added hides rows from torch's backward"
             else:
-                action, target = "own kernel" if _by_ours(node) else "explicit backward", attention_low
+                action = "own kernel" if _by_ours(node) else "explicit backward"
                 reason = "the CPU kernel's is slower in bf16"
                 given["attn_mask"] = _as_it_was(gm, node, mask, mode)
             node.op, node.target = "call_function", target

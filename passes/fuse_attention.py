@@ -149,21 +149,28 @@ class _Operands:
         key = (scores.terms, scores.hidden, scores.filled)
         if (known := self._known(key, found)) is not None:
             return known
-        masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.masks]
-        hidden, blind = None if scores.hidden is None else masks.pop(), self._blind(found)
-        if not masks and hidden is None:
+        masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.terms]
+        hidden, blind = scores.hidden, self._blind(found)
+        if hidden is None and not masks:
             return None
         if hidden is None and len(masks) == 1 and scores.terms[0].factor == 1:
             return masks[0]
-        if not masks:
-            made = self._put(last, torch.logical_not, hidden, like=last)
+        if not masks and hidden is not None:
+            made = self._where(found, hidden, seen=True)
             made = made if blind is None else self._put(last, torch.logical_or, made, blind, like=last)
         else:
             made = self._sum(masks, scores.terms, last)
-            made = made if hidden is None else self._put(last, torch.masked_fill, made, hidden, -math.inf, like=last)
+            if hidden is not None:
+                nowhere = self._where(found, hidden, seen=False)
+                made = self._put(last, torch.masked_fill, made, nowhere, -math.inf, like=last)
             made = made if blind is None else self._put(last, torch.masked_fill, made, blind, 0.0, like=last)
         self.shared[key] = made
         return made
+
+    def _where(self, found: Found, hidden: Term, *, seen: bool) -> Node:
+        """Return where scores are ``seen``, or where they are not."""
+        mask, last = self._of_four(hidden.node, found, folded=hidden.folded), found.formula.last
+        return mask if hidden.seen is seen else self._put(last, torch.logical_not, mask, like=last)
 
     def _sum(self, masks: list[Node], terms: tuple[Term, ...], last: Node) -> Node:
         scaled = [
@@ -182,7 +189,7 @@ class _Operands:
             return None
         if (known := self._known(hidden, found)) is not None:
             return known
-        mask = self._of_four(hidden.node, found, folded=hidden.folded)
+        mask = self._where(found, hidden, seen=False)
         made = self.shared[hidden] = self._put(last, torch.all, mask, -1, True, like=last)
         return made
 

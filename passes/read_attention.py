@@ -40,18 +40,22 @@ RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatt
 
 @dataclass(frozen=True)
 class Term:
-    """What is added to scores, times ``factor``; ``folded``: to those with heads in the batch."""
+    """What is added to scores, times ``factor``; ``folded``: to those with heads in the batch.
+
+    Or where something is filled in; ``seen``: where nothing is.
+    """
 
     node: Node
     folded: bool
     factor: float = 1.0
+    seen: bool = False
 
 
 @dataclass
 class Scores:
     """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``terms``.
 
-    ``hidden``: a mask that is true where nothing is to be seen, with ``filled`` in. ``split``: where the heads, which
+    ``hidden``: a mask of where nothing is to be seen, with ``filled`` in. ``split``: where the heads, which
     were folded into the batch for the product, got a dimension of their own.
     """
 
@@ -222,8 +226,10 @@ def _scores(node: Node) -> Scores | None:
                 return None
             node, mask = parts
             terms.append(Term(mask, in_batch, scale))
-        elif name == "aten.masked_fill" and hidden is None and scale > 0 and _hides(args, scale, bool(terms)):
+        elif name == "aten.masked_fill" and hidden is None and _hides(args, scale, bool(terms)):
             node, hidden, filled = args[0], Term(args[1], in_batch), args[2]
+        elif name == "aten.where" and hidden is None and _hides(args, scale, bool(terms)):
+            node, hidden, filled = args[1], Term(args[0], in_batch, seen=True), args[2]
         elif converts_nothing(node):
             node = node.args[0]  # type: ignore[assignment]
         else:
@@ -235,7 +241,7 @@ def _hides(args: list[Any], scale: float, adds: bool) -> bool:
 
     Where that is finite, a row that sees nothing has all values alike, unless something is added behind it.
     """
-    if len(args) != 3 or not isinstance(args[1], Node) or isinstance(args[2], Node):
+    if len(args) != 3 or isinstance(args[2], Node) or not all(isinstance(a, Node) for a in args[:2]) or scale <= 0:
         return False
     return args[2] == -math.inf or (args[2] * scale <= LEAST and not adds)
 
@@ -281,7 +287,8 @@ def _is_of_products(node: Node, steps: int) -> bool:
     source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
     if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
         source = scaled[0]
-    sources = args if name == "aten.add" else args[:1] if name == "aten.masked_fill" else [source]
+    read = {"aten.add": args, "aten.masked_fill": args[:1], "aten.where": args[1:2]}
+    sources = read.get(name, [source])
     return any(isinstance(s, Node) and _is_of_products(s, steps - 1) for s in sources)
 
 

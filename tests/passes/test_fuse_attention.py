@@ -128,6 +128,18 @@ def in_place(s, q, k, v):
     return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v
 
 
+def where_it_is_seen(s, q, k, v):
+    return torch.where(SEEN, q @ k.mT * 0.4 + ALIBI.to(q), -math.inf).softmax(-1) @ v
+
+
+def where_it_is_seen_alone(s, q, k, v):
+    return torch.where(SEEN, q @ k.mT, -math.inf).softmax(-1) @ v
+
+
+def where_some_see_nothing(s, q, k, v):
+    return torch.where(SEEN & ~PADDED, q @ k.mT, -1e9).softmax(-1) @ v
+
+
 def scaled_behind_a_product(s, q, k, v):
     queries, keys, values = folded(q, k, v)
     scores = torch.baddbmm(ALIBI.repeat(2, 1, 1).to(q), queries, keys.mT, beta=0.5) * 0.4
@@ -165,10 +177,11 @@ def filled_and_dropped(s, q, k, v):
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
 PADDED = torch.arange(LENGTH) < 3  # left of the text
 OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, annotated, scaled_behind_a_product, two_masks)
+WHERE = (where_it_is_seen, where_it_is_seen_alone, where_some_see_nothing)
 DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
 FORMS = {
     f.__name__: f
-    for f in (folded_and_filled, in_place, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)
+    for f in (*WHERE, folded_and_filled, in_place, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)
 }
 
 
@@ -225,6 +238,7 @@ OTHERS = {
     "heads apart for another number of them": lambda s, q, k, v: (
         (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
     ),
+    "scores where they are not seen": lambda s, q, k, v: torch.where(~SEEN, -1e9, q @ k.mT).softmax(-1) @ v,
     "a mask behind what was filled": lambda s, q, k, v: ((q @ k.mT).masked_fill(~SEEN, -1e9) + MASK).softmax(-1) @ v,
     "a number fills that scores may have": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
     "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -128,6 +128,11 @@ class OpList:
                 if rule.matches(arguments):
                     return rule
         return None
+
+    def says_the_same_of(self, ops: Iterable[torch._ops.OpOverload]) -> bool:
+        """Say whether all of ``ops`` are of one class, or in no list."""
+        rules = [self.lookup(op, {}) for op in ops]
+        return len({None if rule is None else rule.cls for rule in rules}) == 1
 
     def module_rule(self, path: str) -> ModuleRule | None:
         """Return the first module rule that matches a module path."""

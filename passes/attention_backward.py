@@ -75,7 +75,7 @@ def by_formula(
     dropout_p: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return the same by torch's operations one by one, as it was written out; attn_mask: floats."""
+    """``F.scaled_dot_product_attention`` by operations one by one, as it was written out; attn_mask: floats."""
     chances = (query @ key.mT * scale + attn_mask).softmax(-1)
     return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 

@@ -7,7 +7,7 @@ products, linears or attention sees. After: ``matmul(q, k.transpose(-2, -1))``.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,20 +40,16 @@ class EinsumsAsProducts(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every einsum."""
         mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes) if self._is_wanted() else ():
+        for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
             given = _given_to(node)
             if mode is None or given is None:
                 continue
             equation, *operands = given
-            product = next(_that_lie_alike(node, equation, operands, mode), None)
+            product = _that_lies_alike(node, equation, operands, mode)
             if product is not None:
                 made = _put(gm, node, product, operands, mode)
                 changes.append(Change(self.name, "as a product", made.name, equation))
         return PassResult(gm, tuple(changes))
-
-    def _is_wanted(self) -> bool:
-        rules = [self.lists.lookup(op, {}) for op in ALIKE]
-        return len({None if rule is None else rule.cls for rule in rules}) == 1
 
 
 class _Product(NamedTuple):
@@ -79,16 +75,16 @@ def _given_to(node: Node) -> tuple[str, Node, Node] | None:
     return equation, operands[0], operands[1]  # type: ignore[return-value]
 
 
-def _that_lie_alike(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> Iterator[_Product]:
-    """Yield the products whose result lies as that of ``node``, an einsum."""
+def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
+    """Return the product whose result lies as that of ``node``, an einsum; None where there is none."""
     wanted, given = captured(node), [captured(o) for o in operands]
     read = _read(equation, [t.dim() for t in given])
     if read is None or given[0].dtype != given[1].dtype:
-        return
+        return None
     first, second, result = read
     sizes = dict(zip(first, given[0].shape, strict=False))
     if any(str(sizes.get(i, n)) != str(n) for i, n in zip(second, given[1].shape, strict=False)):  # a size of 1
-        return
+        return None
     for swapped in (False, True):
         one, other = (second, first) if swapped else (first, second)
         product = _product(one, other, result, swapped)
@@ -97,7 +93,8 @@ def _that_lie_alike(node: Node, equation: str, operands: list[Node], mode: FakeT
         with mode:
             made = _made(product, given, _at_once)
         if _form(made) == _form(wanted):
-            yield product
+            return product
+    return None
 
 
 def _read(equation: str, dims: Sequence[int]) -> tuple[str, str, str] | None:

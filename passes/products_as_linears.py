@@ -39,7 +39,7 @@ class ProductsAsLinears(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product."""
         mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes) if self._is_wanted() else ():
+        for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
             weight = _weight(node) if operation(node)[0] in PRODUCTS else None
             if mode is None or weight is None:
                 continue
@@ -49,10 +49,6 @@ class ProductsAsLinears(Pass):
                 gm.graph.erase_node(turned)
             changes.append(Change(self.name, "as a linear", made.name, f"by {weight.name}, turned"))
         return PassResult(gm, tuple(changes))
-
-    def _is_wanted(self) -> bool:
-        rules = [self.lists.lookup(op, {}) for op in ALIKE]
-        return len({None if rule is None else rule.cls for rule in rules}) == 1
 
 
 def _weight(node: Node) -> Node | None:

@@ -122,7 +122,7 @@ def folded_and_filled(s, q, k, v):
 
 
 def in_place(s, q, k, v):
-    """lucidrains' and timm's; a Swin's bias is added so, too."""
+    """What each returns is read on; a bias is added so, too."""
     scores = (q @ k.mT).div_(2.5)
     scores += ALIBI
     return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v

@@ -23,9 +23,18 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
 
     What has no strides, as sparse gradients have none, is returned as it is.
     """
-    if tensor.layout is not torch.strided or tensor.stride() == like.stride():
+    if tensor.layout is not torch.strided or lies_as(like, tensor):
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def lies_as(like: Tensor, tensor: Tensor) -> bool:
+    """Say whether ``tensor``, of the same shape, has its elements in the order of those of ``like``.
+
+    A 1x1 convolution's weight is contiguous and channels_last at once: no step is made along a dimension of one.
+    """
+    steps, others = tensor.stride(), like.stride()
+    return steps == others or all(a == b or n == 1 for a, b, n in zip(steps, others, like.shape, strict=True))
 
 
 def zeros_beside(parameter: Tensor) -> Tensor:

@@ -134,11 +134,21 @@ INLINE void update_as(const Parameter* p, const Scalars* s, int64_t i, int64_t e
   }
 }
 
+INLINE void narrow_range(const float* restrict from, Low* restrict to, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) to[i] = narrow(from[i]);
+}
+
+/* With gradients in fp32 a compiler makes single numbers of a loop that rounds, too: there each has one of its own. */
 static void update_range(const Parameter* p, const Scalars* s, int64_t begin, int64_t end) {
   if (p->grad_is_low && p->low) update_as(p, s, begin, end, 1, 1);
   else if (p->grad_is_low) update_as(p, s, begin, end, 1, 0);
-  else if (p->low) update_as(p, s, begin, end, 0, 1);
-  else update_as(p, s, begin, end, 0, 0);
+  else if (!p->low) update_as(p, s, begin, end, 0, 0);
+  else
+    for (int64_t i = begin; i < end; i += CHUNK) {
+      const int64_t stop = end - i < CHUNK ? end : i + CHUNK;
+      update_as(p, s, i, stop, 0, 0);
+      narrow_range(p->value, p->low, i, stop);
+    }
 }
 
 /* Squares of fp32 do not overflow in fp64: their sum is finite where all elements are. */

@@ -193,3 +193,15 @@ def test_state_lies_beside_its_parameter():
         if parameter.numel() > 5 and parameter is not apart:
             assert (made.data_ptr() - parameter.data_ptr()) % 4096 == 0
             assert made.untyped_storage().nbytes() - made.nbytes <= 4096
+
+
+def test_a_dimension_of_one_is_stepped_along_by_nobody():
+    """A 1x1 convolution's gradient in channels_last lies as its weight does; one of 3x3 does not."""
+    for size, copied in ((1, False), (3, True)):
+        weight = torch.randn(8, 4, size, size)
+        grad = torch.empty_strided(weight.shape, (4 * size * size, 1, 4 * size, 4)).copy_(weight)
+        assert grad.stride() != weight.stride()
+        found = laid_out_as(weight, grad)
+        assert (found is not grad) == copied
+        assert torch.equal(found.flatten(), torch.as_strided(found, (found.numel(),), (1,)))
+        assert torch.equal(found, weight)

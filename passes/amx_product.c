@@ -27,7 +27,8 @@
 
 typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* bias: null for none */
-  float *of_a;             /* written: [rows], what each row of a adds up to, where its columns lie in rows; or null */
+  float *of_a;             /* written: [rows], what each row of a adds up to, where its columns lie in rows; or null.
+                              Rounded once, too. */
   void *out;               /* of fp32 where `wide`, with the numbers of bf16 that it has otherwise */
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; one of the two of each is 1 */
@@ -228,7 +229,7 @@ static void multiply(Shared *all, int64_t from_row, int64_t to_row, int64_t from
         for (int64_t i = 0; i < high; i += LOW_ROWS)
           multiply_rows(&w, i, least(LOW_ROWS, high - i), at_once < depth ? 0 : i);
       }
-    if (p->of_a && !from_column) memcpy(p->of_a + r, of_a, high * sizeof(float));
+    for (int64_t i = 0; p->of_a && !from_column && i < high; ++i) p->of_a[r + i] = widen(narrow(of_a[i]));
   }
   return_tiles(&before);
   if (p->wide) _mm_sfence();

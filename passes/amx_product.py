@@ -43,8 +43,8 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
     """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, ``biased``, what the columns of ``grad`` add up to.
 
-    grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which the first is
-    then cast to fp32. Second derivatives and several gradients at once are torch's own.
+    grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which both are
+    cast to fp32, once they are rounded. Second derivatives and several gradients at once are torch's own.
     """
     pays = amx_product_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
@@ -72,12 +72,13 @@ def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
 def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
     """Return ``a.t() @ b`` as ``amx_product`` does, and the sums of the columns of ``a``, fp32 rounded once to bf16.
 
-    a: [depth, rows], b: [depth, columns]: all in one reading of ``a``. Raises MemoryError.
+    a: [depth, rows], b: [depth, columns]: all in one reading of ``a``. ``wide``: cast both to fp32. Raises MemoryError.
     """
+    dtype = torch.float32 if wide else a.dtype
     if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
-        return [amx_product(a.t(), b, None, wide), a.sum(0)]
+        return [amx_product(a.t(), b, None, wide), a.sum(0).to(dtype)]
     sums = a.new_empty(a.shape[1], dtype=torch.float32)
-    return [multiply_into(room(a.t(), b, wide), a.t(), b, None, sums), sums.to(a.dtype)]
+    return [multiply_into(room(a.t(), b, wide), a.t(), b, None, sums), sums.to(dtype)]
 
 
 def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
@@ -105,7 +106,7 @@ def side_by_side(t: Tensor) -> Tensor:
 
 
 def _rooms(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
-    return [room(a.t(), b, wide), a.new_empty(a.shape[1])]
+    return [room(a.t(), b, wide), a.new_empty(a.shape[1], dtype=torch.float32 if wide else a.dtype)]
 
 
 define_as_typed(amx_product, room)

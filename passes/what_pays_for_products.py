@@ -138,7 +138,7 @@ def bias_in_trained_linear_pays(device: str, dtype: torch.dtype, rows: int, outp
 
 
 # Multiplications from which on the call of a function with a backward of its own is not seen, with matrix units.
-LEAST_BY_FUNCTION = 1 << 28
+LEAST_BY_FUNCTION = 220_000_000
 
 
 def training_by_function_pays(rows: int, outputs: int, inputs: int) -> bool:
@@ -146,7 +146,9 @@ def training_by_function_pays(rows: int, outputs: int, inputs: int) -> bool:
 
     bf16 with AMX, casts of weight and bias included: ours takes some 0.1 ms more, in caches that others have filled. Of
     torch's speed 0.7 to 0.8 up to 40 million multiplications, 0.8 to 0.95 at 75 to 226 million, 1.0 to 1.15 from 268
-    million on, with one thread and with two. With dot products a multiplication takes six times as long.
+    million on, with one thread and with two. A ViT of 384, whose projections take 231 million, trains by it in 0.99 of
+    the time, with two threads in 1.00, and casts 12 gradients less. With dot products a multiplication takes six times
+    as long.
     """
     return not cpu_has_amx() or rows * outputs * inputs >= LEAST_BY_FUNCTION
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
     from amp_graph.convert import drop_weight_copies as drop_weight_copies
     from amp_graph.convert import revert as revert
@@ -34,6 +35,7 @@ _HOME |= {
     "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
     "drop_weight_copies": "convert",
+    "optim": "",  # a module, whose names are torch.optim's
     "raise_malloc_thresholds": "malloc_thresholds",
     "report": "report",
     "revert": "convert",
@@ -48,6 +50,7 @@ __all__ = [
     "TrainStep",
     "convert",
     "drop_weight_copies",
+    "optim",
     "precision",
     "raise_malloc_thresholds",
     "report",
@@ -60,11 +63,13 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
-        made = self.__dict__[name] = getattr(importlib.import_module(f"amp_graph.{_HOME[name]}"), name)
+        home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")
+        made = self.__dict__[name] = getattr(home, name) if _HOME[name] else home
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOME or not isinstance(value, ModuleType):  # a submodule must not hide its function
+        # A submodule must not hide its function.
+        if not _HOME.get(name) or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 

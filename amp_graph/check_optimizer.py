@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.fused_update import kind_of
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # a number for all elements of a parameter
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # whose state is factored, or a history
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Say whether the class of ``optimizer`` is one of torch's: of others it is not known what they do."""
-    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    """Say whether ``optimizer`` is one of torch's, or of ours, which do as they: what others do is not known."""
+    return kind_of(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from amp_graph.passes.torch_private import steps_otherwise
 from amp_graph.policy import HALVES
 
 SEVERAL, APART = 16, ("cuda",)
+UPDATES_AS = "updates_as"  # the attribute by which optimizers of amp_graph name torch's
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -29,13 +30,24 @@ STATES = {
 }
 
 
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class whose rule ``optimizer`` updates by: its own, or for one of ``amp_graph.optim`` torch's."""
+    kind: type[Optimizer] = vars(type(optimizer)).get(UPDATES_AS, type(optimizer))  # of no class derived from ours
+    return kind
+
+
 def why_not_fused(optimizer: Optimizer) -> str:
     """Return why the update cannot be part of the graph, or "" where it can."""
-    kind = type(optimizer)
-    if kind not in (SGD, Adam, AdamW, Adagrad):
-        return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
     if otherwise := steps_otherwise(optimizer):
         return otherwise
+    return why_no_kernel(optimizer)
+
+
+def why_no_kernel(optimizer: Optimizer) -> str:
+    """Return why the rule of ``optimizer`` is not one of the fused kernels', or "" where it is."""
+    kind = kind_of(optimizer)
+    if kind not in (SGD, Adam, AdamW, Adagrad):
+        return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
     for group in optimizer.param_groups:
         if group.get("dampening") and group["momentum"]:
             return "SGD with dampening treats its first step otherwise"
@@ -199,7 +211,7 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         params = tuple(p for p in group["params"] if id(p) in wanted)
         if not params:
             continue
-        kind = type(optimizer)
+        kind = kind_of(optimizer)
         names = _state_names(kind, group)
         for p in params:
             master = updated_master(p)

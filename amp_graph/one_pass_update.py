@@ -167,13 +167,22 @@ def _why_not(
     if len({copy.dtype for copies in lows.values() for copy in copies}) != 1:
         return "weights have no copies in low precision, or copies in several"
     for update in updates:
-        for i, p in enumerate(update.params):
+        if why := why_not_flat(update, target_of):
+            return why
+        for p in update.params:
             target = target_of(p)
-            states = [kind[i] for kind, name in zip(update.states, update.state_names(), strict=True) if name != "step"]
-            if not _is_flat(target) or not all(_is_alike(t, target, torch.float32) for t in states):
-                return f"a parameter of shape {tuple(p.shape)} or its state is not fp32 on the CPU, without gaps"
             if not all(_is_alike(low, target, low.dtype) for low in lows.get(id(p), ())):
                 return f"the copy of a parameter of shape {tuple(p.shape)} lies otherwise"
+    return ""
+
+
+def why_not_flat(update: GroupUpdate, target_of: Callable[[Tensor], Tensor] = lambda p: p) -> str:
+    """Return why parameters or state of a group are none that the pass goes through, or ""."""
+    kinds = [kind for kind, name in zip(update.states, update.state_names(), strict=True) if name != "step"]
+    for i, p in enumerate(update.params):
+        target = target_of(p)
+        if not _is_flat(target) or not all(_is_alike(kind[i], target, torch.float32) for kind in kinds):
+            return f"a parameter of shape {tuple(p.shape)} or its state is not fp32 on the CPU, without gaps"
     return ""
 
 

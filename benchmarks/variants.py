@@ -2,8 +2,9 @@
 
 Before: a model's name and ``Variant("amp_graph", policy="bf16")``. After: ``Prepared``, whose ``run()`` is one step.
 
-Training is forward, backward and fused AdamW, in fp16 with a gradient scaler. Eager variants call the loss behind the
-model, as loops do. What is compiled, and ``TrainStep``, is the model together with its loss, on all sides.
+Training is forward, backward and fused AdamW, in fp16 with a gradient scaler; "amp_graph.optim" is a converted model
+with AdamW from there. Eager variants call the loss behind the model, as loops do. What is compiled, and ``TrainStep``,
+is the model together with its loss, on all sides.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ class Variant:
     channels_last: bool = False
     frozen: bool = False  # Inductor's freezing: weights are constants, cast, packed and folded once and for all
     recorded: bool = False  # a TrainStep that is replayed as a CUDA graph
+    one_pass: bool = False  # the loop's optimizer is one of amp_graph.optim
 
     @property
     def is_baseline(self) -> bool:
@@ -74,11 +76,14 @@ def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
             )
         if not compiled:
             found.append(Variant(f"pure {setup.dtype}", low=True, channels_last=images))
-        ours = [("amp_graph", False, False), *([("TrainStep", True, False)] if training else [])]
+        ours: dict[str, dict] = {"amp_graph": {}}
+        if training and not compiled and setup.device == "cpu":
+            ours["amp_graph.optim"] = {"one_pass": True}
+        if training:
+            ours["TrainStep"] = {"whole": True}
         if training and setup.device == "cuda":
-            ours.append(("TrainStep" + RECORDED, True, True))
-        for name, whole, recorded in ours:
-            more = {"whole": whole, "recorded": recorded}
+            ours["TrainStep" + RECORDED] = {"whole": True, "recorded": True}
+        for name, more in ours.items():
             found += [Variant(name + a + mode, p, compiled=compiled, **more) for a, p in policies.items()]
     return found
 
@@ -169,7 +174,8 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
     made, batch = built(name, scale, variant, setup)
     together = variant.whole or variant.compiled
     target = WithLoss(made) if together else made.model
-    optimizer = torch.optim.AdamW(target.parameters(), lr=1e-4, fused=True)
+    optimizers = amp_graph.optim if variant.one_pass else torch.optim
+    optimizer = optimizers.AdamW(target.parameters(), lr=1e-4, fused=True)
     compile = "inductor" if variant.compiled else "eager"
     if variant.whole:
         step = amp_graph.TrainStep(

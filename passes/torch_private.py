@@ -103,6 +103,7 @@ __all__ = [
     "pack_linear_weight",
     "parameters_as_inputs",
     "plain_forward",
+    "plain_step",
     "reads_of_dtype",
     "saved_tensors_hooks_are_enabled",
     "set_sums_of_products",
@@ -825,6 +826,13 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     step: Any = optimizer.__dict__.get("step")
     behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
     return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
+
+
+def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``kind.step`` without the hooks that ``Optimizer.__init__`` puts around it for good; 2.11 to 2.13."""
+    step: Any = kind.step
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
 
 
 def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

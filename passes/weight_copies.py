@@ -20,11 +20,12 @@ from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, 
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
-from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
+from amp_graph.passes.weight_updates import SHOWN, UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
+_MODELS = weakref.WeakSet["WeightCopies"]()
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 
 
@@ -57,6 +58,7 @@ class WeightCopies:
         self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
         self.results = LargeResults()  # and for large results of calls without gradients
         hear_of_updates()
+        _MODELS.add(self)
 
     def drop(self) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew."""
@@ -88,7 +90,7 @@ class WeightCopies:
 
     def is_current(self, weight: Tensor, kept: KeptCopy) -> bool:
         """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
-        if not is_of(kept, weight) or weight._version != kept.version or UPDATES.mark is not kept.mark:
+        if not is_of(kept, weight) or weight._version != kept.version or kept.mark not in (UPDATES.mark, SHOWN):
             return False
         if kept.words.tobytes() != kept.values:
             self._written_in_secret(weight)
@@ -134,7 +136,7 @@ class WeightCopies:
             kept = known.get(id(weight))
             if kept is None:
                 return self._first(weight, last)
-            mark = updates.mark
+            mark = SHOWN if kept.mark is SHOWN else updates.mark
             if (
                 kept.mark is not mark
                 and kept.passed is not mark
@@ -168,6 +170,17 @@ class WeightCopies:
             return kept.low
 
         return weight_copy
+
+    def to_be_written(self, weight: Tensor) -> KeptCopy | None:
+        """Return the copy of ``weight`` where an update may write it along: it lies alike, and nobody else has it."""
+        kept = self._kept.get(id(weight))
+        if kept is None or not is_of(kept, weight) or kept.low.stride() != weight.stride():
+            return None
+        return kept if is_nobody_elses(kept) else None
+
+    def was_written(self, weight: Tensor, kept: KeptCopy, shows: bool) -> None:
+        """Take note that the copy is ``weight`` as it is now; ``shows``: any later write shows in its version."""
+        self._kept[id(weight)] = kept.again(kept.low, weight._version, SHOWN if shows else UPDATES.mark)
 
     def _first(self, weight: Tensor, last: bool = False) -> Tensor:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
@@ -239,3 +252,8 @@ class WeightCopies:
                 "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
+
+
+def copies_of_models() -> list[WeightCopies]:
+    """Return the copies of all converted models in this process."""
+    return list(_MODELS)

@@ -17,6 +17,7 @@ class Updates:
 
 
 UPDATES = Updates()
+SHOWN = object()  # in the place of a mark: the last update shows in the version counter, whoever else updates what
 
 
 def weights_were_written() -> None:

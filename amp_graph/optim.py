@@ -143,7 +143,7 @@ def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtyp
         lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
         grads: list[Any] = [p.grad for p in update.params]
         given = GroupTensors(list(update.params), grads, update.states, lows, "step" in update.state_names())
-        lr = torch.as_tensor(update.group["lr"], dtype=torch.float64)
+        lr = torch.as_tensor(update.group["lr"], dtype=torch.float64, device="cpu")
         options = options_of(update)
         OPS.one_pass_update_(*given.arguments(), lr, None, None, None, rule=rule_of(update, low), **options)
 

@@ -24,7 +24,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import PLACE, Formula, describe, is_written_meanwhile, put_before, put_call
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of
-from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, told
+from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import attention_call_pays, attention_kernel_pays
 
@@ -43,10 +43,10 @@ class FuseAttention(Pass):
 
     Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
     with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or a number far below
-    all scores; dropout where our kernel draws it, the same draws; read by nobody half-way, as by who returns the
-    probabilities. The lists allow both products and the call. Exactness: rounding-different; scores stay fp32, where
-    the formula rounds them. A row that sees nothing gives zeros where its scores are all -inf, and the formula NaN; of
-    another number it gives the mean of all values, and no gradient to queries and keys, as the formula does.
+    all scores, in place as well; dropout where our kernel draws it, the same draws; read by nobody half-way, as by who
+    returns the probabilities. The lists allow both products and the call. Exactness: rounding-different; scores stay
+    fp32, where the formula rounds them. A row that sees nothing gives zeros where its scores are all -inf, and the
+    formula NaN; of another number it gives the mean of all values, and no gradient to queries and keys, as the formula.
     """
 
     lists: OpList
@@ -61,7 +61,10 @@ class FuseAttention(Pass):
         changes = []
         operands = _Operands(gm, mode) if mode is not None else None
         for node in list(gm.graph.nodes) if self._is_wanted() else ():
-            found = attention_around(node) if names_of(node) in SOFTMAX else None
+            if names_of(node) not in SOFTMAX:
+                continue
+            read_statements(node)
+            found = attention_around(node)
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
             if found.dropped and not self._drops_by_ours():

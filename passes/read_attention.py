@@ -34,6 +34,7 @@ from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
 LEAST = -1e4  # filled in: what is beside it has no probability
+WRITING = ("aten.mul_", "aten.div_", "aten.add_", "aten.masked_fill_")
 STEPS = 6  # between a product and a mask that is added
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
@@ -116,6 +117,24 @@ def attention_around(softmax: Node) -> Found | None:
     if dropout is not None and _is_any_drawn(dropout, last):
         return None
     return Found(formula, scores, values, merged, 0.0 if dropout is None else _dropped_by(dropout))
+
+
+def read_statements(softmax: Node) -> None:
+    """Let ``softmax`` read the results of statements that wrote scores in place: ``scores.masked_fill_(mask, n)``."""
+    source = softmax.args[0] if softmax.args else None
+    while isinstance(source, Node) and (writer := _statement(source, softmax)) is not None:
+        for later in [user for user in source.users if writer < user]:
+            later.replace_input_with(source, writer)
+        source = writer
+
+
+def _statement(source: Node, reader: Node) -> Node | None:
+    """Return the first that writes to scores ``source`` before ``reader``, where nobody reads what it returns."""
+    for user in source.users:
+        name, args = operation(user)
+        if name in WRITING and args[0] is source and not user.users and user < reader:
+            return user if _is_of_products(source, STEPS) else None
+    return None
 
 
 def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:

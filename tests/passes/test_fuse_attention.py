@@ -128,6 +128,15 @@ def in_place(s, q, k, v):
     return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v
 
 
+def statements(s, q, k, v):
+    """As lucidrains' older code: what each returns is dropped."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    scores.mul_(0.4)
+    scores.add_(ALIBI)
+    scores.masked_fill_(~SEEN, -torch.finfo(scores.dtype).max)
+    return torch.einsum("bhij,bhjd->bhid", scores.softmax(dim=-1), v)
+
+
 def where_it_is_seen(s, q, k, v):
     return torch.where(SEEN, q @ k.mT * 0.4 + ALIBI.to(q), -math.inf).softmax(-1) @ v
 
@@ -181,7 +190,19 @@ WHERE = (where_it_is_seen, where_it_is_seen_alone, where_some_see_nothing)
 DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
 FORMS = {
     f.__name__: f
-    for f in (*WHERE, folded_and_filled, in_place, plain, bert, llama, nanogpt, turned_before, mask_first, *OF_MODELS)
+    for f in (
+        *WHERE,
+        folded_and_filled,
+        in_place,
+        statements,
+        plain,
+        bert,
+        llama,
+        nanogpt,
+        turned_before,
+        mask_first,
+        *OF_MODELS,
+    )
 }
 
 
@@ -209,6 +230,13 @@ def read_before_it_is_written(s, q, k, v):
     return chances @ v + before.mean()
 
 
+def a_statement_behind_a_view(s, q, k, v):
+    scores = q @ k.mT
+    row = scores[:, :, 0]
+    scores.mul_(0.4)
+    return scores.softmax(-1) @ v + row.mean()
+
+
 def into_the_mask(s, q, k, v):
     return s.kept[:].add_(q @ k.mT).softmax(-1) @ v
 
@@ -227,6 +255,7 @@ def held_by_the_user(s, q, k, v):
 
 
 OTHERS = {
+    "a statement behind a view": a_statement_behind_a_view,
     "the probabilities are read": with_chances,
     "all is dropped": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v,
     "dropout before others draw": drawn_half_way,

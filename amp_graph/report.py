@@ -19,9 +19,12 @@ from amp_graph.captured_graphs import Captured
 from amp_graph.captured_step import CapturedStep
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
+from amp_graph.fused_update import why_no_kernel
 from amp_graph.graph_report import GraphReport
 from amp_graph.memory_report import memory_of
+from amp_graph.optim import OnePassOptimizer
 from amp_graph.passes.text import SHORT
+from amp_graph.passes.what_pays import one_pass_pays
 from amp_graph.policy import Policy
 from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
@@ -91,7 +94,8 @@ class Report:
 def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
     """Return what ran where and why, of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
-    optimizer: the model's, to have its state counted under ``memory``. Raises CaptureError if ``model`` is neither.
+    optimizer: the model's, to have its state counted under ``memory``, and its update looked at. Raises CaptureError if
+    ``model`` is neither.
     """
     if isinstance(model, TrainStep):
         return _of_step(model)
@@ -106,7 +110,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (*found.said.notes, *_of_memory(found)),
+        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer)),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
@@ -147,6 +151,17 @@ def _of_memory(found: Conversion) -> Iterator[str]:
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
             yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Say how ``optimizer`` updates, and what casts behind its steps another would spare."""
+    if isinstance(optimizer, OnePassOptimizer):
+        yield f"update: {optimizer.how}"
+    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
+        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
+        if one_pass_pays("cpu", elements):
+            ours = f"amp_graph.optim.{type(optimizer).__name__}"
+            yield f"update: {elements:,} weights are cast behind each; {ours} would write their copies"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ class WeightCopies:
 
     def _all(self) -> list[KeptCopy]:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
+
+    def elements_of(self, params: Iterable[Tensor]) -> int:
+        """Return how many elements of ``params`` have copies that are cast anew."""
+        return sum(p.numel() for p in params if id(p) in self._kept)
 
     @property
     def bytes(self) -> int:

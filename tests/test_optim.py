@@ -343,6 +343,23 @@ def test_a_train_step_takes_it_for_torchs():
     assert same(*results)
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW, torch.optim.RMSprop])
+def test_the_report_says_how_it_updates(kind, monkeypatch):
+    monkeypatch.setitem(amp_graph.report.__globals__, "one_pass_pays", lambda device, elements: elements > 100_000)
+    model, optimizer = build(kind)
+    train(model, optimizer, 1)
+    notes = [n for n in amp_graph.report(model, optimizer).notes if n.startswith("update: ")]
+    weights = 16 * 64 + 64 + 64 * 2048 + 2048 + 2048 * 16
+    wanted = {
+        optim.AdamW: ["update: one pass"],
+        torch.optim.AdamW: [
+            f"update: {weights:,} weights are cast behind each; amp_graph.optim.AdamW would write their copies"
+        ],
+    }
+    assert notes == wanted.get(kind, [])
+    assert not any(n.startswith("update: ") for n in amp_graph.report(model).notes)
+
+
 # -- what torch's kernels do ----------------------------------------------------------------------------
 
 

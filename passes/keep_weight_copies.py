@@ -110,11 +110,12 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
     if not _is_read_once(cast):
         return {}
     (reader,) = cast.users
-    large = value(cast).numel() >= LARGE  # a small gradient is cast as fast as ``borrow`` is called
-    if not large or len(reader.args) < 2 or cast is not reader.args[1]:
-        return {"once": True}
-    if reader.target in HAND_BACK_FP32:
+    weight = reader.args[1] if len(reader.args) > 1 else None
+    large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is cast as fast as lent
+    if large and reader.target in HAND_BACK_FP32:  # with that of the weight that of the bias
         return {"once": True, "wide": True}
+    if not large or cast is not weight:
+        return {"once": True}
     return {"once": True, "last": True} if _convolves_last(reader) else {"once": True}
 
 

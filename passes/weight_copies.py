@@ -148,6 +148,8 @@ class WeightCopies:
                 and (bare or grad_enabled())
             ):
                 kept.passed = mark
+                if wide and weight.requires_grad and grad_enabled():
+                    return borrow(weight, lowered(weight.detach()))
                 return lowered(weight)
             if (
                 storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
@@ -156,7 +158,7 @@ class WeightCopies:
             ):
                 return self._first(weight, last)
             if weight._version != kept.version or mark is not kept.mark:
-                cast = self._again(weight, kept)
+                cast = self._again(weight, kept, wide)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -202,11 +204,12 @@ class WeightCopies:
             self._kept[id(weight)] = KeptCopy(own, version, mark, storage, *place, words, words.tobytes())
         return low
 
-    def _again(self, weight: Tensor, kept: KeptCopy) -> Tensor | None:
+    def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
         """Cast ``weight``, which was written to, as a plain cast does.
 
-        Returns None where that went into the old copy, which is large and nobody has any more: fresh memory costs
-        page faults, for 2 MiB more than ten times what the cast does.
+        Returns None where the copy is to be read instead: where the gradient comes ``wide``, which a cast's would be
+        cast twice; and where it went into the old copy, which is large and nobody has any more: fresh memory costs page
+        faults, for 2 MiB more than ten times what the cast does.
         """
         if not weight.is_leaf:
             return self._first(weight)
@@ -217,9 +220,10 @@ class WeightCopies:
             low, own = None, kept.low
         else:
             low, own = self._cast(weight, is_last(kept.low))
-        if type(own) is Tensor:  # not where a mode that traces is at work
-            self._kept[id(weight)] = kept.again(own, version, mark)
-        return low
+        if type(own) is not Tensor:  # a mode that traces is at work
+            return low
+        self._kept[id(weight)] = kept.again(own, version, mark)
+        return None if wide else low
 
     def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """Return a plain cast of ``weight``, channels_last where asked, and the same without its autograd history."""

@@ -90,7 +90,7 @@ class OnePassOptimizer(Optimizer):
         self.how = f"torch's kernels: {why}" if why else "one pass"
         if why:
             plain_step(self.updates_as)(self)
-        elif not self._unscaled(trained):
+        elif self._is_good(trained):
             _in_one_pass(updates, copies, low)
             increment_version([*trained, *(kept.low for _, kept in copies.values())])
             alone = not steps_otherwise(self)  # else a hook may write to them behind this
@@ -108,12 +108,13 @@ class OnePassOptimizer(Optimizer):
             self._no_compiler = str(error).partition("\n")[0]
         return self._no_compiler
 
-    def _unscaled(self, trained: Sequence[Tensor]) -> bool:
-        """Divide gradients by what a scaler left here, in place; say whether it found some that are not finite."""
+    def _is_good(self, trained: Sequence[Tensor]) -> bool:
+        """Say whether a scaler, if there is one, found all gradients finite; and divide them by its scale, in place."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:
+        good = found_inf is None or found_inf.item() == 0
+        if good and scale is not None:
             torch._foreach_div_([p.grad for p in trained if p.grad is not None], scale)
-        return found_inf is not None and found_inf.item() > 0
+        return good
 
 
 def _why_not(trained: Sequence[Tensor]) -> str:

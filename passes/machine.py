@@ -38,7 +38,8 @@ class Machine:
     """The rates of one class of machines, of one core of a CPU or of a whole GPU.
 
     ``call``: seconds that any call costs; ``graph``: that one of a converted model does, beside its operations';
-    ``product_call``: that a matrix product's does, beside any call's, by dtype: a library looks itself up and lays out.
+    ``product_call``: that a matrix product's or a convolution's does, beside any call's, by dtype: a library looks
+    itself up and lays out.
     ``kept``: bytes a second of what is kept for backward.
     ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
     ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is

@@ -26,6 +26,7 @@ from amp_graph.passes.what_pays_for_products import panels_pay, small_linear_pay
 PICOSECONDS = 1e12
 CALLS_OF_A_STEP = 5  # kernels of a recurrent layer's step
 OWN_CALL_THAT_TRAINS = 8e-6  # seconds: of a function with a backward of its own, a product
+BY_LIBRARY = ("matmul", "convolution")  # oneDNN's, or cuBLAS' and cuDNN's: `product_call` more than any call
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer"})
@@ -94,7 +95,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
         once = max(work.flops / machine.rates[work.family][dtype], moved / read)
         if ours:
             call += OWN_CALL_THAT_TRAINS if backward else 0.0
-        elif work.family == "matmul" and work.calls == 1:
+        elif work.family in BY_LIBRARY and work.calls == 1:
             call += machine.product_call[dtype]
     else:
         once = moved / machine.rates[work.family][dtype]

@@ -38,9 +38,7 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
 
 def why_not_fused(optimizer: Optimizer) -> str:
     """Return why the update cannot be part of the graph, or "" where it can."""
-    if otherwise := steps_otherwise(optimizer):
-        return otherwise
-    return why_no_kernel(optimizer)
+    return why_no_kernel(optimizer) or steps_otherwise(optimizer)
 
 
 def why_no_kernel(optimizer: Optimizer) -> str:

@@ -90,7 +90,8 @@ class OnePassOptimizer(Optimizer):
         self.how = f"torch's kernels: {why}" if why else "one pass"
         if why:
             plain_step(self.updates_as)(self)
-        elif self._is_good(trained):
+        elif not self._is_bad():
+            self._unscale(trained)
             _in_one_pass(updates, copies, low)
             increment_version([*trained, *(kept.low for _, kept in copies.values())])
             alone = not steps_otherwise(self)  # else a hook may write to them behind this
@@ -108,13 +109,16 @@ class OnePassOptimizer(Optimizer):
             self._no_compiler = str(error).partition("\n")[0]
         return self._no_compiler
 
-    def _is_good(self, trained: Sequence[Tensor]) -> bool:
-        """Say whether a scaler, if there is one, found all gradients finite; and divide them by its scale, in place."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        good = found_inf is None or found_inf.item() == 0
-        if good and scale is not None:
+    def _is_bad(self) -> bool:
+        """Say whether a scaler found a gradient that is not finite."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and found_inf.item() > 0
+
+    def _unscale(self, trained: Sequence[Tensor]) -> None:
+        """Divide gradients, in place, by the scale that a scaler left to the kernels, as torch's do."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
             torch._foreach_div_([p.grad for p in trained if p.grad is not None], scale)
-        return good
 
 
 def _why_not(trained: Sequence[Tensor]) -> str:
@@ -133,8 +137,7 @@ def _copies_of(params: Sequence[Tensor]) -> Copies:
     found: Copies = {}
     for model in copies_of_models():
         if not found or model.dtype == next(iter(found.values()))[0].dtype:
-            of_model = {id(p): (model, kept) for p in params if (kept := model.to_be_written(p)) is not None}
-            found |= of_model
+            found |= {id(p): (model, kept) for p in params if (kept := model.to_be_written(p)) is not None}
     return found
 
 

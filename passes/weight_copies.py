@@ -25,8 +25,8 @@ from amp_graph.passes.weight_updates import SHOWN, UPDATES, hear_of_updates
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
-_MODELS = weakref.WeakSet["WeightCopies"]()
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
+_MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
 
 class WeightCopies:

@@ -84,7 +84,7 @@ def on_the_same_gradients(ours, theirs, steps=4):
 
 
 def stale(model):
-    """The parameters whose copies are not what they are now, by what a forward reads; a control by another way."""
+    """The parameters of which a forward would read a copy that is not what they are now."""
     copies = conversion_of(model).copies
     return [n for n, p in model.named_parameters() if id(p) in copies._kept and not is_current(copies, p)]
 
@@ -172,7 +172,7 @@ def test_what_others_write_is_seen(write, bad):
         optimizer.found_inf = torch.ones(())
         optimizer.step()
         del optimizer.found_inf
-    fresh = copy.deepcopy(amp_graph.revert(copy.deepcopy(model)))
+    fresh = amp_graph.revert(copy.deepcopy(model))
     with torch.no_grad():
         assert torch.equal(model(X), amp_graph.convert(fresh, "bf16,weight_copies=false")(X))
 

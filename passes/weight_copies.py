@@ -16,7 +16,16 @@ from amp_graph.passes.base import VerifyError
 from amp_graph.passes.cast_kernel import copy_into, is_last
 from amp_graph.passes.finite_values import FiniteWeights
 from amp_graph.passes.gradient_memory import GradientMemory
-from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
+from amp_graph.passes.kept_copy import (
+    LARGE,
+    KeptCopy,
+    is_nobody_elses,
+    is_of,
+    is_passed_over,
+    lend,
+    may_be_kept,
+    outlived,
+)
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
@@ -32,9 +41,10 @@ _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this p
 class WeightCopies:
     """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
 
-    A copy is read as long as the parameter has the same storage, address, strides and version counter, no optimizer
-    has stepped since, and some words spread over the parameter are what they were. Only parameters in the memory
-    of the CPU whose whole storage is theirs have copies: shared memory and flat buffers (FSDP) are written by others.
+    A copy is read as long as the parameter has the same storage, address, strides and version counter, some words
+    spread over it are what they were, and no optimizer has stepped since, which of weights that none trains matters
+    not. Only parameters in the memory of the CPU whose whole storage is theirs have copies: shared memory and flat
+    buffers (FSDP) are written by others.
 
     ``found_written`` hears of a parameter whose words changed without a trace (a write to ``.data``, ``numpy``,
     another process): every parameter is cast at each call from then on, until ``drop``.
@@ -94,8 +104,10 @@ class WeightCopies:
 
     def is_current(self, weight: Tensor, kept: KeptCopy) -> bool:
         """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
-        if not is_of(kept, weight) or weight._version != kept.version or kept.mark not in (UPDATES.mark, SHOWN):
+        if not is_of(kept, weight) or weight._version != kept.version:
             return False
+        if kept.mark not in (UPDATES.mark, SHOWN):
+            return outlived(kept, weight)
         if kept.words.tobytes() != kept.values:
             self._written_in_secret(weight)
             return False
@@ -143,6 +155,7 @@ class WeightCopies:
             mark = SHOWN if kept.mark is SHOWN else updates.mark
             if (
                 kept.mark is not mark
+                and not outlived(kept, weight)
                 and kept.passed is not mark
                 and is_passed_over(kept, weight)
                 and (bare or grad_enabled())

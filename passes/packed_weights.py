@@ -43,13 +43,13 @@ def packed_reader(
             if copies.checked:
                 copies.check(weight, _unpacked(weight, kept.low))
             if noted and kept.beside is not NOTED:  # packed for a graph that does not ask
-                _note(weight, _unpacked(weight, kept.low))
+                _note(weight, is_finite(_unpacked(weight, kept.low)))
                 kept.beside = NOTED
             return kept.low
         return _pack(weight)
 
-    def _note(weight: Tensor, low: Tensor) -> None:
-        copies.finite.note((store, id(weight)), weight, is_finite(low))
+    def _note(weight: Tensor, finite: bool) -> None:
+        copies.finite.note((store, id(weight)), weight, finite)
 
     def _unpacked(weight: Tensor, low: Tensor) -> Tensor:
         rows = weight.flatten(1).shape
@@ -60,10 +60,12 @@ def packed_reader(
         known.pop(id(weight), None)
         low, kept = copies.for_packing(weight)
         low = low.t() if transposed else low.flatten(1)
-        if noted:
-            _note(weight, low)
         if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
+            if noted:  # looking at a weight that is updated every few calls takes longer than it spares
+                _note(weight, False)
             return low
+        if noted:
+            _note(weight, is_finite(low))
         with torch.inference_mode(False), torch.no_grad():
             packed = panels_of(low) if in_panels else pack_linear_weight(low.contiguous())
         copies.keep_packed(weight, kept, packed, store, beside=NOTED if noted else None)

@@ -330,6 +330,22 @@ def test_weights_are_looked_at_only_where_there_is_a_relu(by_onednn, monkeypatch
         assert bool(looked_at) == bool(count)
 
 
+def test_a_weight_that_is_updated_every_few_calls_is_not_looked_at(by_onednn, monkeypatch):
+    """As where an agent acts a few times between two updates: what looking spares is less than it takes."""
+    looked_at = []
+    monkeypatch.setattr("amp_graph.passes.packed_weights.is_finite", lambda x: looked_at.append(x) or True)
+    ours, theirs = pair(Tower)
+    for _ in range(3):
+        assert same(called(ours, ROWS, PLAIN_READS), called(theirs, ROWS, PLAIN_READS))
+        assert not looked_at
+        for model in (ours, theirs):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.25)
+    called(ours, ROWS)
+    assert looked_at
+
+
 class Either(nn.Module):
     """Two graphs that read the same weights, of which one has relus."""
 

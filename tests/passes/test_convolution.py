@@ -158,7 +158,8 @@ def test_the_rule(monkeypatch):
     assert weight_gradient_by_product_pays("cpu", BF16, 64, 9, True, 49)
     for units in (True, False):
         monkeypatch.setattr(what_pays_for_images, "cpu_has_amx", lambda units=units: units)
-        assert weight_gradient_by_product_pays("cpu", BF16, 64, 9, False, 49) is units
+        assert weight_gradient_by_product_pays("cpu", BF16, 128, 9, False, 49) is units
+        assert not weight_gradient_by_product_pays("cpu", BF16, 64, 9, False, 49)
     assert not weight_gradient_by_product_pays("cpu", BF16, 16, 9, False, 16)
     assert not weight_gradient_by_product_pays("cuda", BF16, 64, 9, False, 16)
     assert not weight_gradient_by_product_pays("cpu", torch.float16, 64, 9, False, 16)

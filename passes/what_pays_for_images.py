@@ -77,8 +77,8 @@ def weight_gradient_by_product_pays(
     bf16 on CPU with dot products, batches of 32, channels_last: 1.3 to 10 times as fast at up to 4 x 4 places; at
     7 x 7 places 1.1 to 1.3 times for 1x1 kernels, 1.2 to 3 times for strides; 0.4 to 1.1 for the rest. With matrix
     units the kernel's gradient at 4 x 4 places ran at a tenth of a product's rate; at 7 x 7 places of 3x3 kernels,
-    16 images of 256 channels, it took 3.8 ms, the product 1.4, with 512 channels and 32 images 27 and 8.3. Both gradients
-    in place of the kernel's took, at 7 x 7, 0.6 of the time with 512 channels, 0.8 with 128, 0.9 with 64, 1.1 with 32.
+    16 images of 256 channels, it took 3.8 ms, the product 1.4, with 512 channels and 32 images 27 and 8.3. There,
+    both gradients took 0.6 of the kernel's time with 512 channels, 0.8 with 128, 0.9 with 64, 1.1 with 32.
     """
     if device != "cpu" or dtype != torch.bfloat16 or channels < ENOUGH_CHANNELS or not multiplies_bf16():
         return False

@@ -20,7 +20,6 @@ from amp_graph.passes.torch_private import is_in_mode
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
 LARGE = 1 << 18  # elements: of fewer, caches keep the result until it is read
-LARGE_READ_AT_ONCE = 1 << 21  # the same, where that is at once: a cast and the product behind it took 0.7 to 0.95
 LARGE_OF_PLACES = 1 << 14  # of weights that change their layout, for which torch goes number by number
 MOST_TERMS, MOST_PLACES = 16, 64
 
@@ -35,15 +34,13 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
     return found
 
 
-def copy_into(made: Tensor, source: Tensor, read_at_once: bool = False) -> Tensor:
-    """``made.copy_(source)`` between fp32 and low precision, without autograd, past the caches where it is large."""
+def copy_into(made: Tensor, source: Tensor) -> Tensor:
+    """``made.copy_(source)`` between fp32 and low precision, without autograd; ``made`` is not to be read at once."""
     wide, low = (source, made) if source.dtype == torch.float32 else (made, source)
     is_cast = wide.dtype == torch.float32 and low.dtype in MACROS
     if is_cast and _lays_out(made, source):
         return made
-    least = LARGE_READ_AT_ONCE if read_at_once else LARGE
-    fits = is_cast and made.shape == source.shape and made.numel() >= least and _fits(made, source)
-    if not fits or (found := library(low.dtype)) is None:
+    if not is_cast or made.shape != source.shape or not _fits(made, source) or (found := library(low.dtype)) is None:
         return made.copy_(source)
     _run(found.add_up if wide is made else found.round_off, made, (source,), past=True)
     return made

@@ -229,7 +229,7 @@ class WeightCopies:
         version, mark = weight._version, UPDATES.mark
         if weight.numel() >= LARGE and is_nobody_elses(kept):
             with torch.no_grad():
-                copy_into(kept.low, weight, read_at_once=True)
+                copy_into(kept.low, weight)
             low, own = None, kept.low
         else:
             low, own = self._cast(weight, is_last(kept.low))

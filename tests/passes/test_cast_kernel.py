@@ -69,14 +69,6 @@ def test_casts_are_torchs(low, shape, layout, counted):
     assert len(counted) == 2
 
 
-def test_what_is_read_at_once_is_cast_by_c_only_where_caches_do_not_keep_it(counted, monkeypatch):
-    wide = anything(64, 48)
-    for least in (wide.numel() + 1, wide.numel()):
-        monkeypatch.setattr(cast_kernel, "LARGE_READ_AT_ONCE", least)
-        same(copy_into(torch.empty_like(wide, dtype=BF16), wide, read_at_once=True), wide.to(BF16))
-        assert len(counted) == (least == wide.numel())
-
-
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512", "DEFAULT"])
 @pytest.mark.parametrize("low", [BF16, FP16])
 def test_by_any_instructions(instructions, low, monkeypatch):

@@ -18,7 +18,7 @@ from amp_graph.captured_step import CapturedStep
 from amp_graph.complaints import warn_of_full_precision
 from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.passes.predict import LEFT_ALONE
-from amp_graph.passes.weight_updates import has_stepped
+from amp_graph.passes.weight_updates import note_step
 from amp_graph.step_graph import StepGraph
 
 
@@ -88,7 +88,7 @@ class CapturedSteps:
         """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
         self._state.pending.clear()
         if graph.after is None:
-            has_stepped(self._watched.optimizer)  # by fused operators, which leave version counters alone
+            note_step(self._watched.optimizer)  # by fused operators, which leave version counters alone
             beside = {id(p) for p in graph.absent.values()}
             self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
 

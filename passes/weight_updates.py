@@ -30,7 +30,9 @@ class Trained:
             if key is not None and key not in self._known:
                 self._known[key] = StorageWeakRef(p.untyped_storage())
         if len(self._known) > self._room:
-            self._known = {key: storage for key, storage in self._known.items() if not storage.expired()}
+            for key, storage in list(self._known.items()):  # in place, for another thread may add some
+                if storage.expired():
+                    self._known.pop(key, None)
             self._room = max(MANY, 2 * len(self._known))
 
     def __contains__(self, weight: Tensor) -> bool:
@@ -99,10 +101,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         UPDATES.mark = object()
     else:
-        has_stepped(optimizer)
+        note_step(optimizer)
 
 
-def has_stepped(optimizer: torch.optim.Optimizer) -> None:
+def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Make old what ``optimizer`` may have updated, and all else that is trained; what is frozen has no gradient."""
     every = (p for group in optimizer.param_groups for p in group["params"])
     weights_were_written(p for p in every if p.requires_grad or p.grad is not None)

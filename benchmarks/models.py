@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from adapters import with_adapters
 from image_models import ghostnet, resnet50, unet, vgg11
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
@@ -267,6 +268,7 @@ def wav2vec2(scale: float) -> Case:
 # Not measured unless named: ``--models gpt_1 --modes inference``.
 MORE: dict[str, Callable[[float], Case]] = {
     **{f"gpt_{length}": lambda scale, length=length: gpt_decoding(length) for length in (1, 16, 64)},
+    "gpt_lora": lambda scale: with_adapters(gpt(scale)),
     "bert_dropout": lambda scale: bert(scale, "sdpa", 0.1),
     "swin": swin,
     "bloom": bloom,

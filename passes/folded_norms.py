@@ -42,7 +42,7 @@ class Bias(NamedTuple):
 
     full: Tensor
     low: Tensor
-    elements: list[bytes]
+    elements: list[bytes | float]
 
 
 def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
@@ -52,7 +52,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
     of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the activation;
     into: whether the result may take their place; finite: whether ``x`` and ``other`` are finite, if all weights are.
     The norm is folded into a copy of the weight that outlives the call, once the plain copy has been read a few times;
-    it is made anew when the weight or any element of the vectors has changed.
+    it is made anew when the weight, any element of the vectors or the norm's eps has changed.
     """
     known, weights = copies.packed[FOLDED], copies.finite
 
@@ -68,7 +68,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
         shape = Shape(*where)
         key = (id(weight), id(vectors[1]))
         kept = known.get(key)
-        if kept is None or kept.beside.elements != _elements(vectors) or not copies.is_current(weight, kept):
+        if kept is None or kept.beside.elements != _elements(vectors, shape.eps) or not copies.is_current(weight, kept):
             known.pop(key, None)
             low, plain = copies.for_packing(weight)
             if plain is None or not all(t is None or is_dense_fp32(t) for t in vectors):
@@ -79,7 +79,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
             with torch.inference_mode(False), torch.no_grad():
                 folded, bias = fold(weight, vectors, shape, copies.dtype)
                 packed = pack_convolution_weight(folded, shape, x.shape)
-                beside = Bias(bias, bias.to(copies.dtype), _elements(vectors))
+                beside = Bias(bias, bias.to(copies.dtype), _elements(vectors, shape.eps))
             weights.note(key, weight, is_finite(folded) and is_finite(bias))
             kept = copies.keep_packed(weight, plain, packed, FOLDED, key, beside)
         elif copies.checked:
@@ -101,9 +101,9 @@ def is_folded(node: Node) -> bool:
     return getattr(node.target, "__qualname__", "").endswith(_CALL)
 
 
-def _elements(vectors: Vectors) -> list[bytes]:
-    """Return every element of the vectors: statistics are written by kernels that move no version counter."""
-    return [b"" if t is None else all_bytes_of(t) for t in vectors]
+def _elements(vectors: Vectors, eps: float) -> list[bytes | float]:
+    """Return all that a norm is made of: statistics are written by kernels that move no version counter."""
+    return [eps, *(b"" if t is None else all_bytes_of(t) for t in vectors)]
 
 
 def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -143,7 +143,11 @@ def load(model):
     model.load_state_dict({k: v * 1.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
 
 
-WRITES = [train_a_step, edit_statistics, edit_statistics_secretly, edit_weight, edit_norm, edit_bias, load]
+def another_eps(model):
+    model.norm1.eps = 2.0
+
+
+WRITES = [train_a_step, edit_statistics, edit_statistics_secretly, edit_weight, edit_norm, edit_bias, another_eps, load]
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
@@ -226,6 +230,23 @@ def test_two_norms_of_one_convolution():
             return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
 
     ours, theirs = pair(Shared)
+    assert_close(called(ours), called(theirs))
+    assert_close(called(ours, X[:1]), called(theirs, X[:1]))
+
+
+def test_one_norm_of_two_eps():
+    """By its statistics it is one; what is kept of it is of one eps, whichever call made it."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
+            return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
+
+    ours, theirs = pair(Twice)
     assert_close(called(ours), called(theirs))
     assert_close(called(ours, X[:1]), called(theirs, X[:1]))
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from amp_graph.passes import cast_kernel
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, holders, is_batched, storage_key
-from amp_graph.passes.weight_updates import UPDATES, outlives
 
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
 
@@ -39,6 +38,7 @@ class KeptCopy:
     asked: int = 0  # how often it was to be read packed
     for_packing: bool = False  # made for nothing but to be packed
     beside: Any = None  # what was made along with it
+    proven: int = 0  # behind how many updates in a row it was found as it was: see frozen_weights.py
 
     def again(self, low: Tensor, version: int, mark: object) -> KeptCopy:
         """Return what is known once the same parameter was cast anew, to ``low``."""
@@ -56,17 +56,6 @@ def is_of(kept: KeptCopy, weight: Tensor) -> bool:
     """Say whether ``kept`` was made of ``weight``, and that is where it was."""
     same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
     return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
-
-
-def outlived(kept: KeptCopy, weight: Tensor) -> bool:
-    """Say whether ``kept`` is of ``weight`` as it is now, though others were updated since; it takes their mark."""
-    now = UPDATES.mark  # before the values: an update in between makes the copy old
-    if not outlives(weight, kept.mark, now) or not is_of(kept, weight) or weight._version != kept.version:
-        return False
-    if kept.words.tobytes() != kept.values:  # an average, written through ``.data`` behind the update
-        return False
-    kept.mark = now
-    return True
 
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:

@@ -15,17 +15,9 @@ from torch import Tensor
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.cast_kernel import copy_into, is_last
 from amp_graph.passes.finite_values import FiniteWeights
+from amp_graph.passes.frozen_weights import FrozenWeights
 from amp_graph.passes.gradient_memory import GradientMemory
-from amp_graph.passes.kept_copy import (
-    LARGE,
-    KeptCopy,
-    is_nobody_elses,
-    is_of,
-    is_passed_over,
-    lend,
-    may_be_kept,
-    outlived,
-)
+from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
 from amp_graph.passes.weight_groups import WeightGroup
@@ -42,9 +34,9 @@ class WeightCopies:
     """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
 
     A copy is read as long as the parameter has the same storage, address, strides and version counter, some words
-    spread over it are what they were, and no optimizer has stepped since, which of weights that none trains matters
-    not. Only parameters in the memory of the CPU whose whole storage is theirs have copies: shared memory and flat
-    buffers (FSDP) are written by others.
+    spread over it are what they were, and no optimizer has stepped since, but for frozen weights (``FrozenWeights``).
+    Only parameters in the memory of the CPU whose whole storage is theirs have copies: shared memory and flat buffers
+    (FSDP) are written by others.
 
     ``found_written`` hears of a parameter whose words changed without a trace (a write to ``.data``, ``numpy``,
     another process): every parameter is cast at each call from then on, until ``drop``.
@@ -62,6 +54,7 @@ class WeightCopies:
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, widened_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
+        self.frozen = FrozenWeights(self._kept)
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
@@ -107,7 +100,7 @@ class WeightCopies:
         if not is_of(kept, weight) or weight._version != kept.version:
             return False
         if kept.mark not in (UPDATES.mark, SHOWN):
-            return outlived(kept, weight)
+            return self.frozen.stays(kept, weight)
         if kept.words.tobytes() != kept.values:
             self._written_in_secret(weight)
             return False
@@ -130,7 +123,7 @@ class WeightCopies:
     ) -> KeptCopy:
         """Keep what was made of the copy ``kept``, and the copy itself where something else reads it."""
         made = kept.again(packed, kept.version, kept.mark)
-        made.beside = beside
+        made.beside, made.proven = beside, kept.proven
         self.packed[store][key or id(weight)] = made
         if kept.for_packing and not kept.reused:
             self._kept.pop(id(weight), None)
@@ -138,7 +131,7 @@ class WeightCopies:
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
-        updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
+        updates, grad_enabled, known, frozen = UPDATES, torch.is_grad_enabled, self._kept, self.frozen
         lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
 
         def weight_copy(
@@ -155,9 +148,10 @@ class WeightCopies:
             mark = SHOWN if kept.mark is SHOWN else updates.mark
             if (
                 kept.mark is not mark
-                and not outlived(kept, weight)
+                and not frozen.stays(kept, weight)
                 and kept.passed is not mark
                 and is_passed_over(kept, weight)
+                and not frozen.may_stay(weight, kept.mark)
                 and (bare or grad_enabled())
             ):
                 kept.passed = mark
@@ -227,7 +221,8 @@ class WeightCopies:
         if not weight.is_leaf:
             return self._first(weight)
         version, mark = weight._version, UPDATES.mark
-        if weight.numel() >= LARGE and is_nobody_elses(kept):
+        may_have_stayed = version == kept.version and self.frozen.may_stay(weight, kept.mark)
+        if weight.numel() >= LARGE and not may_have_stayed and is_nobody_elses(kept):
             with torch.no_grad():
                 copy_into(kept.low, weight)
             low, own = None, kept.low
@@ -235,7 +230,9 @@ class WeightCopies:
             low, own = self._cast(weight, is_last(kept.low))
         if type(own) is not Tensor:  # a mode that traces is at work
             return low
-        self._kept[id(weight)] = kept.again(own, version, mark)
+        made = self._kept[id(weight)] = kept.again(own, version, mark)
+        if may_have_stayed:
+            self.frozen.compare(kept, made)
         return None if wide else low
 
     def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:

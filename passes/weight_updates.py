@@ -35,8 +35,9 @@ class Trained:
                     self._known.pop(key, None)
             self._room = max(MANY, 2 * len(self._known))
 
-    def __contains__(self, weight: Tensor) -> bool:
-        return storage_key(weight) in self._known
+    def __contains__(self, key: int | None) -> bool:
+        """Say whether that of a storage is among them: ``storage_key``."""
+        return key in self._known
 
 
 class Updates:
@@ -64,7 +65,7 @@ def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
 
     Fused optimizers, and those that write to ``.data``, leave version counters alone; so may what follows an
     update (an exponential average, clipping, masks). Each step of any optimizer therefore ends here, and is of all
-    that is trained: copies of what no optimizer has stepped over outlive it, as ``outlives`` says.
+    that is trained: copies of what is frozen beside it may outlive it (frozen_weights.py).
     """
     if written is None:
         UPDATES.mark = object()
@@ -76,9 +77,9 @@ def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
 def outlives(weight: Tensor, mark: object, now: object) -> bool:
     """Say whether none of the updates from ``mark`` to ``now`` was of ``weight``, for no optimizer has stepped over it.
 
-    Frozen weights, and those of a model that only teaches. What follows an update may have written it none the less.
+    What follows an update, as the average of another model's weights, may have written it none the less.
     """
-    return weight not in UPDATES.trained and _unknown(mark) is _unknown(now)
+    return storage_key(weight) not in UPDATES.trained and _unknown(mark) is _unknown(now)
 
 
 def _unknown(mark: object) -> object:

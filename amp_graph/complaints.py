@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, warn
-from amp_graph.passes.predict import LEFT_ALONE
+from amp_graph.passes.predict import LEFT_ALONE, WORTH_IT
 from amp_graph.policy import word_of
 
 
@@ -20,7 +20,7 @@ def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch
     low, found = word_of(dtype), gm.meta[LEFT_ALONE]
     warn(
         f"amp_graph: {type(model).__name__} runs in fp32 where {low} does not pay: a call like this one is predicted "
-        f"to take {found.ratio:.2f} of fp32's time on {found.machine}\n"
+        f"to take {found.ratio:.2f} of fp32's time on {found.machine}, and up to {WORTH_IT} would pay\n"
         f"  fix:   policy '{low}' has it low all the same",
     )
 
@@ -64,5 +64,6 @@ class Complaints:
         )
         warn(
             f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
-            "  fix:   write under torch.no_grad() to the parameter itself, or policy 'weight_copies=false'",
+            "  fix:   write under torch.no_grad() to the parameter itself, call amp_graph.drop_weight_copies(model) behind "
+            "a write, or policy 'weight_copies=false'",
         )

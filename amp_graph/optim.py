@@ -174,3 +174,11 @@ class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad``, in one pass."""
 
     updates_as = torch.optim.Adagrad
+
+
+def __getattr__(name: str) -> Any:
+    """Say which optimizers there are to who asks for another of torch's."""
+    hint = ""
+    if hasattr(torch.optim, name):
+        hint = f"\n  legal: {', '.join(__all__)}\n  fix:   torch.optim.{name}, which goes with any converted model"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -289,7 +289,8 @@ def _head(word: str, text: str) -> dict[str, Any]:
 
 
 def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
-    near = difflib.get_close_matches(name, [w.removesuffix("=...") for w in legal], 1, 0.5)
+    alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
+    near = [alias] if alias else difflib.get_close_matches(name, [w.removesuffix("=...") for w in legal], 1, 0.5)
     hint = f"\n  fix:   did you mean {near[0]!r}?" if near else "\n  fix:   policy='bf16,accuracy=fast'"
     return (
         f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"

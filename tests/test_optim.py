@@ -447,3 +447,7 @@ def test_refusals_say_what_is_legal():
     with pytest.raises(ValueError, match="Invalid learning rate"):
         optim.AdamW([nn.Parameter(torch.ones(1))], lr=-1.0)
     assert "weight_decay" in str(__import__("inspect").signature(amp_graph.optim.AdamW))
+    with pytest.raises(AttributeError, match=r"(?s)'RMSprop'.*legal: .*AdamW.*fix: .*torch\.optim\.RMSprop"):
+        _ = optim.RMSprop
+    with pytest.raises(AttributeError, match=r"no attribute 'Nothing'$"):
+        _ = optim.Nothing

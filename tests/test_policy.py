@@ -144,6 +144,11 @@ def test_other_types_are_refused(given):
         Policy.parse(given)
 
 
+def test_a_torch_dtype_is_told_its_word():
+    with pytest.raises(PolicyError, match="did you mean 'bf16'"):
+        Policy(dtype=torch.bfloat16)
+
+
 def test_unknown_fields_of_a_dict_are_refused():
     with pytest.raises(PolicyError, match="did you mean 'accuracy'"):
         Policy.from_dict({"acuracy": "fast"})

@@ -64,6 +64,6 @@ class Complaints:
         )
         warn(
             f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
-            "  fix:   write under torch.no_grad() to the parameter itself, call amp_graph.drop_weight_copies(model) behind "
-            "a write, or policy 'weight_copies=false'",
+            "  fix:   write under torch.no_grad() to the parameter itself, call amp_graph.drop_weight_copies(model) "
+            "behind a write, or policy 'weight_copies=false'",
         )

@@ -124,11 +124,6 @@ class StepBuilder:
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
                 "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
             )
-        if not own and not pending and not any(a.requires_grad for a in args if isinstance(a, torch.nn.Parameter)):
-            raise CaptureError(
-                "TrainStep: every parameter that the model reads is frozen, and the step would train nothing\n"
-                "  fix:   requires_grad_(True) for what is to train; torch.no_grad() for the loss alone"
-            )
         known = {id(a) for a in own.values()}
         absent = dict(zip(count(-1, -1), (p for key, p in pending.items() if key not in known and key in place)))
         refuse_several_devices([*own.values(), *absent.values()])

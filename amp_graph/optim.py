@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -176,9 +176,11 @@ class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
     updates_as = torch.optim.Adagrad
 
 
-def __getattr__(name: str) -> Any:
-    """Say which optimizers there are to who asks for another of torch's."""
-    hint = ""
-    if hasattr(torch.optim, name):
-        hint = f"\n  legal: {', '.join(__all__)}\n  fix:   torch.optim.{name}, which goes with any converted model"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+if not TYPE_CHECKING:  # for whom this module would have any name then
+
+    def __getattr__(name: str) -> Any:
+        """Say which optimizers there are to who asks for another of torch's."""
+        hint = ""
+        if hasattr(torch.optim, name):
+            hint = f"\n  legal: {', '.join(__all__)}\n  fix:   torch.optim.{name}, which goes with any converted model"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

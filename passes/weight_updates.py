@@ -100,12 +100,15 @@ def hear_of_updates() -> None:
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Hear of a step. torch.compile traces this: there it may only assign."""
     if torch.compiler.is_compiling():
-        UPDATES.mark = object()
+        weights_were_written()
     else:
         note_step(optimizer)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make old what ``optimizer`` may have updated, and all else that is trained; what is frozen has no gradient."""
+    """Make old what ``optimizer`` may have updated, and all else that is trained; what is frozen has no gradient.
+
+    Of parameters elsewhere than in the CPU's memory there are no copies, and a step on a GPU waits for no look at them.
+    """
     every = (p for group in optimizer.param_groups for p in group["params"])
-    weights_were_written(p for p in every if p.requires_grad or p.grad is not None)
+    weights_were_written(p for p in every if p.is_cpu and (p.requires_grad or p.grad is not None))

@@ -21,6 +21,8 @@ from amp_graph.passes.custom_functions import call_custom_functions
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.inductor import compile_with_inductor
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.regions import switches_modes
+from amp_graph.passes.torch_private import ModesOfThread
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
@@ -68,7 +70,23 @@ def check_compile(caller: str, compile: Compile) -> None:
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
     """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
-    return with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy), policy, device_of(gm))
+    switches = switches_modes(gm)  # read before a backend takes the graph apart
+    run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy), policy, device_of(gm))
+    return _restoring_modes(run) if switches else run
+
+
+def _restoring_modes(run: Runner) -> Runner:
+    """Return ``run``, which has the user's regions inside, with their modes switched back where it raises."""
+
+    def call(*args: Any) -> Any:
+        modes = ModesOfThread()
+        try:
+            return run(*args)
+        except BaseException:
+            modes.restore()
+            raise
+
+    return call
 
 
 def _lowered(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:

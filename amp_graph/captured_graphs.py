@@ -8,27 +8,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from amp_graph.as_captured import or_as_captured, plain_runner
 from amp_graph.backend import Compile, Runner, lower
 from amp_graph.capture_log import CaptureLog, Place, break_at, first_line
 from amp_graph.compile_ahead import compile_ahead
 from amp_graph.complaints import Complaints
 from amp_graph.devices import device_of, device_of_model
+from amp_graph.errors import ListError, PolicyError
 from amp_graph.escape import without_autocast
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.kept_heap import HEAP
 from amp_graph.name_nodes import name_nodes
 from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
-from amp_graph.passes.base import PassError
+from amp_graph.passes.base import PassError, VerifyError
 from amp_graph.passes.facts import source_line
 from amp_graph.passes.keep_weight_copies import is_kept
-from amp_graph.passes.manager import is_verifying
+from amp_graph.passes.manager import is_strict, is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
+from amp_graph.passes.node_value import has_symbols
 from amp_graph.passes.pieces import adopt_piece
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
@@ -70,12 +74,26 @@ class CapturedGraphs:
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
-        return self._recorded(self._rewritten(gm), example_inputs)
+        run = self._taken(gm, example_inputs, has_dtypes_read=False)
+        assert run is not None, "None is for what is captured again under autocast"
+        return run
 
     def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
         """Take the graph of a whole call; None, and nothing stays, for one that is to be captured under autocast."""
-        rewritten = self._rewritten(gm)
-        return None if has_raised(gm) else self._recorded(rewritten, example_inputs)
+        return self._taken(gm, example_inputs, has_dtypes_read=True)
+
+    def _taken(self, gm: GraphModule, example_inputs: Sequence[Any], *, has_dtypes_read: bool) -> Runner | None:
+        as_captured = partial(plain_runner, copy_graph(gm), self.policy)
+        try:
+            rewritten = self._rewritten(gm)
+        except (ListError, PolicyError):
+            raise
+        except Exception as error:
+            self._tell_of(error)
+            return self._counted(as_captured())
+        if has_dtypes_read and has_raised(gm):
+            return None
+        return self._recorded(rewritten, example_inputs, as_captured)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
@@ -89,9 +107,12 @@ class CapturedGraphs:
         last = passes_of_copies(self.copies, policy, device or "cpu")
         if self.compile == "inductor" and device is None:
             last = passes_for_inductor(policy, self)
-        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured)
+        strict = self.said.strict or None
+        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
 
-    def _recorded(self, rewritten: Rewritten, example_inputs: Sequence[Any]) -> Runner:
+    def _recorded(
+        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
+    ) -> Runner:
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         broken = break_of(rewritten.gm)
         if broken is not None:
@@ -99,9 +120,28 @@ class CapturedGraphs:
         self.graphs.append(record)
         at_once = self._bytes_at_once(record)
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
-        run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+        run = self._lowered(rewritten, example_inputs, as_captured)
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
         return self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+
+    def _lowered(
+        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
+    ) -> Runner:
+        """Return what runs a rewritten graph, or, where that fails, the graph as captured."""
+        always = has_symbols(rewritten.gm)
+        try:
+            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+        except Exception as error:
+            self._tell_of(error)
+            return as_captured()
+        return or_as_captured(run, as_captured, weakly(self._tell_of), always=always)
+
+    def _tell_of(self, error: Exception) -> None:
+        """Say that a graph runs as captured; raises ``error`` where strict."""
+        if self.said.strict or is_strict():
+            raise error
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 
     def _bytes_at_once(self, record: Captured) -> int:
         """Return how much of the heap a call takes: with its backward all that it makes, and gradients; 0 for none."""
@@ -122,9 +162,10 @@ class CapturedGraphs:
             refusal = adopt_piece(gm, dtype)
             try:
                 if not refusal:
-                    return without_autocast(self.take(gm, example_inputs), kind)
-            except PassError as error:
-                if is_verifying():
+                    as_captured = partial(plain_runner, written, self.policy, (kind, dtype))
+                    return without_autocast(self._recorded(self._rewritten(gm), example_inputs, as_captured), kind)
+            except (PassError, VerifyError) as error:
+                if self.said.strict or is_strict():
                     raise
                 refusal = f"it could not be rewritten: {first_line(error)}"
         return self._as_it_is(written, example_inputs, refusal)

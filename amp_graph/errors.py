@@ -5,11 +5,10 @@ Each message says what, where (node, module path, the user's line), what is lega
 
 from __future__ import annotations
 
-import sys
-import warnings
-
 from amp_graph.lists import AmpGraphError as AmpGraphError
+from amp_graph.lists import AmpGraphWarning as AmpGraphWarning
 from amp_graph.lists import ListError as ListError
+from amp_graph.lists import warn as warn
 from amp_graph.passes.base import PassError as PassError
 from amp_graph.passes.base import VerifyError as VerifyError
 from amp_graph.passes.native_code import CompilerError as CompilerError
@@ -29,15 +28,3 @@ class ScaleError(AmpGraphError, RuntimeError):
 
 class AllocatorError(AmpGraphError, ValueError):
     """Thresholds of the memory allocator that it cannot have."""
-
-
-class AmpGraphWarning(UserWarning):
-    """Something ran otherwise than asked, and the numbers are still right."""
-
-
-def warn(text: str) -> None:
-    """Give ``text`` as an AmpGraphWarning of the user's line: the nearest one outside of amp_graph and torch."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, AmpGraphWarning, stacklevel=level)

@@ -80,7 +80,8 @@ class GraphReport:
     ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured;
     ``spared_bytes``, of what backward computes again instead of having it saved. ``budget``: what its plan makes of the
     policy's error budget, if there is one. ``predicted``: what low precision gains by the rates of a machine
-    (``amp-graph calibrate``); None where nothing is low.
+    (``amp-graph calibrate``); None where nothing is low. ``left_out``: the passes that failed on this
+    graph and were left out of it; ``unplanned``: why it runs without a plan, and how, if it does.
     """
 
     index: int
@@ -102,6 +103,8 @@ class GraphReport:
     budget: Budget | None = None
     predicted: Predicted | None = None
     spared_bytes: int = 0
+    left_out: tuple[Note, ...] = ()
+    unplanned: str = ""
 
     @property
     def mode(self) -> str:

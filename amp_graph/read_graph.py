@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.captured_graphs import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
 from amp_graph.passes import facts
+from amp_graph.passes.autocast_graph import UNPLANNED
 from amp_graph.passes.error_budget import BUDGET
 from amp_graph.passes.identify_ops import OPS, Identity, is_part
 from amp_graph.passes.insert_casts import CAST
@@ -72,6 +73,8 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         record.rewritten.gm.meta.get(BUDGET),
         _predicted(parts),
         sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
+        tuple(Note(part.path, t.name, t.failure) for part in parts for t in part.passes if t.failure),
+        "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
     )
 
 

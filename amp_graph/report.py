@@ -142,7 +142,8 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
-        yield f"{timed.name}: {told or 'nothing to do'}"
+        failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
+        yield f"{timed.name}: {failed or told or 'nothing to do'}"
 
 
 def _of_memory(found: Conversion) -> Iterator[str]:

@@ -80,6 +80,7 @@ def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
         kind = "no fp32 operation" if graph.has_floats else "integer-only"
         return [*lines, f"  {kind}: nothing to do"]
     lines += [
+        *_failures(graph),
         *_counts(graph.operations),
         *_budget(graph),
         *_casts(graph),
@@ -101,6 +102,16 @@ def _break(graph: GraphReport) -> list[str]:
         return []
     where = f" at {short_place(graph.break_line)}" if graph.break_line else ""
     return [f"  ends in a graph break{where}", f"    {graph.break_reason}"]
+
+
+def _failures(graph: GraphReport) -> list[str]:
+    """Say which passes failed on the graph, and what that led to."""
+    left_out = [f"  pass {note.rule} is left out of this graph: {_first_line(note.reason)}" for note in graph.left_out]
+    return [*([f"  this graph {_first_line(graph.unplanned)}"] if graph.unplanned else []), *left_out]
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _counts(nodes: Sequence[NodeReport]) -> list[str]:

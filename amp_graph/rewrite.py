@@ -5,7 +5,6 @@ Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,21 +13,23 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
-from amp_graph.errors import CaptureError
+from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.pass_lists import passes_for
+from amp_graph.passes.autocast_graph import UNPLANNED, run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.facts import is_higher_order
 from amp_graph.passes.identify_ops import OPS
 from amp_graph.passes.insert_casts import CAST, InsertCasts
-from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pieces import GIVEN, PIECE
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.regions import mark_regions
+from amp_graph.passes.snapshot import copied_graph
 from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
 
@@ -59,7 +60,10 @@ def rewrite(
     ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting a
     rewritten graph changes nothing.
 
-    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError, PassError.
+    A pass that fails is left out of the graph, and a graph that cannot be planned gets an autocast region around it;
+    both with an AmpGraphWarning.
+
+    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError.
     """
     if not isinstance(graph_module, GraphModule):
         raise CaptureError(
@@ -97,22 +101,29 @@ def rewrite_in_place(
     eager: bool = False,
     in_step: bool = False,
     measured: tuple[Measured, ...] = (),
+    strict: bool | None = None,
 ) -> Rewritten:
     """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done.
 
+    A pass that fails is left out of the graph, with a warning; a graph that cannot be planned runs as under
+    ``torch.autocast``. ``strict``: both are errors; None asks the environment variable AMP_GRAPH_STRICT.
+
     ``eager``: whether the graph will run as it is, and not through a compiler; ``in_step``: in the graph of a whole
-    step. ``measured``: what roundings do in
-    graphs like it, for an error budget.
+    step. ``measured``: what roundings do in graphs like it, for an error budget.
+
+    Raises PassError and VerifyError (strict; and for a piece of a call, which the caller runs as it was captured),
+    ListError and PolicyError.
     """
     _read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
     before = graph_text(gm)
-    bodies = {}
+    bodies: dict[str, Rewritten] = {}
+    done: tuple[Timed, ...] = ()
     if policy.level != "O0":
-        bodies = _rewrite_bodies(gm, policy, device)
-    passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager, in_step=in_step), *last]
-    done = _run(gm, passes) if policy.level != "O0" else ()
+        bodies = _rewrite_bodies(gm, policy, device, strict)
+        passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager, in_step=in_step), *last]
+        done = _run(gm, passes, policy, device, strict)
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
 
@@ -125,12 +136,21 @@ def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
     return replace(policy, keep_outputs=True, accuracy=accuracy)
 
 
-def _run(gm: GraphModule, passes: list[Pass]) -> tuple[Timed, ...]:
+def _run(gm: GraphModule, passes: list[Pass], policy: Policy, device: str, strict: bool | None) -> tuple[Timed, ...]:
     """Run ``passes``; the values of a piece are not those that it computes before its casts are in it."""
-    if PIECE not in gm.meta:
-        return run_passes(gm, passes)
-    at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts))
-    return (*run_passes(gm, passes[:at], checked=False), *run_passes(gm, passes[at:]))
+    is_piece = PIECE in gm.meta
+    at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts)) if is_piece else 0
+    try:
+        return run_passes(gm, passes, strict=strict, unchecked=at)
+    except (PassError, VerifyError) as error:
+        if is_piece or (is_strict() if strict is None else strict):
+            raise
+        if policy.runs_escaped == "autocast":
+            run_as_autocast(gm, policy.torch_dtype(device), device, str(error), keep_outputs=policy.keep_outputs)
+        else:
+            gm.meta[UNPLANNED] = f"runs as captured, by escaped={policy.runs_escaped}, without a plan: {error}"
+        warn(f"amp_graph: a graph {gm.meta[UNPLANNED]}\n{REPORT_IT}")
+        return ()
 
 
 def _read_values(gm: GraphModule) -> None:
@@ -153,7 +173,8 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """Copy a graph and the graphs inside it; tensors are shared."""
-    copied = GraphModule(gm, _copied(gm))
+    # Marks and identities name the nodes they were made for: a copy is planned afresh.
+    copied = GraphModule(gm, copied_graph(gm, without=(MARK, OPS, CAPTURED, CLASSIFIED)))
     copied.meta = dict(gm.meta)
     for name, part in gm.named_children():
         if isinstance(part, GraphModule) and hasattr(copied, name):
@@ -161,21 +182,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return copied
 
 
-def _copied(gm: GraphModule) -> torch.fx.Graph:
-    graph = torch.fx.Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
-    seen: dict[Node, Node] = {}
-    result = graph.graph_copy(gm.graph, val_map=seen)
-    output = gm.graph.output_node()
-    new = graph.output(result)
-    new.meta = dict(output.meta)
-    graph._codegen = copy.copy(gm.graph._codegen)
-    for old, made in seen.items():
-        # Marks and identities name the nodes they were made for: a copy is planned afresh.
-        made.meta = {k: v for k, v in old.meta.items() if k not in (MARK, OPS, CAPTURED, CLASSIFIED)}
-    return graph
-
-
-def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str) -> dict[str, Rewritten]:
+def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str, strict: bool | None) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators, with their boundaries as captured."""
     done: dict[str, Rewritten] = {}
     inside = replace(policy, keep_outputs=True)
@@ -187,7 +194,7 @@ def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str) -> dict[str, R
             if isinstance(body, GraphModule) and str(source.target) not in done:
                 adopt_values(body)
                 if any(tensors(value(n)) for n in body.graph.nodes):
-                    done[str(source.target)] = rewrite_in_place(body, inside, device)
+                    done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict)
     return done
 
 

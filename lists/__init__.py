@@ -2,7 +2,9 @@
 
 from amp_graph.lists.dump import dump as dump
 from amp_graph.lists.errors import AmpGraphError as AmpGraphError
+from amp_graph.lists.errors import AmpGraphWarning as AmpGraphWarning
 from amp_graph.lists.errors import ListError as ListError
+from amp_graph.lists.errors import warn as warn
 from amp_graph.lists.files import builtin_names as builtin_names
 from amp_graph.lists.load import effective as effective
 from amp_graph.lists.load import load as load
@@ -15,6 +17,7 @@ from amp_graph.lists.schema import Rule as Rule
 
 __all__ = [
     "AmpGraphError",
+    "AmpGraphWarning",
     "ListError",
     "ModuleRule",
     "OpClass",
@@ -26,4 +29,5 @@ __all__ = [
     "effective",
     "load",
     "merge",
+    "warn",
 ]

@@ -1,6 +1,9 @@
-"""The exceptions of the lists; they live here because ``lists`` may not import ``amp_graph.errors``."""
+"""The base of all errors, the warning, and the error of lists: they stand below all that raises or gives them."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class AmpGraphError(Exception):
@@ -18,3 +21,15 @@ class ListError(AmpGraphError):
             lines.append("  fix:")
             lines.extend(f"    {line}" for line in fix.splitlines())
         super().__init__("\n".join(lines))
+
+
+class AmpGraphWarning(UserWarning):
+    """Something ran otherwise than asked, and the numbers are still right."""
+
+
+def warn(text: str) -> None:
+    """Give ``text`` as an AmpGraphWarning of the user's line: the nearest one outside of amp_graph and torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, AmpGraphWarning, stacklevel=level)

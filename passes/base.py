@@ -74,11 +74,14 @@ class Pass(abc.ABC):
     * operations that draw random numbers or write to memory keep their order and their number, but for what the pass
       declares by ``writes``.
 
-    The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping.
+    The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping. It leaves a pass that
+    raises, or breaks the contract, out of the graph, unless the pass is ``required``: without it the graph would be no
+    graph in mixed precision, or less exact than its policy promises.
     """
 
     name: ClassVar[str]
     writes: ClassVar[Writes] = Writes.KEPT
+    required: ClassVar[bool] = False
 
     @property
     def changes_outputs(self) -> bool:

@@ -77,6 +77,7 @@ class IdentifyOps(Pass):
     """Marks each node with the ATen operations it calls. Changes no node. Exactness: bit-exact."""
 
     name: ClassVar[str] = "identify-ops"
+    required: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
         """Fill ``node.meta["amp_ops"]``; a node that cannot be traced alone is skipped with the reason."""

@@ -52,6 +52,7 @@ class InsertCasts(Pass):
     dtype: torch.dtype
     keep_outputs: bool = True
     name: ClassVar[str] = "insert-casts"
+    required: ClassVar[bool] = True
 
     @property
     def changes_outputs(self) -> bool:

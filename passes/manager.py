@@ -1,6 +1,6 @@
-"""Run passes in order: lint, recompile, verify, time, and wrap errors; the passes do none of it.
+"""Run passes in order: lint, recompile, verify, time; a pass that fails is left out of the graph, and named.
 
-Before: ``gm``. After: ``Outcome(gm, results)``, one named result a pass.
+Before: ``gm``. After: ``gm`` rewritten, and one ``Timed`` a pass, which says what it did or why it was left out.
 """
 
 from __future__ import annotations
@@ -9,54 +9,111 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from amp_graph.lists import AmpGraphError
+from amp_graph.lists import AmpGraphError, ListError, warn
 from amp_graph.passes import facts
-from amp_graph.passes.base import Pass, PassError, PassResult, Writes
+from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
+from amp_graph.passes.snapshot import Snapshot
 from amp_graph.passes.text import target_text
 from amp_graph.passes.verify import Checked, Contract, verify
 
 VERIFY = "AMP_GRAPH_VERIFY"
+STRICT = "AMP_GRAPH_STRICT"
+REPORT_IT = (
+    "  fix:   none is needed, results are right; please report it with the text of amp_graph.report(model).graphs"
+)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one pass did, and the seconds it took."""
+    """What one pass did, and the seconds it took; ``failure``: why it was left out of the graph, if it was."""
 
     name: str
     result: PassResult
     seconds: float
+    failure: str = ""
 
 
-def run_passes(gm: GraphModule, passes: Sequence[Pass], *, checked: bool | None = None) -> tuple[Timed, ...]:
+class _Failed(Exception):
+    """The pass at ``place`` raised ``error``, or broke the contract."""
+
+    def __init__(self, place: int, error: AmpGraphError) -> None:
+        super().__init__(str(error))
+        self.place, self.error = place, error
+
+
+def run_passes(
+    gm: GraphModule,
+    passes: Sequence[Pass],
+    *,
+    checked: bool | None = None,
+    strict: bool | None = None,
+    unchecked: int = 0,
+) -> tuple[Timed, ...]:
     """Run ``passes`` over ``gm`` in place and return what each did.
 
-    ``checked``: verify the contract after each pass; None asks the environment variable AMP_GRAPH_VERIFY.
-    Raises PassError (a pass failed) or VerifyError (a pass broke the contract); both name the pass.
+    A pass that raises, or that breaks the contract, is left out of this graph: the graph is taken back to what it was,
+    the others run again and are all verified, and a warning and the pass's ``Timed`` name the failure.
+
+    ``checked``: verify the contract after each pass; None asks the environment variable AMP_GRAPH_VERIFY. The first
+    ``unchecked`` passes are never verified. ``strict``: raise where a pass fails; None asks AMP_GRAPH_STRICT.
+
+    Raises PassError or VerifyError, which name the pass, where strict and where the pass is ``required``: ``gm`` is
+    then as it was before. Raises ListError and PolicyError as they come: they tell of what the user wrote.
     """
     checked = is_verifying() if checked is None else checked
+    strict = is_strict() if strict is None else strict
+    saved = Snapshot.of(gm)
+    failed: dict[int, AmpGraphError] = {}
+    while True:
+        try:
+            done = _run(gm, passes, failed, checked or bool(failed), unchecked)
+        except _Failed as found:
+            saved.restore()
+            if strict or passes[found.place].required:
+                raise found.error from found.error.__cause__
+            failed[found.place] = found.error
+            warn(f"amp_graph: the pass {passes[found.place].name} is left out of a graph: {found.error}\n{REPORT_IT}")
+        except ListError:
+            saved.restore()
+            raise
+        else:
+            gm.recompile()
+            return done
+
+
+def _run(
+    gm: GraphModule, passes: Sequence[Pass], failed: Mapping[int, AmpGraphError], checked: bool, unchecked: int
+) -> tuple[Timed, ...]:
+    """Run all passes but those that ``failed``; raises _Failed at the first that fails now."""
     done = []
     contracts: dict[Writes, Contract] = {}  # of the graph as it is
     right: Checked = {}
-    for one in passes:
-        if checked and one.writes not in contracts:
-            contracts[one.writes] = Contract.of(gm, one.writes)
-        start = time.perf_counter()
-        result = _guarded(one, gm)
-        seconds = time.perf_counter() - start
-        if result.modified:
-            result.gm.graph.lint()
-        if checked and result.modified:
-            try:
+    for i, one in enumerate(passes):
+        if i in failed:
+            done.append(Timed(one.name, PassResult(gm), 0.0, str(failed[i])))
+            continue
+        try:
+            if not checked or i < unchecked:
+                contracts = {}
+            elif one.writes not in contracts:
+                contracts[one.writes] = Contract.of(gm, one.writes)
+            start = time.perf_counter()
+            result = _without_warnings(one, gm)
+            seconds = time.perf_counter() - start
+            if result.modified:
+                result.gm.graph.lint()
+            if contracts and result.modified:
                 contracts = {one.writes: verify(gm, contracts[one.writes], one, right)}
-            except AmpGraphError as error:
-                raise type(error)(f"after pass {one.name}: {error}") from error
+        except ListError:
+            raise
+        except Exception as error:
+            raise _Failed(i, _told(one, error)) from error
         done.append(Timed(one.name, result, seconds))
-    gm.recompile()
     return tuple(done)
 
 
@@ -65,15 +122,28 @@ def is_verifying() -> bool:
     return os.environ.get(VERIFY, "") not in ("", "0")
 
 
-def _guarded(one: Pass, gm: GraphModule) -> PassResult:
-    try:
-        with warnings.catch_warnings():  # what kernels say of fake operands; real ones say it again
-            warnings.simplefilter("ignore")
-            return one.run(gm)
-    except AmpGraphError:
-        raise
-    except Exception as error:
-        raise PassError(f"pass {one.name} failed: {type(error).__name__}: {error}{_at_node(error)}") from error
+def is_strict() -> bool:
+    """Say whether the environment variable AMP_GRAPH_STRICT makes a pass that fails an error."""
+    return os.environ.get(STRICT, "") not in ("", "0")
+
+
+def _without_warnings(one: Pass, gm: GraphModule) -> PassResult:
+    with warnings.catch_warnings():  # what kernels say of fake operands; real ones say it again
+        warnings.simplefilter("ignore")
+        return one.run(gm)
+
+
+def _told(one: Pass, error: Exception) -> AmpGraphError:
+    """Return ``error`` as an error that names the pass, the node and the user's line."""
+    if isinstance(error, VerifyError):
+        told: AmpGraphError = VerifyError(f"after pass {one.name}: {error}")
+    elif isinstance(error, PassError):
+        told = error if one.name in str(error) else PassError(f"pass {one.name} failed: {error}")
+    else:
+        told = PassError(f"pass {one.name} failed: {type(error).__name__}: {error}{_at_node(error)}")
+    if told is not error:
+        told.__cause__ = error
+    return told
 
 
 def _at_node(error: Exception) -> str:

@@ -83,6 +83,7 @@ class PlanPrecision(Pass):
     counts: bool = False
     in_step: bool = False
     name: ClassVar[str] = "plan-precision"
+    required: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
         """Fill ``node.meta["amp"]``."""

@@ -28,6 +28,7 @@ class ProtectNorms(Pass):
     """
 
     name: ClassVar[str] = "protect-norms"
+    required: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every layer norm."""

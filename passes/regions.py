@@ -13,6 +13,7 @@ from amp_graph.passes.node_value import captured, tensors
 
 REGION = "amp_region"  # meta key: what to say of a node inside the user's torch.autocast
 GRAD = "amp_grad"  # meta key: whether the node runs with gradients enabled
+_SWITCHES = frozenset({"_enter_autocast", "_set_grad_enabled", "_enter_inference_mode", "_saved_tensors_hooks_disable"})
 TRANSFORM = "amp_transform"  # meta key: the node is inside of a torch.func transform, and means nothing outside
 
 
@@ -37,6 +38,16 @@ def mark_regions(gm: GraphModule) -> None:
         if open_regions and not name.endswith("_autocast"):
             enabled = open_regions[-1][2] if len(open_regions[-1]) > 2 else True
             node.meta[REGION] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"
+
+
+def switches_modes(gm: GraphModule) -> bool:
+    """Say whether ``gm``, or a graph inside, has regions that it enters and leaves by nodes."""
+    for part in gm.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+            if name in _SWITCHES or name.endswith("_increment_nesting"):
+                return True
+    return False
 
 
 def is_trained(node: Node) -> bool:

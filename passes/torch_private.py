@@ -52,6 +52,7 @@ __all__ = [
     "FakeTensorMode",
     "Find",
     "HigherOrderOperator",
+    "ModesOfThread",
     "OpOverload",
     "StorageWeakRef",
     "all_bytes_of",
@@ -993,3 +994,42 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+class ModesOfThread:
+    """Modes of this thread that a graph may switch, as they are now, to restore where the graph raises; 2.11 - 2.13.
+
+    A graph holds both ends of the user's regions (``no_grad``, ``autocast``, ``vmap``) as nodes: what raises between
+    them leaves the mode on.
+    """
+
+    def __init__(self) -> None:
+        """Read them."""
+        self.grad = torch.is_grad_enabled()
+        self.autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
+        self.is_caching = torch.is_autocast_cache_enabled()
+        self.regions = _open_autocast_regions()
+        self.depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        self.no_hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+
+    def restore(self) -> None:
+        """Switch them back."""
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.depth)
+        for device, (enabled, dtype) in self.autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.is_caching)
+        while _open_autocast_regions() > self.regions:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        torch.set_grad_enabled(self.grad)
+        if self.no_hooks is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        else:
+            torch._C._autograd._saved_tensors_hooks_disable(self.no_hooks)
+
+
+def _open_autocast_regions() -> int:
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1

@@ -20,6 +20,7 @@ IGNORED_WARNINGS = (
 
 def pytest_configure(config):
     os.environ["AMP_GRAPH_MACHINE"] = "default"  # not what was calibrated on the machine that runs the tests
+    os.environ["AMP_GRAPH_STRICT"] = "1"  # a pass that fails is an error here, and left out of the graph elsewhere
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)

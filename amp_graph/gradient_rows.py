@@ -53,7 +53,7 @@ def _gather(rule: str) -> Any:
 
 def _read(grad: Tensor, ids: Tensor, offsets: Tensor | None, padding: int) -> tuple[array[int], tuple[Any, ...]]:
     """Return what C calls a Read, and the tensors that it points to."""
-    flat, given = ids.long().contiguous(), grad.reshape(-1, grad.shape[-1])
+    flat, given = ids.long().contiguous(), grad.reshape(grad.numel() // max(1, grad.shape[-1]), grad.shape[-1])
     given = given if given.stride(1) == 1 else given.contiguous()
     begins = None if offsets is None else offsets.long().contiguous()
     count = 0 if begins is None else len(begins)

@@ -273,8 +273,7 @@ def trace_step(
 ) -> StepGraph:
     """Trace ``parts.step`` on fake tensors into one graph, and hand it, after ``passes``, to ``lower``."""
     given = [*parts.args, *parts.state()]
-    with torch.no_grad():
-        gm = make_fx(parts.step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    gm = _traced(parts.step, given)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, [*parts.names, *parts.state_names()], strict=True):
         node.meta["amp_input"] = name
@@ -294,6 +293,26 @@ def trace_step(
     found = StepGraph(gm, state, parts.trained, run, len(outputs) - extra, parts.first_bad, parts.updates, done)
     found.absent, found.most_bytes = parts.absent, most
     return found
+
+
+def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
+    """Trace ``step`` on fake tensors; or, where these have no kernel for a batch without elements, on copies.
+
+    The fake ``mse_loss_backward`` divides by the number of elements, that of ``upsample_nearest2d`` refuses none: 2.13.
+    """
+    with torch.no_grad():
+        try:
+            found: GraphModule = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        except (ZeroDivisionError, TypeError, RuntimeError) as refusal:
+            whole = all(t.numel() for t in given if isinstance(t, Tensor))
+            if whole and not isinstance(refusal, ZeroDivisionError):
+                raise
+            copies = [
+                t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in given
+            ]
+            with torch.random.fork_rng(devices=[]):
+                found = make_fx(step, tracing_mode="real")(*copies)
+        return found
 
 
 def mark_loss(loss: Tensor) -> Tensor:

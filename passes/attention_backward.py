@@ -177,7 +177,7 @@ def _by_products(
     dropped: float,
 ) -> Tensor:
     """Return attention in fp32 operations that each have derivatives, rounded once."""
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // max(1, key.shape[1])
     wide = [query.float(), *(t.float().repeat_interleave(groups, 1) for t in (key, value))]
     scores = (wide[0] * scale) @ wide[1].mT
     if causal:
@@ -222,9 +222,9 @@ def _backward_by_products(
     Heads are taken a few at a time, so that no more than ``CHUNK`` probabilities exist at once. The queries of heads
     that share a key are one longer head, so that its gradient is summed inside of the products.
     """
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // max(1, key.shape[1])
     length, keys = query.shape[2], key.shape[2]
-    grad, query = (t.unflatten(1, (-1, groups)).flatten(2, 3) for t in (grad, query))
+    grad, query = (t.unflatten(1, (key.shape[1], groups)).flatten(2, 3) for t in (grad, query))
     made = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     bias, dead = torch.zeros(1, 1, 1, device=query.device), None
     if causal:
@@ -233,7 +233,7 @@ def _backward_by_products(
         g, q, k, v = (t[part].flatten(0, 1) for t in (grad, query, key, value))
         if mask is not None:
             whole = mask.expand(query.shape[0], groups * query.shape[1], length, keys)
-            bias = whole.unflatten(1, (-1, groups))[part].flatten(2, 3).flatten(0, 1).float()
+            bias = whole.unflatten(1, (key.shape[1], groups))[part].flatten(2, 3).flatten(0, 1).float()
             dead = (bias == -math.inf).all(-1, keepdim=True)
         for all_heads, found in zip(made, _block(g, q, k, v, bias, dead, scale), strict=True):
             all_heads[part] = found.view(all_heads[part].shape)
@@ -243,9 +243,9 @@ def _backward_by_products(
 def _parts(query: Tensor, keys: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of batches and of heads whose probabilities are at most ``CHUNK``, or those of one head."""
     batch, heads, rows, _ = query.shape
-    at_once = max(1, CHUNK // (rows * keys))
-    for b in range(0, batch, max(1, at_once // heads)):
-        for h in range(0, heads, min(heads, at_once)):
+    at_once = max(1, CHUNK // max(1, rows * keys))
+    for b in range(0, batch, max(1, at_once // max(1, heads))):
+        for h in range(0, heads, max(1, min(heads, at_once))):
             yield slice(b, b + max(1, at_once // heads)), slice(h, h + min(heads, at_once))
 
 

@@ -384,6 +384,7 @@ static void backward_heads(const Attention *a, const Room *r, int64_t b, int64_t
   columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_columns);
   columns_of_keys(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, r->values_columns);
   rows_of(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_rows);
+  if (!a->queries) backward_columns(a, r, b, kv, 0, 0, 0, 1); /* sums of nothing: zeros */
   for (int64_t g = 0; g < a->groups; g++)
     for (int64_t q = 0; q < a->queries; q += CHUNK) {
       const int64_t h = kv * a->groups + g, count = a->queries - q < CHUNK ? a->queries - q : CHUNK;
@@ -425,6 +426,7 @@ static void *one_share(void *given) {
 
 int attention(const Attention *a, int64_t threads) {
   Share shares[MOST_THREADS];
+  if (!a->heads) return 0;
   const int64_t units = (shares_mask(a) ? 1 : a->batches) * a->heads / a->groups, each = room_at(a, 0, (int)a->gradients).bytes;
   threads = threads_of(threads < units ? threads : units);
   char *room = aligned_alloc(64, threads * each);

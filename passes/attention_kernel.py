@@ -39,7 +39,8 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Say whether the kernel takes these operands, of four dimensions, whose last stride is 1."""
     alike = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
-    fits = key.shape == value.shape and query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
+    shares = query.shape[1] % key.shape[1] == 0 if key.shape[1] else query.shape[1] == 0
+    fits = key.shape == value.shape and query.shape[0] == key.shape[0] and shares
     return alike and fits and query.shape[3] == key.shape[3] and query.shape[3] % 2 == 0 and library() is not None
 
 
@@ -136,7 +137,7 @@ def _run(
             "  fix:   AMP_GRAPH_CACHE=/a/folder/to/write/to; or policy='bf16,skip=attention'"
         )
     (batch, heads, length, width), keys = query.shape, key.shape[2]
-    numbers = [batch, heads, heads // key.shape[1], length, keys, width, causal, made is None]
+    numbers = [batch, heads, heads // max(1, key.shape[1]), length, keys, width, causal, made is None]
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
     sums = None if mask_sums is None else mask_sums.expand(batch, heads, length, keys)
     for t in (*tensors, mask, sums):

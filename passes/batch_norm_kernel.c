@@ -269,6 +269,7 @@ int again(const Forward* f, int64_t threads) {
 
 int forward(const Forward* f, double eps, double momentum, int64_t threads) {
   double* room;
+  if (!f->rows) return 0; /* there is no first row to look at, and running statistics stay, as torch's */
   const int64_t took = in_shares((Share){.given = f, .to = f->rows}, f->width, threads, &room, sum_share);
   if (took) take_statistics(f, room, took, eps, momentum);
   free(room);

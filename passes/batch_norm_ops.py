@@ -99,6 +99,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=LAST)
     stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
+    if not x.numel():
+        return empty_like(x), stats.zero_()
     out = empty_like(x)
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
     _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
@@ -117,7 +119,7 @@ def _table(
 ) -> array[int]:
     width, place = x.shape[1], stats.data_ptr()
     moved = (0 if t is None else _places(t) for t in running or (None, None))
-    rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, out.data_ptr(), LOW)
+    rows = (x.numel() // max(1, width), width, relu, x.data_ptr(), LOW, out.data_ptr(), LOW)
     added = (0, 0) if other is None else (other.data_ptr(), LOW)
     return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved, *added))
 
@@ -170,7 +172,7 @@ def _gradients(
     dx = empty_like(x) if wants_x else None
     masked = None if out is None else empty_like(x)
     place = stats.data_ptr()
-    rows = (x.numel() // width, width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
+    rows = (x.numel() // max(1, width), width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
     given = (_places(weight), _places(bias), place, place + 4 * width)
     others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (t.data_ptr(), LOW))]
     table = array("q", (*rows, *others[:2], *given, *(t.data_ptr() for t in sums), *others[2:]))

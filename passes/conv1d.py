@@ -157,7 +157,7 @@ def _windows(places: Tensor, taps: int, stride: int) -> Tensor:
 
 def _taps(weight: Tensor) -> Tensor:
     """Return ``weight`` [outputs, channels, taps] as a window lies: [outputs, taps * channels]."""
-    return weight.transpose(1, 2).reshape(len(weight), -1)
+    return weight.transpose(1, 2).flatten(1)
 
 
 def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None = None) -> Tensor:
@@ -169,7 +169,7 @@ def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None
     if in_rows:
         return _turned_products(windows, right.t(), bias)
     if is_recorded(right) or _are_few(windows):
-        return F.linear(windows.flatten(0, 1), right.t(), bias).view(*windows.shape[:2], -1)
+        return F.linear(windows.flatten(0, 1), right.t(), bias).view(*windows.shape[:2], right.shape[1])
     together = right.new_empty((*windows.shape[:2], right.shape[1]))
     for one, into in zip(windows, together, strict=True):
         if bias is None:
@@ -181,10 +181,12 @@ def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None
 
 def _are_few(windows: Tensor) -> bool:
     """Say whether the windows of all items are rather copied at once: larger copies are memory that is mapped anew."""
-    return len(windows) == 1 or windows.shape[1] * windows.shape[2] <= FEW
+    return len(windows) <= 1 or windows.shape[1] * windows.shape[2] <= FEW
 
 
 def _turned_products(windows: Tensor, left: Tensor, bias: Tensor | None) -> Tensor:
+    if not len(windows):
+        return left.new_empty((0, len(left), windows.shape[1]))
     if is_recorded(left):  # no writes in a graph
         together = torch.stack([multiplied(left, one.t()) for one in windows])
         return together if bias is None else together + bias.unsqueeze(1)

@@ -85,4 +85,4 @@ def _read(x: Tensor, stride: tuple[int, int]) -> Tensor:
 def _image(found: Tensor, like: Tensor) -> Tensor:
     """Return rows as a channels_last image with the batch, height and width of ``like``."""
     batch, _, height, width = like.shape
-    return found.view(batch, height, width, -1).permute(0, 3, 1, 2)
+    return found.view(batch, height, width, found.shape[1]).permute(0, 3, 1, 2)

@@ -65,7 +65,9 @@ class ConvolutionCall:
     def lies_in_rows(self) -> bool:
         """Whether the images' channels lie innermost, densely: as they do, too, where there is but one place."""
         x = self.image
-        return is_channels_last(x) if is_image(x) else x.is_contiguous() and self.channels > 1
+        if is_image(x):
+            return is_channels_last(x)
+        return x.is_contiguous() and self.channels > 1 and concrete_size(x.shape[0]) > 0
 
 
 def calls_convolution(node: Node) -> bool:

@@ -105,7 +105,7 @@ def plain_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> 
 def spread(grad: Tensor, ids: Tensor, bags: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of each row that was read, [ids, width], and all ``ids`` as one list."""
     rows = grad.unsqueeze(1).expand(*ids.shape, -1) if bags else grad
-    return rows.reshape(-1, grad.shape[-1]), ids.reshape(-1)
+    return rows.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1)
 
 
 def add_rows(table: Tensor, grad: Tensor, ids: Tensor, padding: int) -> Tensor:

@@ -84,7 +84,7 @@ def group_norm_backward(
     scratch = torch.empty(images, 3, channels)
     dx = torch.empty_like(x) if wants_x else None
     rows = (n for t in (x, grad, dx) for n in ((0, 0) if t is None else (t.data_ptr(), LOW)))
-    places = x.numel() // (images * channels)
+    places = x.shape[2] * x.shape[3]
     others = (t.data_ptr() for t in (weight, mean, invstd, sums, scratch))
     table = array("q", (images, places, channels, groups, *rows, *others))
     library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel()))

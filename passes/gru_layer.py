@@ -117,7 +117,7 @@ def gru_backward(
     dsums = torch.cat([flat[:, : 2 * size], dnew.view(length * batch, size)], 1)
     dx = (dsums @ w_ih).view(x.shape)
     db_ih, db_hh = (d.sum(0, dtype=torch.float32).to(low) for d in (dsums, flat))
-    dw_ih, dw_hh = dsums.t() @ x.reshape(length * batch, -1), flat.t() @ before
+    dw_ih, dw_hh = dsums.t() @ x.reshape(length * batch, x.shape[-1]), flat.t() @ before
     return dx.flip(0) if reverse else dx, dw_ih, dw_hh, db_ih, db_hh, dh.to(low)
 
 

@@ -162,11 +162,14 @@ def averages_places(node: Node) -> bool:
 
 
 def is_image(val: Any) -> bool:
-    """Say whether a value has four dimensions and more than one place and channel: its layout matters."""
+    """Say whether a value has four dimensions and more than one place and channel: its layout matters.
+
+    That of an empty batch does not; and no copy would lay it out again, for whom it is contiguous either way.
+    """
     if not isinstance(val, torch.Tensor) or val.dim() != 4:
         return False
     sizes = [concrete_size(n) for n in val.shape]
-    return sizes[1] > 1 and sizes[2] * sizes[3] > 1
+    return sizes[0] > 0 and sizes[1] > 1 and sizes[2] * sizes[3] > 1
 
 
 def is_channels_last(val: Any) -> bool:

@@ -7,6 +7,7 @@ Before: ``linear_of_packed_weight(x, packed, bias)``, a call of oneDNN. After: `
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from functools import lru_cache
 from pathlib import Path
@@ -93,7 +94,7 @@ def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
 
 def as_rows(x: Tensor) -> Tensor:
     """Return ``x`` [..., width] as a matrix with the elements of a row side by side."""
-    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _run(

@@ -40,12 +40,12 @@ def lstm_backward(
     if reverse:
         x, out, dout = x.flip(0), out.flip(0), dout.flip(0)
     low, (length, batch, size) = x.dtype, out.shape
-    seen = torch.cat([x, torch.cat([h[None], out[:-1]])], -1).view(length * batch, -1)
+    seen = torch.cat([x, torch.cat([h[None], out[:-1]])], -1).flatten(0, 1)
     gates = (seen @ torch.cat([w_ih, w_hh], 1).t()).float().add_(b_ih.float() + b_hh.float())
     gates = gates.view(length, batch, 4, size)
     cells = _cells(gates, c)
     dgates, dh, dc = _steps(gates, cells, dout.float(), dh.float(), dc.float(), w_hh)
-    flat = dgates.view(length * batch, -1)
+    flat = dgates.view(length * batch, 4 * size)
     dx = (flat @ w_ih).view(x.shape)
     dweights = flat.t() @ seen
     dbias = flat.sum(0, dtype=torch.float32).to(low)

@@ -127,6 +127,7 @@ static void step_rows(void *of, int64_t from, int64_t to) {
 /* Returns 1 where there is no memory. */
 int forward(const Forward *f) {
   const int64_t batch = f->batch, size = f->size, width = f->width, gates = GATES * size, row = ROOMY(gates, PANEL);
+  if (!batch || !f->length) return 0;
   const int64_t steps = batch < TOGETHER ? TOGETHER / batch : 1, at_once = steps < f->length ? steps : f->length;
   const int64_t of_made = ROOMY(batch, TALL) * row, of_x = ROOMY(at_once * batch, TALL) * row;
   const int64_t deep = ROOMY(size, DEEP), wide = ROOMY(width, DEEP);

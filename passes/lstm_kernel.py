@@ -78,9 +78,9 @@ def lstm_backward_of_sums(
     dsums, dh, dc = torch.empty_like(sums), *(t.float().clone(memory_format=torch.contiguous_format) for t in (dh, dc))
     turned = panels_of(w_hh.t().contiguous())
     _run("backward", (length, batch, size), sums, dout.contiguous(), turned, cells, dsums, dh, dc)
-    flat = dsums.view(length * batch, -1)
+    flat = dsums.view(length * batch, GATES * size)
     dx = (flat @ w_ih).view(x.shape)
-    dw_ih, dbias = gradients_of_linear(flat, x.reshape(length * batch, -1), True, False)
+    dw_ih, dbias = gradients_of_linear(flat, x.flatten(0, 1), True, False)
     dw_hh, _ = gradients_of_linear(flat, torch.cat([h[None], out[:-1]]).view(length * batch, size), False, False)
     assert dbias is not None, "asked for"
     return [dx.flip(0) if reverse else dx, dw_ih, dw_hh, dbias, dbias.clone(), dh.to(low), dc.to(low)]

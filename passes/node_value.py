@@ -99,8 +99,9 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted.
     """
     args, kwargs = argument_values(node)
+    # Some of torch's kernels for fake tensors (upsample_nearest2d's) refuse empty ones, which its Python ones take.
     symbolic = any(
-        isinstance(n, torch.SymInt) for s in node.all_input_nodes for t in tensors(value(s)) for n in t.shape
+        isinstance(n, torch.SymInt) or n == 0 for s in node.all_input_nodes for t in tensors(value(s)) for n in t.shape
     )
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.target in TAKEN_APART and not symbolic:

@@ -49,7 +49,7 @@ def residual_norm(
     """
     x = x.contiguous()
     branch, weight, bias = (None if t is None else t.contiguous() for t in (branch, weight, bias))
-    rows = x.numel() // width
+    rows = x.numel() // max(1, width)
     stats = torch.empty((2, rows), dtype=torch.float32)
     total = None if branch is None else empty_like(x if x.dtype.itemsize > 2 else branch)
     cast = empty_like(x, dtype=low) if wants_low else None
@@ -118,7 +118,7 @@ def _threads(like: Tensor) -> ctypes.c_int64:
 def _fake(
     x: Tensor, branch: Tensor | None, width: int, low: torch.dtype, wants_low: bool, wants_full: bool
 ) -> list[Tensor]:
-    made = [x.new_empty((2, x.numel() // width), dtype=torch.float32)]
+    made = [x.new_empty((2, x.numel() // max(1, width)), dtype=torch.float32)]
     dtypes = [] if branch is None else [torch.promote_types(x.dtype, branch.dtype)]
     dtypes += [low] * wants_low + [torch.float32] * wants_full
     return made + [x.new_empty(x.shape, dtype=dtype) for dtype in dtypes]

@@ -134,6 +134,8 @@ def _sum_of_products(
     """
     # mean and rstd are fp32 as the kernel returns them; its fake says otherwise.
     width = weight.numel()
+    if not width:
+        return torch.zeros_like(weight)
     flat = [t.reshape(-1, width) for t in (x, grad)] + [t.float().reshape(-1, 1) for t in (mean, rstd)]
     rows = max(1, CHUNK // width)
     parts = zip(*(t.split(rows) for t in flat), strict=True) if flat[0].shape[0] > rows else [flat]

@@ -13,10 +13,11 @@ static int has_own_key;
 static pthread_once_t own_once = PTHREAD_ONCE_INIT;
 static void make_own_key(void) { has_own_key = !pthread_key_create(&own_key, free); }
 
-/* Memory for `wanted` elements, freed as the thread ends; null where there is none. Behind kernel.h. */
+/* Memory for `wanted` elements, of none too; freed as the thread ends; null where there is none. Behind kernel.h. */
 static Low *own_memory(int64_t wanted) {
   static __thread Low *memory = 0;
   static __thread int64_t held = 0;
+  if (wanted < 1) wanted = 1; /* a product over no depth: its sums are zeros, and null says something else */
   if (held < wanted) {
     pthread_once(&own_once, make_own_key);
     free(memory);

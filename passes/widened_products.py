@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.large_pages import LargeResults, is_torchs
+from amp_graph.passes.linear_kernel import as_rows
 from amp_graph.passes.torch_private import is_in_mode, linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weight_copies import PARTS, WeightCopies
 
@@ -63,8 +64,8 @@ def widened_product(results: LargeResults) -> Callable[..., Tensor]:
             return F.linear(x, torch.cat([part.to_dense() for part in weight]), bias).float()
         sizes = [part.shape[0] for part in weight]
         out = results.taken((*x.shape[:-1], sum(sizes)), place)
-        rows, biases = x.reshape(-1, x.shape[-1]), [None] * len(sizes) if bias is None else bias.split(sizes)
-        places = out.view(-1, sum(sizes)).split(sizes, 1)
+        rows, biases = as_rows(x), [None] * len(sizes) if bias is None else bias.split(sizes)
+        places = out.view(len(rows), sum(sizes)).split(sizes, 1)
         for here, part, its in zip(places, weight, biases, strict=True):
             here.copy_(linear_of_packed_weight(rows, part, its))
         return out

@@ -13,6 +13,7 @@ TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+GUARD_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
@@ -20,7 +21,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long check format bench clean
+.PHONY: help demo test test-long guard check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +34,9 @@ test: $(STAMPS)/test  ## run the test-suite without the long sweeps
 
 test-long: $(STAMPS)/test  ## run the long sweeps
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
+guard: $(STAMPS)/test  ## run all compiled C between pages that nobody may touch, over odd and empty sizes
+	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)
 
 check: $(STAMPS)/dev  ## lint, formatting and types
 	$(VENV)/bin/ruff check .

@@ -307,9 +307,7 @@ def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
             whole = all(t.numel() for t in given if isinstance(t, Tensor))
             if whole and not isinstance(refusal, ZeroDivisionError):
                 raise
-            copies = [
-                t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in given
-            ]
+            copies = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in given]
             with torch.random.fork_rng(devices=[]):
                 found = make_fx(step, tracing_mode="real")(*copies)
         return found

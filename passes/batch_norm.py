@@ -92,7 +92,12 @@ def _made(
     if x.numel() and x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     empty = not x.numel()  # torch's leaves the running statistics alone
-    if empty or in_forward_mode() or in_transform() or any(t is not None and is_wrapper(t) for t in (x, other, weight, bias)):
+    if (
+        empty
+        or in_forward_mode()
+        or in_transform()
+        or any(t is not None and is_wrapper(t) for t in (x, other, weight, bias))
+    ):
         plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
         plain = plain if other is None else plain + other
         return F.relu(plain) if relu else plain

@@ -55,7 +55,8 @@ def dense_of(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     compiled = library()
     assert compiled is not None, "there is a kernel, or there would be no panels"
     columns, pairs = compiled.panel(), _up(inputs, compiled.deep()) // 2
-    parted = panels.view(-1, pairs, columns, 2).transpose(1, 2).reshape(-1, 2 * pairs)
+    panel = _up(outputs, columns) // columns, pairs, columns, 2
+    parted = panels.view(panel).transpose(1, 2).reshape(_up(outputs, columns), 2 * pairs)
     return parted[:outputs, :inputs]
 
 

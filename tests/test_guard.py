@@ -1,0 +1,42 @@
+"""Compiled C between guard pages: a fixed sample of ``make guard``, and controls that it must find."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_graph.passes import norm_ops
+from amp_graph.passes.native_code import CompilerError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kernels that may die run in forks")
+
+
+def test_no_kernel_leaves_its_tensors_in_a_sample_and_broken_ones_are_found():
+    """A process of its own: threads that tests have started do not outlive the forks that cases run in."""
+    try:
+        norm_ops.library(norm_ops.torch.bfloat16)
+    except CompilerError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.guard.run", "--sample"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert " 0 wrong, 0 not called, 0 controls not seen" in last, last
+
+
+def test_a_kernel_or_an_operator_without_a_case_fails_the_run():
+    from tests.guard import run
+
+    run.load_all()
+    every = {" ".join(one) for one in run.exported()} | set(run.FUNCTIONS)
+    assert not list(run.missing(every)), "each exception is an operator that there is"
+    left_out = every - {"turn_kernel turn", "amp_graph.residual_norm.default"}
+    assert list(run.missing(left_out)) == ["turn_kernel.c: turn", "operator amp_graph.residual_norm.default"]

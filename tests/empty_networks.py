@@ -1,6 +1,7 @@
 """Networks by name, with sizes that are zero: batches, sequences, features, places, keys, groups of rows."""
 
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -276,7 +277,9 @@ NETWORKS = {
 def network_of(name):
     """The network, always of the same numbers."""
     torch.manual_seed(0)
-    return NETWORKS[name][0]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        return NETWORKS[name][0]()
 
 
 def inputs_of(name, layout=torch.contiguous_format):

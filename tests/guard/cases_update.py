@@ -74,10 +74,9 @@ def update(sizes, rule, low, wide, copies):
     steps = [torch.ones(()) for _ in sizes] if counted else []
     lows = [torch.empty(n, dtype=LOWS[low]) for n in sizes] if copies else []
     flat = [t for kind in states for t in kind]
-    op("one_pass_update_")(
-        params, grads, flat, steps, lows, list(range(len(lows))), torch.tensor(0.1, dtype=torch.float64), None, None, None,
-        rule=f"{rule} {low}", **_options(rule),
-    )  # fmt: skip
+    lr, numbers = torch.tensor(0.1, dtype=torch.float64), list(range(len(lows)))
+    given = (params, grads, flat, steps, lows, numbers, lr, None, None, None)
+    op("one_pass_update_")(*given, rule=f"{rule} {low}", **_options(rule))
     for found, wanted in zip(params, plain, strict=True):
         same(found, wanted.detach(), 2.0**-20)
     for copy, p in zip(lows, params, strict=False):

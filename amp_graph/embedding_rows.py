@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.gradient_rows import OPS
 from amp_graph.passes.node_value import fake_mode_of, run_node, value
+from amp_graph.passes.symbolic_sizes import is_contiguous
+from amp_graph.passes.torch_private import numel
 
 ATEN: Any = torch.ops.aten
 READERS = (  # operators that take gradients with rows, and the place of gradients among their arguments
@@ -79,7 +81,7 @@ def _table(total: Node) -> Table | None:
     others = [n for n in summands if n not in backwards]
     if not backwards or len(reads) < len(backwards) or len(others) > 1 or not _fits(total, backwards, reads):
         return None
-    if others and 2 * sum(value(r.ids).numel() for r in reads) > len(value(total)):
+    if others and 2 * sum(numel(value(r.ids)) for r in reads) > len(value(total)):
         return None
     return Table(total, backwards, reads, _unwidened(others[0]) if others else None)
 
@@ -107,7 +109,7 @@ def _read(backward: Node) -> Read | None:
 
 def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> bool:
     """Say whether all is fp32 in rows that lie one behind the other, and read by the update alone."""
-    alike = all(value(n).dtype == torch.float32 and value(n).is_contiguous() for n in (*backwards, total))
+    alike = all(value(n).dtype == torch.float32 and is_contiguous(value(n)) for n in (*backwards, total))
     own = all(n is total or len(n.users) == 1 for n in backwards)
     taken = all(any(user.target is target for target, _ in READERS) for user in total.users)
     return alike and own and taken and all(value(r.grad).dtype == torch.float32 for r in reads)
@@ -116,7 +118,7 @@ def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> 
 def _unwidened(dense: Node) -> Node:
     """Return what ``dense`` was cast from, where the update reads that."""
     source = dense.all_input_nodes[0] if dense.target is ATEN._to_copy.default else dense
-    fits = value(source).dtype.itemsize == 2 and value(source).is_contiguous()
+    fits = value(source).dtype.itemsize == 2 and is_contiguous(value(source))
     return source if fits else dense
 
 

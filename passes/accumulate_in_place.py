@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import fake_mode_of, run_node, value
+from amp_graph.passes.symbolic_sizes import alike, is_contiguous, same
 from amp_graph.passes.text import type_text
-from amp_graph.passes.torch_private import FakeTensorMode
+from amp_graph.passes.torch_private import FakeTensorMode, numel
 from amp_graph.passes.what_pays import accumulating_pays, scattering_pays, widening_first_pays
 
 ATEN: Any = torch.ops.aten
@@ -73,7 +74,7 @@ class _Sums:
     def _product(self, node: Node, x: Node, y: Node) -> bool:
         """``add(x, views(mm(a, b)))`` -> ``views(addmm(x, a, b))``, run where ``mm`` did."""
         path = _path_to_product(y)
-        if not path or not _alike(x, node) or not _alike(y, node) or not value(y).is_contiguous():
+        if not path or not _alike(x, node) or not _alike(y, node) or not is_contiguous(value(y)):
             return False
         mm, lives = path[0], self.lives
         if lives.order[x] > lives.order[mm] or lives.is_written_between(x, mm, node):
@@ -94,7 +95,7 @@ class _Sums:
     def _seen_as(self, mm: Node, x: Node) -> Node:
         """Return ``x``, which lies in rows as ``mm`` does, in the shape of ``mm``."""
         shape = list(value(mm).shape)
-        if list(value(x).shape) == shape:
+        if same(value(x).shape, shape):
             return x
         with self.gm.graph.inserting_before(mm):
             made = self.gm.graph.call_function(ATEN.view.default, (x, shape))
@@ -111,7 +112,7 @@ class _Sums:
         (grad, ids, rows, padding, by_frequency), lives, val = given, self.lives, value(y)
         if by_frequency or val.dtype != torch.float32 or not lives.is_done_after(x, node, node):
             return False
-        if not scattering_pays(val.device.type, value(ids).numel(), rows):
+        if not scattering_pays(val.device.type, numel(value(ids)), rows):
             return False
         if any(lives.is_written_between(n, y, node) for n in (grad, ids)):
             return False
@@ -129,9 +130,10 @@ class _Sums:
     def _widen(self, node: Node, x: Node, y: Node) -> bool:
         """``add(x, low)`` -> ``add_(low.float(), x)``; ``add_(x, low)`` -> ``add_(x, low.float())``."""
         val, low = value(node), value(y)
-        if not _alike(x, node) or low.dtype == val.dtype or low.shape != val.shape or not low.is_floating_point():
+        fits = _alike(x, node) and same(low.shape, val.shape)
+        if not fits or low.dtype == val.dtype or not low.is_floating_point():
             return False
-        if not widening_first_pays(val.device.type, val.numel()):
+        if not widening_first_pays(val.device.type, numel(val)):
             return False
         wide = self._made(node, ATEN._to_copy.default, y, dtype=val.dtype)
         if node.target is ATEN.add_.Tensor:
@@ -187,5 +189,4 @@ def _path_to_product(y: Node) -> list[Node]:
 
 def _alike(x: Node, node: Node) -> bool:
     """Say whether ``x`` has the shape, the dtype and the layout of the sum ``node``."""
-    a, b = value(x), value(node)
-    return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    return alike(value(x), value(node))

@@ -21,6 +21,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.pointwise_conv import has_norm
+from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import FakeTensorMode
 from amp_graph.passes.what_pays_for_images import patches_pay
 
@@ -118,13 +119,13 @@ def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: 
 def _read_in_rows(node: Node) -> list[Node]:
     """Return ``node`` and what makes [batch, places, channels] of it alone, for readers of any layout; [] otherwise."""
     flat = only_reader(node, "aten.flatten", "aten.view", "aten.reshape")
-    if flat is None or value(flat).dim() != 3 or value(flat).shape[1] != value(node).shape[1]:
+    if flat is None or value(flat).dim() != 3 or not same(value(flat).shape[1], value(node).shape[1]):
         return []
     turned = only_reader(flat, "aten.transpose", "aten.permute")
     if (
         turned is None
-        or value(turned).shape[2] != value(flat).shape[1]
-        or value(turned).shape[0] != value(flat).shape[0]
+        or not same(value(turned).shape[2], value(flat).shape[1])
+        or not same(value(turned).shape[0], value(flat).shape[0])
     ):
         return []
     return [node, flat, turned] if all(names_of(user) in TAKE_ANY_LAYOUT for user in turned.users) else []

@@ -17,6 +17,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last, is_image
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.symbolic_sizes import is_contiguous
 from amp_graph.passes.torch_private import concrete_size
 
 SCHEMA = torch.ops.aten.conv2d.default
@@ -67,7 +68,7 @@ class ConvolutionCall:
         x = self.image
         if is_image(x):
             return is_channels_last(x)
-        return x.is_contiguous() and self.channels > 1 and concrete_size(x.shape[0]) > 0
+        return is_contiguous(x) and self.channels > 1 and concrete_size(x.shape[0]) > 0
 
 
 def calls_convolution(node: Node) -> bool:

@@ -23,6 +23,7 @@ from amp_graph.passes.attention import NAMES, SDPA, keywords_of
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import tensors, value
+from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import outside_modes
 
 MOST = 1 << 26  # elements of a mask that is made to look at it
@@ -93,7 +94,7 @@ def _made(mask: Node) -> Tensor | None:
         made = _computed(sources)
     except (RuntimeError, NotImplementedError):  # what the CPU has no kernel for stays as it is
         return None
-    return made if made.shape == value(mask).shape else None
+    return made if same(made.shape, value(mask).shape) else None
 
 
 def _computed(nodes: Sequence[Node]) -> Tensor:

@@ -21,6 +21,7 @@ from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import REGION, may_record_gradients
+from amp_graph.passes.symbolic_sizes import alike
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays_for_images import folding_pays
 
@@ -157,7 +158,7 @@ def _added_to(node: Node) -> tuple[Node, Node] | None:
 
 def _alike(other: Node, norm: Node) -> bool:
     a, b = value(other), value(norm)
-    return isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return isinstance(a, torch.Tensor) and alike(a, b)
 
 
 def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:

@@ -27,6 +27,7 @@ from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import MARK
 from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays_for_images import batch_norm_in_one_pass_pays
 
@@ -125,7 +126,7 @@ def _relu_behind(node: Node) -> Behind | None:
     if relu is None or names_of(relu) not in RELUS or not isinstance(other, Node) or other is node:
         return None
     whole, images = value(node), value(other)
-    fits = isinstance(images, torch.Tensor) and images.shape == whole.shape and images.dtype == whole.dtype
+    fits = isinstance(images, torch.Tensor) and same(images.shape, whole.shape) and images.dtype == whole.dtype
     between = Formula(node, relu, {node, user, relu})
     return Behind(relu, user, other) if fits and not is_written_meanwhile(between, other, between.inside) else None
 

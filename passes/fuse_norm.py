@@ -29,6 +29,7 @@ from amp_graph.passes.plan_precision import MARK, marks
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import layer_norm_low, shared_cast
+from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import OpOverload, numel
 from amp_graph.passes.what_pays import norm_in_one_pass_pays
 
@@ -152,7 +153,7 @@ def _summands(node: Node, given: dict[str, Any]) -> tuple[Node, Node | None]:
     if names_of(total) != ("aten.add",) or len(parts) != 2 or len(total.args) != 2 or total.kwargs:
         return total, None
     later = [n for n in (given["weight"], given["bias"]) if isinstance(n, Node) and not n < total]
-    if later or place_of(total) != place_of(node) or any(value(p).shape != value(total).shape for p in parts):
+    if later or place_of(total) != place_of(node) or any(not same(value(p).shape, value(total).shape) for p in parts):
         return total, None
     x, branch = parts if value(parts[0]).dtype == torch.float32 else parts[::-1]
     return x, branch

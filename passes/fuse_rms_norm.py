@@ -26,6 +26,7 @@ from amp_graph.passes.formulas import (
 )
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of, value
+from amp_graph.passes.symbolic_sizes import is_number, same
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _origin(node: Any) -> Any:
 def _is_over_the_last(mean: Node, x: Node) -> bool:
     """Say whether ``mean`` is over the last dimension of ``x``, of a known size, and keeps it."""
     shape = value(x).shape
-    return len(shape) > 0 and isinstance(shape[-1], int) and shape[-1] > 1 and value(mean).shape == (*shape[:-1], 1)
+    known = len(shape) > 0 and is_number(shape[-1]) and shape[-1] > 1
+    return known and same(value(mean).shape, (*shape[:-1], 1))
 
 
 def _normed(plus: Node, x: Node) -> tuple[Node, Node] | None:
@@ -119,5 +121,5 @@ def _weighted(normed: Node, like: torch.Tensor) -> Iterator[tuple[Node, Node, tu
     if product is None or len(others) != 1 or not isinstance(others[0], Node):
         return
     weight = captured(others[0])
-    if weight.shape == like.shape[-1:] and weight.dtype == like.dtype:
+    if same(weight.shape, like.shape[-1:]) and weight.dtype == like.dtype:
         yield product, others[0], (*between, product)

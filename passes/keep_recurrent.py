@@ -19,6 +19,7 @@ from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import is_faster_than_onednn
 from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole, rounds_its_state
 from amp_graph.passes.regions import is_trained
+from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import concrete_size
 
 ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
@@ -70,7 +71,8 @@ class LstmBackward(KeepRecurrent):
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
         """Say whether this is an LSTM in training whose backward by products is faster."""
-        if kind != "lstm" or not is_trained(node) or any(value(h).shape != value(hidden[0]).shape for h in hidden):
+        alike = all(same(value(h).shape, value(hidden[0]).shape) for h in hidden)
+        if kind != "lstm" or not is_trained(node) or not alike:
             return False
         batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
         return is_faster_than_onednn(value(x).device.type, value(x).dtype, batch, size)

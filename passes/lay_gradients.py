@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.symbolic_sizes import is_contiguous, same
 
 ATEN: Any = torch.ops.aten
 STEPS = 16  # operations between a gradient and its update: unscaling, clipping, decay
@@ -64,7 +65,7 @@ def _lies_across(node: Node) -> bool:
     found = value(node)
     if not isinstance(found, Tensor) or found.dim() != 4 or found.device.type != "cpu":
         return False
-    return not found.is_contiguous()
+    return not is_contiguous(found)
 
 
 def _meets_rows(gradient: Node) -> bool:
@@ -77,12 +78,12 @@ def _meets_rows(gradient: Node) -> bool:
             if (
                 other.op == "placeholder"
                 and isinstance(found, Tensor)
-                and found.shape == shape
-                and found.is_contiguous()
+                and same(found.shape, shape)
+                and is_contiguous(found)
             ):
                 return True
-        same = {r for r in readers if isinstance(value(r), Tensor) and value(r).shape == shape}
-        if same <= reached:
+        alike = {r for r in readers if isinstance(value(r), Tensor) and same(value(r).shape, shape)}
+        if alike <= reached:
             return False
-        reached |= same
+        reached |= alike
     return False

@@ -13,6 +13,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from amp_graph.passes.node_value import argument_values
+from amp_graph.passes.symbolic_sizes import is_number
 from amp_graph.passes.torch_private import concrete_size
 
 LAYS_OUT = frozenset({"contiguous", "ravel"})
@@ -92,5 +93,5 @@ def _whole_slices(args: Sequence[Any]) -> tuple[bool | None, ...]:
 
 
 def _is_whole(part: slice, size: Any) -> bool | None:
-    numbers = (size, part.start or 0, part.stop or 0, part.step or 1)
-    return part.indices(size) == (0, size, 1) if all(type(n) is int for n in numbers) else None
+    numbers = [n for n in (size, part.start, part.stop, part.step) if n is not None]
+    return part.indices(size) == (0, size, 1) if is_number(*numbers) else None

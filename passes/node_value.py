@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.passes.symbolic_sizes import depends_on_data, with_sizes_of
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, tracing_fake, unset_fake_temporarily
 
 CAPTURED = "amp_captured"  # meta key: the value as captured, before any pass
@@ -96,20 +97,23 @@ def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
 def run_node(node: Node, mode: FakeTensorMode) -> Any:
     """Compute the value of ``node`` from the present values of its inputs, on fake tensors.
 
-    Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted.
+    Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted. Sizes that depend
+    on data stay those of the capture, which the rest of the graph has.
     """
     args, kwargs = argument_values(node)
+    given = [value(source) for source in node.all_input_nodes]
+    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
     # Some of torch's kernels for fake tensors (upsample_nearest2d's) refuse empty ones, which its Python ones take.
-    symbolic = any(
-        isinstance(n, torch.SymInt) or n == 0 for s in node.all_input_nodes for t in tensors(value(s)) for n in t.shape
-    )
+    symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.target in TAKEN_APART and not symbolic:
             return _on_meta(node.target, args, kwargs)
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            target: Any = node.target
+            made = target(*args, **kwargs)
+        return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
 
 
 class _Layout(NamedTuple):

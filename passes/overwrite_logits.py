@@ -15,6 +15,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.cross_entropy_low import OPS
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import value
+from amp_graph.passes.symbolic_sizes import is_contiguous
 from amp_graph.passes.text import type_text
 
 
@@ -48,4 +49,4 @@ class OverwriteLogits(Pass):
 def _may_go(node: Node, logits: Node, lives: Lifetimes) -> bool:
     memory = lives.memory(logits)
     apart = all(memory.isdisjoint(lives.memory(n)) for n in node.all_input_nodes if n is not logits)
-    return apart and value(logits).is_contiguous() and lives.is_done_after(logits, node, node)
+    return apart and is_contiguous(value(logits)) and lives.is_done_after(logits, node, node)

@@ -30,6 +30,7 @@ from amp_graph.passes.identify_ops import OPS, Identity, names_of
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.symbolic_sizes import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
@@ -175,7 +176,7 @@ def _dropped_by(node: Node) -> float:
         return 0.0
     _, p, trains, in_place = given
     plain = isinstance(p, float) and p < 1 and trains is True and not in_place
-    return p if plain and captured(node).is_contiguous() else 0.0
+    return p if plain and is_contiguous(captured(node)) else 0.0
 
 
 def _is_any_drawn(dropout: Node, last: Node) -> bool:

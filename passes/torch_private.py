@@ -29,10 +29,20 @@ from torch._functorch.autograd_function import autograd_function_apply  # 2.11 -
 from torch._guards import tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
 from torch._inductor import config as inductor_config  # 2.11 - 2.13
 from torch._ops import HigherOrderOperator, OpOverload  # 2.11 - 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import (  # 2.11 - 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import (  # 2.11 - 2.13
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 from torch.optim.optimizer import (  # 2.11 - 2.13; two are public, but in no list of its module
@@ -47,6 +57,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 -
 from amp_graph.passes.collector import collector_waits
 
 __all__ = [
+    "DEPENDS_ON_DATA",
     "CaptureListener",
     "FakeTensor",
     "FakeTensorMode",
@@ -74,6 +85,7 @@ __all__ = [
     "dispatch_has_kernel",
     "dynamo_listens",
     "flash_attention_cpu",
+    "free_unbacked_symbols",
     "holders",
     "in_forward_mode",
     "in_transform",
@@ -109,6 +121,7 @@ __all__ = [
     "saved_tensors_hooks_are_enabled",
     "set_sums_of_products",
     "softmax_backward",
+    "statically_known_true",
     "storage_holders",
     "storage_key",
     "stream_of",
@@ -132,17 +145,23 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 NO_LIMIT = 1_000_000
 
 
+# What is raised of an operation on fake tensors that needs the data.
+DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
 @contextlib.contextmanager
 def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[None]:
     """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes.
 
+    Sizes that depend on data are new symbols in what is computed here, which Dynamo is not to look for in its graph.
     ``symbolic``: use the Python dispatcher, as Dynamo does, because kernels in C++ refuse symbolic sizes. It
     takes some composites apart in other operations than the C++ ones that will run.
     """
     shape_env = mode.shape_env
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
+    symbols = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
     python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
-    with tracing(None), guards, python, mode:
+    with tracing(None), guards, symbols, python, mode:
         yield
 
 
@@ -164,7 +183,8 @@ def concrete_size(size: Any) -> int:
         if size.node.hint is not None:
             return int(size.node.hint)
         expression = size.node.expr
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, 4)))
+        found = expression.subs(dict.fromkeys(expression.free_symbols, 4))
+        return int(found) if found.is_number and found.is_finite else 4
     return int(size)
 
 

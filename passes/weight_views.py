@@ -16,6 +16,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import only_views
 from amp_graph.passes.memory import observe
 from amp_graph.passes.node_value import captured, is_eligible
+from amp_graph.passes.symbolic_sizes import same
 
 WHY = "lays out a weight that low-precision kernels alone read: rounded before or after, no bit differs"
 
@@ -41,7 +42,7 @@ def _shows_a_weight(node: Node) -> bool:
     """Say whether ``node`` is a view of every element of a parameter, by way of such views alone."""
     while _is_one_view(node):
         (source,) = node.all_input_nodes
-        if captured(source).numel() != captured(node).numel():
+        if not same(captured(source).numel(), captured(node).numel()):
             return False
         if source.op == "placeholder":
             return isinstance(captured(source), torch.nn.Parameter) and is_eligible(captured(source))

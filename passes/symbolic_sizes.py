@@ -13,6 +13,7 @@ import torch
 
 from amp_graph.passes.torch_private import FakeTensor, free_unbacked_symbols, statically_known_true
 
+
 def same(one: Any, other: Any) -> bool:
     """Say whether two numbers, or two shapes, are known to be equal, whatever the symbols in them are."""
     if isinstance(one, (tuple, list)) or isinstance(other, (tuple, list)):

@@ -417,6 +417,27 @@ def _leave_cast_cache_alone() -> None:
     utils.run_node = run_node
 
 
+def _let_masks_broadcast() -> None:
+    """Let ``torch.masked_select`` of our captures have as many elements as its operands have together; 2.11 - 2.13.
+
+    torch/_subclasses/fake_impls.py bounds them by those of the tensor alone, which Dynamo asserts in the graph: a
+    mask that is larger than its tensor fails there.
+    """
+    known: Any = torch._subclasses.fake_impls.op_implementations_dict
+    operator = torch.ops.aten.masked_select.default
+    plain = known[operator]
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def masked_select(mode: Any, func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
+        if _capturing.is_on:
+            tensor, mask = torch.broadcast_tensors(tensor, mask)
+        return plain(mode, func, tensor, mask)
+
+    known[operator] = masked_select
+
+
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a piece of Python's stack before it that holds all the calls inside.
 
@@ -553,6 +574,7 @@ def capture_with_dynamo(
     _record_reads_of_dtype()
     _leave_out_guard_timing()
     _leave_cast_cache_alone()
+    _let_masks_broadcast()
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

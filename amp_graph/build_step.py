@@ -32,6 +32,8 @@ from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, pass
 from amp_graph.passes.collector import collector_waits
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.node_value import value
+from amp_graph.passes.symbolic_sizes import depends_on_data
 from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
@@ -157,7 +159,8 @@ class StepBuilder:
         names = [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)]
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
-        parts = StepParts(gm.forward, args, *own, names, hoisted, copies, masters, self.ranks, *beside)
+        by_data = any(depends_on_data(value(node)) for node in gm.graph.nodes)
+        parts = StepParts(gm.forward, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:

@@ -26,7 +26,7 @@ from amp_graph.passes.needed_memory import most_bytes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
 from amp_graph.passes.text import SHORT, type_text
-from amp_graph.passes.torch_private import make_fx
+from amp_graph.passes.torch_private import DEPENDS_ON_DATA, any_branch_of_backward, dispatch_for_data, make_fx
 from amp_graph.passes.what_pays import widening_together_pays
 from amp_graph.reduce_gradients import Ranks, start_early
 from amp_graph.scale_ops import OPS
@@ -37,6 +37,11 @@ DETACHED = (
     "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
     "  legal: a loss computed from the model's outputs without detach(), .item() or torch.no_grad()\n"
     "  fix:   look for these in loss_fn and forward"
+)
+NO_SIZE = (
+    "TrainStep: backward asks for a size that depends on data, and is no part of one graph: {}\n"
+    "  legal: sizes that depend on data where neither forward nor backward branches on them\n"
+    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, or a size that is known (a mask, no selection)"
 )
 
 
@@ -109,6 +114,7 @@ class StepParts:
     ranks: Ranks | None = None
     absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step alone
     absent_names: Mapping[int, str] = field(default_factory=dict)
+    by_data: bool = False  # whether sizes in the captured graph depend on data
 
     def tensor_of(self, i: int) -> Any:
         """Return the tensor of number ``i``."""
@@ -190,7 +196,9 @@ class StepParts:
             sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
             if sources and not scaled.requires_grad:
                 raise CaptureError(DETACHED)
-            found = torch.autograd.grad(scaled, [leaf for _, leaf in sources], allow_unused=True) if sources else ()
+            with any_branch_of_backward(scaled):
+                leaves = [leaf for _, leaf in sources]
+                found = torch.autograd.grad(scaled, leaves, allow_unused=True) if sources else ()
         parts: dict[int, list[Tensor]] = {}
         for (i, _), grad in zip(sources, found, strict=True):
             if grad is not None:
@@ -273,7 +281,11 @@ def trace_step(
 ) -> StepGraph:
     """Trace ``parts.step`` on fake tensors into one graph, and hand it, after ``passes``, to ``lower``."""
     given = [*parts.args, *parts.state()]
-    gm = _traced(parts.step, given)
+    try:
+        with dispatch_for_data(parts.by_data):
+            gm = _traced(parts.step, given)
+    except DEPENDS_ON_DATA as error:
+        raise CaptureError(NO_SIZE.format((str(error).strip().splitlines() or [""])[0])) from error
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, [*parts.names, *parts.state_names()], strict=True):
         node.meta["amp_input"] = name

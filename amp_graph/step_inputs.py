@@ -21,7 +21,7 @@ from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.passes.torch_private import mode_without_capture
+from amp_graph.passes.torch_private import DEPENDS_ON_DATA, mode_without_capture
 from amp_graph.policy import Policy
 
 
@@ -195,7 +195,7 @@ def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> Non
         refuse_loss(error)
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
         raise error.inner_exception from None
-    if isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
+    if isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, *DEPENDS_ON_DATA)):
         raise CaptureError(
             f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
             "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"

@@ -27,6 +27,7 @@ from amp_graph.loss_scale import LossScale, check_at_floor
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import (
+    DEPENDS_ON_DATA,
     CaptureListener,
     Find,
     capture_with_dynamo,
@@ -180,7 +181,7 @@ class TrainStep:
                 self._recaptures.note(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
             if not set_up_outside(self.model, error):
                 refuse_what_is_no_graph(self.model, error)
                 raise

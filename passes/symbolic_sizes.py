@@ -43,11 +43,12 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     if is_number(*tensor.shape, *tensor.stride()):
         return tensor.is_contiguous()
     step: Any = 1
+    filled: Any = 1  # torch counts a size of 0 as 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same(size, 1):
-            if not same(stride, step):
+            if not same(stride, step) and not same(stride, filled):
                 return False
-            step = step * size
+            step, filled = step * size, filled * torch.sym_max(1, size)
     return True
 
 

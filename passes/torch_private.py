@@ -68,6 +68,7 @@ __all__ = [
     "StorageWeakRef",
     "all_bytes_of",
     "allow_in_graph",
+    "any_branch_of_backward",
     "at_end_of_backward",
     "autograd_function_apply",
     "autograd_inside",
@@ -82,6 +83,7 @@ __all__ = [
     "convolution_pointwise",
     "cpu_has_amx",
     "cpu_has_bf16",
+    "dispatch_for_data",
     "dispatch_has_kernel",
     "dynamo_listens",
     "flash_attention_cpu",
@@ -163,6 +165,44 @@ def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[Non
     python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
     with tracing(None), guards, symbols, python, mode:
         yield
+
+
+def dispatch_for_data(by_data: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return what a trace runs under: where sizes depend on data, torch's rules in Python; those in C++ refuse them."""
+    return enable_python_dispatcher() if by_data else contextlib.nullcontext()
+
+
+# Formulas of backward in C++ that ask for sizes or strides only to choose between two ways to the same gradient: how a
+# product is laid out, that a sum of one element is that element. torch/csrc/autograd/FunctionsManual.cpp, 2.11 - 2.13.
+ANY_BRANCH = frozenset(
+    f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Cumsum", "LinearBackward")
+)
+
+
+@contextlib.contextmanager
+def any_branch_of_backward(traced: torch.Tensor) -> Iterator[None]:
+    """Let those formulas take sizes that depend on data for large ones, while backward of ``traced`` is traced."""
+    env: Any = traced.fake_mode.shape_env if isinstance(traced, FakeTensor) else None
+    if env is None:
+        yield
+        return
+    plain = env.evaluate_sym_node
+
+    def evaluate_sym_node(symbolic: Any, size_oblivious: bool = False, **others: Any) -> Any:
+        node = torch._C._current_autograd_node()
+        known = node is not None and node.name() in ANY_BRANCH
+        try:
+            return plain(symbolic, size_oblivious or known, **others)
+        except GuardOnDataDependentSymNode:
+            if known and symbolic.pytype is bool:
+                return False
+            raise
+
+    env.evaluate_sym_node = evaluate_sym_node
+    try:
+        yield
+    finally:
+        del env.evaluate_sym_node
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.node_key import node_key
 from amp_graph.passes.node_value import fake_mode_of, tensors, value
 from amp_graph.passes.regions import TRANSFORM
+from amp_graph.passes.symbolic_sizes import depends_on_data
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 from amp_graph.passes.trace_node import trace_node
 
@@ -165,16 +166,21 @@ _CACHE: dict[Any, Identity | str] = {}
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
     """Trace ``node``; the reason as text where the trace fails (data-dependent Python, foreign code)."""
     try:
-        small = trace_node(node, mode, decompose)
+        return Identity(operations_of(trace_node(node, mode, decompose)))
     except Exception as error:  # any code may run inside a node: what it raises is the reason
         first = (str(error).splitlines() or [""])[0]
-        return f"cannot be traced alone: {type(error).__name__}: {first}"
-    return Identity(operations_of(small))
+        reason = f"cannot be traced alone: {type(error).__name__}: {first}"
+    if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
+        return reason
+    try:  # numbers in the place of sizes that depend on data may not fit each other
+        return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
+    except Exception:  # as above
+        return reason
 
 
 def operations_of(small: GraphModule) -> tuple[Operation, ...]:
     """Read the operations of a traced node."""
-    placeholders = [n for n in small.graph.nodes if n.op == "placeholder"]
+    placeholders = [n for n in small.graph.nodes if n.op == "placeholder" and tensors(n.meta.get("val"))]
     order = {node: i for i, node in enumerate(placeholders)}
 
     def origin(leaf: Any) -> Any:

@@ -215,16 +215,29 @@ def autograd_inside() -> Iterator[None]:
         yield
 
 
+UNKNOWN = 4  # a number for a size of which nothing is known
+LARGEST = 2**31  # what torch says of a size that is any: a little less than 2 ** 63
+
+
+def _at_most(known: Any) -> int:
+    """Return the largest number in a range of sizes, if that says anything; 2.11 - 2.13."""
+    upper = known.upper if known is not None else None
+    return int(upper) if upper is not None and upper.is_finite and 0 < upper < LARGEST else UNKNOWN
+
+
 def concrete_size(size: Any) -> int:
-    """Return a number for a symbolic size: its hint, or 4 for each symbol that has none, and where it differs."""
+    """Return a number for a symbolic size: its hint, or one for each symbol that has none.
+
+    That is the most that the symbol can be, as of rows that a mask selects, or 4 where that is not known.
+    """
     if isinstance(size, torch.SymInt):
         if size.node.is_nested_int():  # the ragged dimension of a nested tensor
             return 4
         if size.node.hint is not None:
             return int(size.node.hint)
-        expression = size.node.expr
-        found = expression.subs(dict.fromkeys(expression.free_symbols, 4))
-        return int(found) if found.is_number and found.is_finite else 4
+        expression, ranges = size.node.expr, size.node.shape_env.var_to_range
+        found = expression.subs({symbol: _at_most(ranges.get(symbol)) for symbol in expression.free_symbols})
+        return int(found) if found.is_number and found.is_finite else UNKNOWN
     return int(size)
 
 

@@ -95,16 +95,18 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         return owned
     conversion = is_conversion_target(node)
     found, decomposed = _listed_identity(node, lists, mode)
+    inputs = tensor_inputs(node)
     if isinstance(found, str):
-        return Classification(OpClass.OPAQUE, found, "", (), listed=False)
+        written = frozenset(facts.written_by_name(node)) & frozenset(inputs)
+        return Classification(OpClass.OPAQUE, found, "", (), written=written, listed=False)
     operations = [o for o in found.operations if o.floating]
+    written = frozenset(inputs[i] for o in found.operations for i in _written(o))
     names = found.names
     if conversion or (names and set(names) <= CONVERSIONS):
         return _conversion(node, names)
     if not operations:
-        given = frozenset(tensor_inputs(node))
-        return Classification(OpClass.NEUTRAL, "returns what it was given", "", names, given, mixed=True)
-    inputs = tensor_inputs(node)
+        why = "returns what it was given"
+        return Classification(OpClass.NEUTRAL, why, "", names, frozenset(inputs), written, mixed=True)
     rules = [_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs) for o in operations]
     known = (
         rules
@@ -114,7 +116,6 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
     cls = _joined(classes, len(operations))
     rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
-    written = frozenset(inputs[i] for o in operations for i in _written(o))
     listed = all(r is not None or facts.is_view(o.op) for r, o in zip(rules, operations, strict=True))
     why = rule.why if rule else _unlisted_reason(lists, operations, rules)
     kernel = next((k for k in known if k is not None), None)

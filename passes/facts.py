@@ -27,6 +27,33 @@ def written_arguments(op: OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def returned_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of the arguments whose memory ``op`` may return, by its schema."""
+    returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
+    return tuple(a.name for a in op._schema.arguments if a.alias_info and returned & set(a.alias_info.before_set))
+
+
+def written_by_name(node: Node) -> list[Node]:
+    """Return the inputs that a call writes to as far as its name tells: for what cannot be traced alone.
+
+    torch's own names tell (``mul_``, ``setitem``, ``out=``, ``inplace=True``); a foreign function may write to all.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(node.target, OpOverload):
+        given = schema_arguments(node.target, node.args, dict(node.kwargs))
+        written: Any = [given.get(name) for name in written_arguments(node.target)]
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
+        module = getattr(node.target, "__module__", None) or "torch"
+        known = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator", "builtins", "math")
+        in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
+        written = [node.kwargs.get("out"), node.args[:1] if in_place else None] if known else node.all_input_nodes
+    found: list[Node] = []
+    torch.fx.node.map_arg(written, found.append)
+    return found
+
+
 def is_random(op: OpOverload) -> bool:
     """Say whether ``op`` draws from a seeded generator."""
     return torch.Tag.nondeterministic_seeded in op.tags

@@ -11,6 +11,7 @@ from torch.fx import Node
 from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
+from amp_graph.passes.memory import written_inside
 from amp_graph.passes.node_value import captured, is_eligible
 from amp_graph.passes.problem import FREE, Problem
 from amp_graph.passes.torch_private import numel
@@ -20,11 +21,12 @@ class Lookahead:
     """Which nodes of ``problem`` lead to low precision, and which storages must be full.
 
     ``low``: nodes from which an ``allow`` operation is reached. ``early``: movements that a cast may precede.
-    ``full``: storages.
+    ``full``: storages. ``shown``: calls whose value is memory of an input that is written later, and that input.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.classes = problem, problem.classes
+        self.shown = self._shown()
         self.low = self._reached()
         self.full = self._written_in_full()
         self.early = self._early()
@@ -76,23 +78,46 @@ class Lookahead:
             user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
         )
 
+    def _shown(self) -> dict[Node, Node]:
+        """Return the calls that show memory of an input which is written behind them; each with the first such input."""
+        found: dict[Node, Node] = {}
+        for node in self.problem.gm.graph.nodes:
+            kind = self.classes.get(node)
+            if node.op not in ("placeholder", "get_attr", "output") and not (kind and (kind.written or kind.conversion)):
+                sources = [s for s in self.problem.memory.aliased(node) if is_eligible(captured(s))]
+                found.update((node, s) for s in sources[:1])
+        return found
+
     def _written_in_full(self) -> set[int]:
         """Return the storages that must live in full precision.
 
-        Those that a ``deny`` or opaque operation writes, and written ones of which the user has a conversion
-        that did nothing at capture: it is an alias, and would become a copy that does not see the writes.
+        Those that a ``deny`` or opaque operation writes; written ones of which such an operation, or one with several
+        operands, shows a part: it takes full precision, and a cast before it would not see the writes, nor be written;
+        and written ones of which the user has a conversion that did nothing at capture, an alias that would be a copy.
         """
         found: set[int] = set()
-        storages = self.problem.memory.storages
+        memory, storages = self.problem.memory, self.problem.memory.storages
         for node, kind in self.classes.items():
             alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
-            if alias and self.problem.memory.is_written(node):
+            if alias and memory.is_written(node):
                 found |= storages[node]
-        for kind in self.classes.values():
-            if kind.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
-                for target in kind.written:
-                    found |= self.problem.memory.storages.get(target, frozenset())
+        for node in self.shown:
+            if not self._follows(node):
+                found = found.union(*memory.aliased(node).values())
+        for node in self.problem.gm.graph.nodes:
+            known = self.classes.get(node)
+            if known is None and not is_part(node):  # a higher-order operator takes what it was captured with
+                found = found.union(*(storages[n] for n in written_inside(self.problem.gm, node)))
+            elif known is not None and known.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
+                found = found.union(*(storages.get(target, frozenset()) for target in known.written))
         return found
+
+    def _follows(self, node: Node) -> bool:
+        """Say whether ``node`` shows an input's memory in whatever precision that is."""
+        kind = self.classes.get(node)
+        if kind is None:
+            return is_part(node)
+        return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
 
 
 def is_leaf(node: Node) -> bool:

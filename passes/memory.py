@@ -1,7 +1,8 @@
 """Which values share storage, and where that storage is written: asked of the captured fake tensors.
 
 Before: ``v = h[:, 0]; v += 1``. After: ``h`` and ``v`` are one storage, written once; a cast of ``h`` made
-before the write may not serve a reader after it.
+before the write may not serve a reader after it. Operations of libraries other than torch are asked by their schemas
+too: what their fake kernels return may be new memory where the real ones return their argument's.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from typing import Protocol
 
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes import facts
+from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.torch_private import storage_key
+
+OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
 
 
 class Writes(Protocol):
@@ -50,6 +55,15 @@ class Memory:
         keys = self.storages.get(node, frozenset())
         return frozenset(key for key in keys if any(place > at for place in self.writers.get(key, ())))
 
+    def aliased(self, node: Node) -> dict[Node, frozenset[int]]:
+        """Return the inputs of ``node`` whose memory its value is, with those storages that are written behind it.
+
+        No cast may come between the two: one of them would not see what is written to the other.
+        """
+        later = self.written_after(node)
+        found = {source: later & self.storages.get(source, frozenset()) for source in node.all_input_nodes}
+        return {source: keys for source, keys in found.items() if keys}
+
     def epoch(self, node: Node, reader: Node) -> int:
         """Return how often the storage of ``node`` has been written before ``reader`` runs."""
         at = self.order[reader]
@@ -57,17 +71,70 @@ class Memory:
 
 
 def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
-    """Read aliasing from the captured values' storages, and writes from the operations' schemas."""
+    """Read aliasing from the captured values' storages, and writes from the operations' schemas.
+
+    ``writes`` speaks of ordinary calls. What higher-order operators write is asked of their bodies.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    storages = {node: _keys(node) for node in order}
+    storages = _joined({node: _keys(node) for node in order})
     writers: dict[int, list[int]] = {}
-    for node, found in writes.items():
-        for target in found.written:
+    for node in order:
+        written = writes[node].written if node in writes else written_inside(gm, node)
+        for target in written:
             for key in storages.get(target, ()):
                 writers.setdefault(key, []).append(order[node])
     return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order)
 
 
+def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
+    """Return the inputs that a higher-order operator may write to: all of them, where anything in its bodies writes."""
+    if not facts.is_higher_order(node):
+        return frozenset()
+    bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    writes = "mutation" in getattr(node.target, "__name__", "") or any(map(_writes, bodies))
+    return frozenset(n for n in node.all_input_nodes if tensors(captured(n))) if writes else frozenset()
+
+
+def _writes(body: object) -> bool:
+    """Say whether any call in ``body``, the graph of a higher-order operator, writes to a tensor."""
+    if not isinstance(body, GraphModule):
+        return False
+    return any(facts.written_by_name(n) or written_inside(body, n) for n in body.graph.nodes)
+
+
 def _keys(node: Node) -> frozenset[int]:
     keys = (storage_key(t) for t in tensors(captured(node)))
     return frozenset(key for key in keys if key is not None)
+
+
+def _joined(storages: dict[Node, frozenset[int]]) -> dict[Node, frozenset[int]]:
+    """Return ``storages`` with one name for those that a schema says are one."""
+    names: dict[int, int] = {}
+
+    def name(key: int) -> int:
+        while key in names:
+            key = names[key]
+        return key
+
+    for node, keys in storages.items():
+        for source in _aliased_by_schema(node):
+            one, *others = {name(key) for key in (*keys, *storages.get(source, ()))} or (0,)
+            names.update(dict.fromkeys(others, one))
+    if not names:
+        return storages
+    return {node: frozenset(map(name, keys)) for node, keys in storages.items()}
+
+
+def _aliased_by_schema(node: Node) -> list[Node]:
+    """Return the inputs whose memory the value of ``node`` may be, by the schemas of operations that are not torch's."""
+    found = node.meta.get(OPS)
+    if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
+        return []
+    inputs = tensor_inputs(node)
+    return [
+        inputs[i]
+        for o in found.operations
+        if o.op.namespace not in OWN
+        for name in facts.returned_arguments(o.op)
+        for i in o.operands(name)
+    ]

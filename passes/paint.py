@@ -23,7 +23,7 @@ from amp_graph.passes.lookahead import Lookahead, is_leaf
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
 from amp_graph.passes.pieces import GIVEN, LEAVES, WHY
 from amp_graph.passes.positions import exact
-from amp_graph.passes.problem import AS_CAPTURED, FULL, LOW, Choice, Problem
+from amp_graph.passes.problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
 
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 # Rounding before these makes equals of what was different, and moves whole gradients from one element to others.
@@ -86,6 +86,8 @@ class Painting:
             return self._conversion(node, kind, moved)
         if kind.written & set(inputs):
             return self._in_place(node, kind, inputs)
+        if node in self.ahead.shown:
+            return self._shown(node, kind, inputs)
         if kind.cls is OpClass.ALLOW and moved:
             return self._set_low(node, kind, inputs, f"{_names(kind)}: {kind.why}")
         if kind.cls is OpClass.DENY:
@@ -231,6 +233,17 @@ class Painting:
         wants = {} if kind.mixed else dict.fromkeys(sources, precision)
         return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
 
+    def _shown(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
+        """What shows memory that is written later is in the precision of that memory, which is never cast."""
+        source = self.ahead.shown[node]
+        low = source in self.low
+        if low and has_eligible(node):
+            self.low.add(node)
+        others = [n for n in inputs if n is not source and not (kind.mixed and kind.cls in FREE)]
+        precision = LOW if low else FULL
+        reason = f"shows memory of {source.name} that is written later: in {precision} precision, as that is"
+        return Choice(precision, reason, dict.fromkeys(others, precision if kind.cls in FREE else FULL))
+
     def _promote(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
         if moved and all(n in self.low for n in moved):
             return self._set_low(node, kind, moved, f"{_names(kind)}: {kind.why}")
@@ -238,7 +251,10 @@ class Painting:
 
     def _set_low(self, node: Node, kind: Classification, inputs: list[Node], reason: str) -> Choice:
         wants = {n: LOW if n in kind.applies else FULL for n in inputs}
-        if self.problem.memory.storages.get(node, frozenset()) & self.ahead.full:
+        shared = self.problem.memory.storages.get(node, frozenset()) & self.ahead.full
+        if shared and not isinstance(captured(node), torch.Tensor):
+            return self._set_full(kind, inputs, f"{reason}; but one of its results is written in full precision")
+        if shared:
             return Choice(LOW, reason + "; the result is written in full precision", wants, converts_result=True)
         if has_eligible(node):
             self.low.add(node)

@@ -159,14 +159,15 @@ class Formulation:
                     self.keepers.setdefault(source, []).append(i)
 
     def _followed(self, node: Node, kind: Classification) -> Node | None:
-        """Return the input whose precision is that of ``node`` without a choice: what it writes to, or copies from."""
+        """Return the input whose precision is that of ``node`` without a choice: what it writes to, shows or copies."""
         if GIVEN in node.meta:
             return None
         inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
         if kind.conversion:
             moved = [n for n in inputs if n in kind.applies]
             return moved[0] if moved and kind.dtype is None and self.painted[node].precision == LOW else None
-        return next((n for n in inputs if n in kind.written), None)
+        written = next((n for n in inputs if n in kind.written), None)
+        return written if written or kind.cls in FREE else self.permitted.ahead.shown.get(node)
 
     def _tie(self, a: int, b: int) -> None:
         self.limits += [(a, b), (b, a)]
@@ -214,8 +215,8 @@ class Formulation:
     def _limit(self, node: Node, kind: Classification, given: Operands) -> None:
         """Keep to the accuracy: nothing is rounded that the painting would not round."""
         i = self.of[node]
-        for source in node.all_input_nodes:
-            if self.problem.memory.is_written(node) and self._shares(node, source):
+        if node in self.permitted.ahead.shown or self.problem.memory.is_written(node):
+            for source in filter(lambda s: self._shares(node, s), node.all_input_nodes):
                 self._tie(i, self.holds[source])  # a cast between them would be another memory
         follows = kind.cls in (OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE, OpClass.NEUTRAL)
         if follows and self._is_exact(node, kind, given):

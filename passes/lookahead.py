@@ -13,6 +13,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import written_inside
 from amp_graph.passes.node_value import captured, is_eligible
+from amp_graph.passes.pieces import LEAVES, PIECE
 from amp_graph.passes.problem import FREE, Problem
 from amp_graph.passes.torch_private import numel
 
@@ -93,10 +94,12 @@ class Lookahead:
 
         Those that a ``deny`` or opaque operation writes; written ones of which such an operation, or one with several
         operands, shows a part: it takes full precision, and a cast before it would not see the writes, nor be written;
-        and written ones of which the user has a conversion that did nothing at capture, an alias that would be a copy.
+        written ones of which the user has a conversion that did nothing at capture, an alias that would be a copy; and
+        those of which overlapping outputs, whose captured precision is restored, are parts.
         """
-        found: set[int] = set()
         memory, storages = self.problem.memory, self.problem.memory.storages
+        restored = self.problem.keep_outputs and PIECE not in self.problem.gm.meta  # each output by a cast of its own
+        found = set(memory.leaving) if restored else set()
         for node, kind in self.classes.items():
             alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
             if alias and memory.is_written(node):
@@ -115,8 +118,8 @@ class Lookahead:
     def _follows(self, node: Node) -> bool:
         """Say whether ``node`` shows an input's memory in whatever precision that is."""
         kind = self.classes.get(node)
-        if kind is None:
-            return is_part(node)
+        if kind is None or LEAVES in node.meta:  # a piece was captured with such a call in low precision
+            return is_part(node) or LEAVES in node.meta
         return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
 
 

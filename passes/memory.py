@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
 from amp_graph.passes.node_value import captured, tensors
+from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.torch_private import storage_key
 
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
@@ -34,12 +35,14 @@ class Writes(Protocol):
 class Memory:
     """The written storages of a graph.
 
-    ``writers`` maps a storage to the positions in the graph (node order) at which it is written.
+    ``writers`` maps a storage to the positions in the graph (node order) at which it is written. ``leaving`` are the
+    storages of which the caller holds two values that overlap, and may write to one of them behind the graph.
     """
 
     storages: Mapping[Node, frozenset[int]]
     writers: Mapping[int, tuple[int, ...]]
     order: Mapping[Node, int]
+    leaving: frozenset[int] = frozenset()
 
     def is_written(self, node: Node) -> bool:
         """Say whether the storage of the value of ``node`` is written anywhere in the graph."""
@@ -56,11 +59,11 @@ class Memory:
         return frozenset(key for key in keys if any(place > at for place in self.writers.get(key, ())))
 
     def aliased(self, node: Node) -> dict[Node, frozenset[int]]:
-        """Return the inputs of ``node`` whose memory its value is, with those storages that are written behind it.
+        """Return the inputs of ``node`` whose memory its value is, with those storages that may be written behind it.
 
         No cast may come between the two: one of them would not see what is written to the other.
         """
-        later = self.written_after(node)
+        later = self.written_after(node) | self.leaving
         found = {source: later & self.storages.get(source, frozenset()) for source in node.all_input_nodes}
         return {source: keys for source, keys in found.items() if keys}
 
@@ -83,7 +86,29 @@ def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
         for target in written:
             for key in storages.get(target, ()):
                 writers.setdefault(key, []).append(order[node])
-    return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order)
+    return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order, _leaving(gm, storages))
+
+
+def _leaving(gm: GraphModule, storages: Mapping[Node, frozenset[int]]) -> frozenset[int]:
+    """Return the storages that the caller sees by two overlapping values: two outputs, or an input and an output."""
+    shown: dict[int, list[Node]] = {}
+    outputs = gm.graph.output_node().all_input_nodes
+    for node in outputs:
+        for key in storages[node]:
+            shown.setdefault(key, []).append(node)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for key in storages[node] & shown.keys():
+            shown[key].append(node)
+    return frozenset(
+        key
+        for key, nodes in shown.items()
+        if any(_overlap(a, b, key) for i, a in enumerate(nodes) for b in nodes[:i] if a is not b)
+    )
+
+
+def _overlap(a: Node, b: Node, key: int) -> bool:
+    one, other = ([t for t in tensors(captured(n)) if storage_key(t) == key] for n in (a, b))
+    return not one or not other or any(may_overlap(x, y) for x in one for y in other)
 
 
 def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:

@@ -53,12 +53,13 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], prices: Prices) 
 
 
 def _tied(node: Node, kind: Classification, precision: str) -> Choice:
-    """Return the choice of a node that writes to, or copies the dtype of, a value in ``precision``."""
+    """Return the choice of a node that writes to, shows, or copies the dtype of, a value in ``precision``."""
     if kind.conversion:
         return Choice(precision, kind.why)
     sources = [n for n in node.all_input_nodes if n in kind.applies and n not in kind.written]
     wants = {} if kind.mixed else {n: precision for n in sources if is_eligible(captured(n))}
-    return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
+    what = "writes to" if kind.written else "shows the memory of"
+    return Choice(precision, f"{what} a {precision}-precision value, which is never cast", wants)
 
 
 def _why_full(kind: Classification, told: str, given: Operands, made: Formulation, low: frozenset[int]) -> str:

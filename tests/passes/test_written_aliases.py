@@ -1,0 +1,260 @@
+"""Writes beside an alias that no list knows: the base sees what is written to the view, and the view what to the base."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.identify_ops import OPS
+from amp_graph.passes.lookahead import Lookahead
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.memory import observe
+from amp_graph.passes.overlap import may_overlap
+from amp_graph.passes.plan_precision import PlanPrecision, marks
+from tests.passes.graphs import capture_function, node_named, passes_until
+
+ROWS, WIDTH = 8, 16
+X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+W, V = (torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(s)) / 3 for s in (1, 2))
+
+
+def as_complex(h):
+    return torch.view_as_complex(h.view(ROWS, WIDTH // 2, 2))
+
+
+# Opaque to every list, denied, or more than one operand's: each took a widened copy of ``h``.
+VIEWS = {
+    "as_strided": lambda h: h.as_strided((4, 8), (8, 1)),
+    "torch.as_strided": lambda h: torch.as_strided(h, (4, 8), (16, 2), 3),
+    "sum_to_size": lambda h: h.sum_to_size(ROWS, WIDTH),
+    "real": lambda h: h.real,
+    "real of complex": lambda h: as_complex(h).real,
+    "imag of complex": lambda h: as_complex(h).imag,
+    "complex and back": lambda h: torch.view_as_real(as_complex(h)),
+    "view(float32)": lambda h: h.view(torch.float32),
+    "int32 and back": lambda h: h.view(torch.int32).view(torch.float32),
+    "view of as_strided": lambda h: h.as_strided((4, 8), (8, 1)).view(-1)[3:9],
+    "broadcast_tensors": lambda h: torch.broadcast_tensors(h, torch.ones(WIDTH))[0],
+    "meshgrid": lambda h: torch.meshgrid(h[0], torch.ones(1), indexing="ij")[0],
+    "einsum": lambda h: torch.einsum("ij->ji", h),
+    "set_": lambda h: torch.empty(0).set_(h.detach()),
+    "eval dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "contiguous": lambda h: h.contiguous(),
+    "float": lambda h: h.float(),
+}
+
+
+class Written(nn.Module):
+    """A linear whose result is viewed; the view, or the result, is written, and then both are read."""
+
+    def __init__(self, view, through_view):
+        super().__init__()
+        self.view, self.through_view = view, through_view
+
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        before = h.relu()
+        view = self.view(h)
+        (view if self.through_view else h).mul_(2)
+        return F.linear(h, v) + before, view * 1.0
+
+
+def error(got, want):
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16,planner=paint"])
+@pytest.mark.parametrize("through_view", [True, False], ids=["write the view", "write the base"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_write_is_seen_through_every_alias(view, through_view, policy):
+    model = Written(view, through_view)
+    with torch.no_grad():
+        want = model(X, W, V)
+        got = amp_graph.convert(model, policy)(X, W, V)
+    assert error(got, want) < 0.012
+
+
+@pytest.mark.parametrize("view", [VIEWS[name] for name in ("as_strided", "sum_to_size", "real")])
+def test_gradients_too(view):
+    def step(model):
+        weights = [W.clone().requires_grad_(), V.clone().requires_grad_()]
+        out, seen = model(X, *weights)
+        return torch.autograd.grad(out.square().sum() + seen.square().sum(), weights)
+
+    model = Written(view, True)
+    want = step(model)
+    assert error(step(amp_graph.convert(model, "bf16")), want) < 0.02
+
+
+def bits(s, x):
+    h = F.linear(x, s.w)
+    h.view(torch.int32).bitwise_xor_(-(1 << 31))
+    return F.linear(h, s.v)
+
+
+def turned(s, x):
+    h = F.linear(x, s.w)
+    as_complex(h).mul_(2j)
+    return F.linear(h, s.v)
+
+
+def added_out(s, x):
+    h = F.linear(x, s.w.detach())
+    torch.add(x[:4, :8], 1.0, out=h.as_strided((4, 8), (8, 1)))
+    return F.linear(h, s.v)
+
+
+def in_a_checkpoint(s, x):
+    h = F.linear(x, s.w)
+    view = h.sum_to_size(ROWS, WIDTH)
+    inner = torch.utils.checkpoint.checkpoint(lambda t: t.mul_(2).sin(), h, use_reentrant=False)
+    return F.linear(view, s.v) + inner
+
+
+def recurrent(s, x):
+    h, _ = torch._VF.rnn_tanh(
+        x[None], torch.zeros(1, 1, WIDTH), [s.w, s.v, s.w[0], s.v[0]], True, 1, 0.0, False, False, True
+    )
+    h.as_strided((ROWS,), (1,)).mul_(2)
+    return F.linear(h, s.v)
+
+
+@pytest.mark.parametrize("function", [bits, turned, added_out, in_a_checkpoint, recurrent])
+def test_writes_of_other_kinds(function):
+    graph = capture_function(function, X, w=W, v=V)
+    with torch.no_grad():
+        rewritten, _ = graph.through([*passes_until(PlanPrecision), *rest()])
+        got, want = rewritten(*graph.given), graph.gm(*graph.given)
+    assert error(got, want) < 0.012
+
+
+def rest():
+    from tests.passes.graphs import standard_passes
+
+    return standard_passes()[len(passes_until(PlanPrecision)) :]
+
+
+def broken(x, w, v, view):
+    h = F.linear(x, w)
+    seen = view(h)
+    torch._dynamo.graph_break()
+    seen.mul_(2)
+    return F.linear(h, v)
+
+
+class Broken(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+
+    def forward(self, x, w, v):
+        return broken(x, w, v, self.view)
+
+
+@pytest.mark.filterwarnings("ignore:.*graph")
+@pytest.mark.parametrize("view", [VIEWS["as_strided"], VIEWS["real"], lambda h: h[:4]])
+def test_two_views_leave_a_piece_as_one_memory(view):
+    model = Broken(view)
+    with torch.no_grad():
+        want = model(X, W, V)
+        got = amp_graph.convert(model, "bf16")(X, W, V)
+    assert error([got], [want]) < 0.012
+
+
+def test_outputs_that_are_one_memory_stay_so():
+    model = amp_graph.convert(Outputs(), "bf16")
+    with torch.no_grad():
+        h, row = model(X, W, V)
+        row.fill_(7.0)
+    assert (h[0] == 7.0).all()
+
+
+class Outputs(nn.Module):
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        return h, h[0]
+
+
+def test_a_value_that_nobody_writes_later_is_lowered_as_before():
+    """What was written before the alias was made is no reason to keep full precision."""
+
+    def early(s, x):
+        h = F.linear(x, s.w).relu_()
+        return F.linear(h.as_strided((4, 16), (16, 1)), s.v)
+
+    gm = planned(early)
+    assert not any(mark.converts_result for mark in marks(gm).values())
+
+
+def planned(function):
+    gm = capture_function(function, X, w=W, v=V).fresh()
+    run_passes(gm, passes_until(PlanPrecision), checked=True)
+    return gm
+
+
+def test_writes_to_bits_and_in_bodies_are_seen():
+    for function in (bits, turned, in_a_checkpoint):
+        gm = planned(function)
+        assert observe(gm, marks(gm)).is_written(node_named(gm, "h")), function
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """An operator that says that it returns its argument's memory, and whose fake kernel returns new memory."""
+    library = torch.library.Library("amp_aliases", "FRAGMENT")
+    library.define("shown(Tensor(a) x) -> Tensor(a)")
+    library.impl("shown", lambda x: x.view(-1), "CompositeExplicitAutograd")
+    torch.library.register_fake("amp_aliases::shown", lambda x: x.new_empty(x.numel()), lib=library)
+    yield torch.ops.amp_aliases.shown
+    library._destroy()
+
+
+def test_schemas_of_other_libraries_are_asked_too(shown):
+    model = Written(shown, True)
+    with torch.no_grad():
+        want = model(X, W, V)
+        got = amp_graph.convert(model, "bf16")(X, W, V)
+    assert error(got, want) < 0.012
+    gm = planned(lambda s, x: shown(F.linear(x, s.w)).mul_(2))
+    linear, view = (next(n for n in gm.graph.nodes if name in str(n.meta.get(OPS))) for name in ("linear", "shown"))
+    memory = observe(gm, marks(gm))
+    assert memory.storages[linear] == memory.storages[view]
+
+
+def test_without_the_analysis_the_writes_are_lost(monkeypatch):
+    """The control: what these tests compare does tell."""
+    monkeypatch.setattr(Lookahead, "_shown", lambda self: {})
+    model = Written(VIEWS["as_strided"], True)
+    with torch.no_grad():
+        want = model(X, W, V)
+        got = amp_graph.convert(model, "bf16")(X, W, V)
+    assert error(got, want) > 0.2
+
+
+WHOLE = torch.empty(4, 6, 24)
+PAIRS = [
+    (WHOLE, WHOLE[0], True),
+    (WHOLE[0], WHOLE[1], False),
+    (WHOLE[:, 1:3], WHOLE[:, 2:4], True),
+    (*WHOLE.chunk(2, -1), False),
+    (WHOLE.view(4, 6, 3, 8)[:, :, 0].transpose(0, 1), WHOLE.view(4, 6, 3, 8)[:, :, 2].transpose(0, 1), False),
+    (WHOLE.view(4, 6, 8, 3)[..., 0], WHOLE.view(4, 6, 8, 3)[..., 2], False),
+    (WHOLE[..., ::2], WHOLE[..., 1::2], False),
+    (WHOLE[..., 2:9], WHOLE[..., 8:], True),
+    (WHOLE.view(torch.int16)[..., 1::2], WHOLE, True),
+    (WHOLE[:0], WHOLE, False),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), PAIRS)
+def test_overlap_is_that_of_the_elements(a, b, expected):
+    places = torch.arange(WHOLE.numel() * 4)
+    sets = []
+    for view in (a, b):
+        width = view.element_size()
+        strides = [s * width for s in view.stride()] + [1]
+        sets.append(set(places.as_strided([*view.shape, width], strides, view.storage_offset() * width).flatten().tolist()))
+    assert bool(sets[0] & sets[1]) is expected
+    assert may_overlap(a, b) is expected
+    assert may_overlap(b, a) is expected

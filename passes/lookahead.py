@@ -80,11 +80,13 @@ class Lookahead:
         )
 
     def _shown(self) -> dict[Node, Node]:
-        """Return the calls that show memory of an input which is written behind them; each with the first such input."""
+        """Return the calls that show memory of an input which is written behind them, each with such an input."""
         found: dict[Node, Node] = {}
         for node in self.problem.gm.graph.nodes:
             kind = self.classes.get(node)
-            if node.op not in ("placeholder", "get_attr", "output") and not (kind and (kind.written or kind.conversion)):
+            if node.op not in ("placeholder", "get_attr", "output") and not (
+                kind and (kind.written or kind.conversion)
+            ):
                 sources = [s for s in self.problem.memory.aliased(node) if is_eligible(captured(s))]
                 found.update((node, s) for s in sources[:1])
         return found

@@ -7,16 +7,18 @@ too: what their fake kernels return may be new memory where the real ones return
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
-from amp_graph.passes.node_value import captured, tensors
+from amp_graph.passes.node_value import captured, is_eligible, tensors
 from amp_graph.passes.overlap import may_overlap
+from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.torch_private import storage_key
 
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
@@ -79,11 +81,11 @@ def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
     ``writes`` speaks of ordinary calls. What higher-order operators write is asked of their bodies.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    storages = _joined({node: _keys(node) for node in order})
+    written = {node: writes[node].written if node in writes else written_inside(gm, node) for node in order}
+    storages = _joined({node: _keys(node) for node in order}, frozenset().union(*written.values()))
     writers: dict[int, list[int]] = {}
-    for node in order:
-        written = writes[node].written if node in writes else written_inside(gm, node)
-        for target in written:
+    for node, targets in written.items():
+        for target in targets:
             for key in storages.get(target, ()):
                 writers.setdefault(key, []).append(order[node])
     return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order, _leaving(gm, storages))
@@ -132,8 +134,8 @@ def _keys(node: Node) -> frozenset[int]:
     return frozenset(key for key in keys if key is not None)
 
 
-def _joined(storages: dict[Node, frozenset[int]]) -> dict[Node, frozenset[int]]:
-    """Return ``storages`` with one name for those that a schema says are one."""
+def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> dict[Node, frozenset[int]]:
+    """Return ``storages`` with one name for those that are one by a schema, or may be one at another call."""
     names: dict[int, int] = {}
 
     def name(key: int) -> int:
@@ -141,17 +143,42 @@ def _joined(storages: dict[Node, frozenset[int]]) -> dict[Node, frozenset[int]]:
             key = names[key]
         return key
 
+    def join(keys: Iterable[int]) -> None:
+        one, *others = {name(key) for key in keys} or (0,)
+        names.update(dict.fromkeys(others, one))
+
     for node, keys in storages.items():
         for source in _aliased_by_schema(node):
-            one, *others = {name(key) for key in (*keys, *storages.get(source, ()))} or (0,)
-            names.update(dict.fromkeys(others, one))
+            join((*keys, *storages.get(source, ())))
+    for given in _given(storages):
+        mine = frozenset(name(key) for node in given for key in storages[node])
+        if any(name(key) in mine for node in written for key in storages.get(node, ())):
+            join(mine)
     if not names:
         return storages
     return {node: frozenset(map(name, keys)) for node, keys in storages.items()}
 
 
+def _given(nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+    """Return the tensors that a call is given, without the module's own: those of fp32, and those that come in low.
+
+    No guard of Dynamo's asks which of them share memory. A graph that was captured for tensors apart runs for a tensor
+    and a view of it too, and where it writes to one it may write to all.
+    """
+    found = [n for n in nodes if n.op == "placeholder" and is_eligible(captured(n)) and not _is_held(n)]
+    return [n for n in found if GIVEN not in n.meta], [n for n in found if GIVEN in n.meta]
+
+
+def _is_held(node: Node) -> bool:
+    """Say whether an input of a graph is a parameter or buffer of the module that was captured."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    source = str(name() if callable(name) else name)
+    parameter = isinstance(captured(node), torch.nn.Parameter)
+    return parameter or "._parameters[" in source or "._buffers[" in source
+
+
 def _aliased_by_schema(node: Node) -> list[Node]:
-    """Return the inputs whose memory the value of ``node`` may be, by the schemas of operations that are not torch's."""
+    """Return the inputs whose memory the value of ``node`` may be, by schemas that are not torch's own."""
     found = node.meta.get(OPS)
     if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
         return []

@@ -59,10 +59,24 @@ def refusal(gm: GraphModule, dtype: torch.dtype) -> str:
             return "the user's torch.autocast(enabled=True) is inside of it"
         if name.endswith("_increment_nesting"):
             return "a torch.func transform is inside of it"
+        if any(t.dtype == dtype for t in bits_shown(node)):
+            return "it shows the bits of a low-precision value as another dtype"
         low = any(t.dtype == dtype for t in tensors(value(node)))
         if low and node.target == "type" and any(isinstance(a, str) for a in node.args):
             return "it names a dtype in words"
     return ""
+
+
+def bits_shown(node: Node) -> list[torch.Tensor]:
+    """Return the operands whose memory ``node`` shows as another dtype (``view(torch.int32)``, ``view_as_complex``).
+
+    In another precision they have other bits, and another number of them.
+    """
+    made = {(storage_key(t), t.dtype) for t in tensors(value(node))}
+    if not made or node.op not in ("call_function", "call_method"):
+        return []
+    given = [t for source in node.all_input_nodes for t in tensors(value(source))]
+    return [t for t in given if any(key == storage_key(t) and dtype != t.dtype for key, dtype in made)]
 
 
 def runs_without_autocast(gm: GraphModule, node: Node) -> bool:

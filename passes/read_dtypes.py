@@ -14,8 +14,8 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.node_value import value
 from amp_graph.passes.paint import Painting
-from amp_graph.passes.pieces import refusal
-from amp_graph.passes.problem import Problem
+from amp_graph.passes.pieces import bits_shown, refusal
+from amp_graph.passes.problem import LOW, Problem
 from amp_graph.passes.torch_private import reads_of_dtype
 
 RAISES = "amp_raises"  # key of a graph's meta: whether values that the painting makes low are raised by such code
@@ -35,11 +35,13 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
     if not (functions or reads) or refusal(gm, low):
         return False
     painting = Painting(problem)
-    painting.run()
+    choices = painting.run()
 
     def is_low(node: Node) -> bool:
         return node in painting.low or _is(node, low)
 
+    if _shows_bits([node for node in problem.classes if is_low(node) or choices[node].precision == LOW], problem):
+        return False
     if any(is_low(source) for node in functions for source in node.all_input_nodes):
         return True
     if not any(map(is_low, reads)):
@@ -54,6 +56,14 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
                 return True
             reached.add(node)
     return False
+
+
+def _shows_bits(lowered: list[Node], problem: Problem) -> bool:
+    """Say whether the bits of values that autocast would lower are shown: captured under it they would be others."""
+    storages = problem.memory.storages
+    keys: frozenset[int] = frozenset().union(*(storages[node] for node in lowered))
+    showing = (node for node in problem.gm.graph.nodes if bits_shown(node))
+    return any(keys & storages[source] for node in showing for source in node.all_input_nodes)
 
 
 def has_raised(gm: GraphModule) -> bool:

@@ -1,7 +1,9 @@
 """What random programs are made of: operations, views of every kind torch has, writes, and casts of the user's.
 
 Every entry takes tensors of any shape and dtype and may refuse them, by raising as torch does: a generator drops what
-eager PyTorch refuses. Nothing here depends on a computed value's rounding: masks and indices come from inputs.
+eager PyTorch refuses. What is fp32 is told by its size: reading a tensor's ``dtype`` has a graph captured again, under
+autocast, and every program would be such a one. Nothing here depends on the rounding of a computed value: masks and
+indices come from inputs.
 """
 
 import math
@@ -19,7 +21,7 @@ def fit(x: Any) -> Any:
         x = torch.view_as_real(x)
     if not x.is_floating_point():
         x = x.view(torch.float32) if x.element_size() == 4 else x.float()
-    if x.dtype != torch.float32:
+    if x.element_size() != 4:
         x = x.float()
     if x.shape == (ROWS, WIDTH):
         return x
@@ -28,8 +30,9 @@ def fit(x: Any) -> Any:
 
 def like(source: Any, target: Any) -> Any:
     """Return the values of ``source`` in the shape and dtype of ``target``."""
-    flat = _sized(fit(source).reshape(-1), target.numel())
-    return flat.reshape(target.shape).to(target.dtype)
+    made = _sized(fit(source).reshape(-1), target.numel()).reshape(target.shape)
+    same = target.is_floating_point() and target.element_size() == 4
+    return made if same else made.to(target.dtype)
 
 
 def _sized(flat: Any, count: int) -> Any:

@@ -62,8 +62,8 @@ class Plan:
             number += line.kind != "write"
         inputs = "v0, v1 = x, x.view(-1)[4:28]" if self.aliased else "v0, v1 = x, y"
         head = f"# seed {self.seed}, {self.policy}, {'trains' if self.trains else 'no gradients'}; {inputs}; v2 = z"
-        result = ", ".join(f"v{i}" for i in self.outputs) + (", the sum of all values" if self.sums else "")
-        return "\n".join([head, *text, f"return {result}"])
+        results = [f"v{i}" for i in self.outputs] + ["the sum of all values"] * self.sums
+        return "\n".join([head, *text, "return " + ", ".join(results)])
 
 
 class Program(nn.Module):
@@ -219,7 +219,9 @@ def _line(draw: random.Random, values: int, data_dependent: bool, breaks: bool) 
     table: Any = tables.get(kind, OPERATIONS)
     names = list(table)
     weights = [4.0 if n in ("first", "second", "tied", "matmul") else 1.0 for n in names]
-    return Line(kind, draw.choices(names, weights)[0], (pick(), pick()) if kind in ("operation", "write") else (pick(),))
+    return Line(
+        kind, draw.choices(names, weights)[0], (pick(), pick()) if kind in ("operation", "write") else (pick(),)
+    )
 
 
 def _outputs(draw: random.Random, values: int, sums: bool) -> tuple[int, ...]:
@@ -346,7 +348,9 @@ def _smaller(plan: Plan) -> list[Plan]:
         elif line.name != "same":
             same = Line("view", "same", line.reads[:1])
             found.append(replace(plan, lines=(*plan.lines[:i], same, *plan.lines[i + 1 :])))
-    found += [replace(plan, outputs=tuple(o for o in plan.outputs if o != out)) for out in plan.outputs[1 - plan.sums :]]
+    found += [
+        replace(plan, outputs=tuple(o for o in plan.outputs if o != out)) for out in plan.outputs[1 - plan.sums :]
+    ]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Writes beside an alias that no list knows: the base sees what is written to the view, and the view what to the base."""
+"""Writes beside an alias that no list knows: the base sees what is written to the view, and the other way round."""
 
 import pytest
 import torch
@@ -254,7 +254,9 @@ def test_overlap_is_that_of_the_elements(a, b, expected):
     for view in (a, b):
         width = view.element_size()
         strides = [s * width for s in view.stride()] + [1]
-        sets.append(set(places.as_strided([*view.shape, width], strides, view.storage_offset() * width).flatten().tolist()))
+        sets.append(
+            set(places.as_strided([*view.shape, width], strides, view.storage_offset() * width).flatten().tolist())
+        )
     assert bool(sets[0] & sets[1]) is expected
     assert may_overlap(a, b) is expected
     assert may_overlap(b, a) is expected

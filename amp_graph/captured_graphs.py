@@ -40,6 +40,7 @@ from amp_graph.passes.torch_private import bytes_of, weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+from amp_graph.variants import Budget
 
 
 @dataclass
@@ -69,6 +70,7 @@ class CapturedGraphs:
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
     runs_left_alone: int = 0  # of graphs in which nothing is low, as that would not pay
+    budget: Budget = field(default_factory=Budget)  # what captures may take
     copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
@@ -118,6 +120,7 @@ class CapturedGraphs:
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
+        self.budget.nodes += len(rewritten.gm.graph.nodes)
         at_once = self._bytes_at_once(record)
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)

@@ -50,10 +50,14 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.variants import MOST, Bare, NoGraph, Variants
 
 # They call the model inside, whose forward is what there is to convert.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
+OWN = "amp_graph_forward"  # the name of the function that is captured
+# A call in which nothing ran is captured anew once so many have come: its cause may be gone, and most are not.
+TRIED_AGAIN = frozenset(8**n for n in range(20))
 
 
 @dataclass(eq=False)
@@ -68,6 +72,7 @@ class Conversion:
     # What the instance had as ``forward`` of its own (another library's wrapper), else None.
     wrapped: Callable[..., Any] | None = None
     measured: tuple[Measured, ...] = ()  # what roundings do in its graphs, for plans with an error budget
+    max_graphs: int = MOST  # of the same code
 
     def __post_init__(self) -> None:
         """Read the model's forward; nothing of the model changes before ``attach``."""
@@ -80,6 +85,9 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
+        symbols = self.dynamic is not False
+        self.variants = [Variants(OWN, self.max_graphs, symbols, self.captured.budget, self.forward) for _ in range(2)]
+        self._bare = Bare()  # calls for which there is no graph
         self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
 
     @property
@@ -163,6 +171,8 @@ class Conversion:
             )
             return self.escaped.run(self._wide, args, kwargs)
         before, alone = self.runs, self.captured.runs_left_alone
+        if self._bare.passes(self.model.training):
+            return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
         except RuntimeError as error:  # guards read strides, which a nested tensor of the strided layout has not
@@ -173,6 +183,9 @@ class Conversion:
             return self.escaped.run(self._wide, args, kwargs)
         try:
             result = (found or self._looked_up)(*args, **kwargs)
+        except NoGraph as stopped:
+            if stopped.owner not in self.variants:
+                raise
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -181,13 +194,40 @@ class Conversion:
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._escaping() if self._whole is not None else self._capturing()
             raise
+        else:
+            return self._ran(result, args, kwargs, before, alone)
+        self._has_no_graph()
+        return self.escaped.run(self._wide, args, kwargs)
+
+    def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
+        """Return the ``result`` of a call, after a look at what ran in it; the numbers are those of runs before it."""
+        self._bare.hit(self.model.training)
+        self.captured.budget.calls += 1
         if self.runs == before:
             self._nothing_ran()
         elif self.log.events:
             self._look_for_what_escaped()
         elif self.captured.runs_left_alone - alone == self.runs - before == 1:
             self._leave_alone(args, kwargs)
+        if any(one.why is not None for one in self.variants):
+            self._say_what_varies()
         return result
+
+    def _has_no_graph(self) -> None:
+        """Take note of a call for which no graph is captured any more."""
+        self._bare.missed(self.model.training)
+        self.captured.budget.calls += 1
+        self._say_what_varies()
+
+    def _say_what_varies(self) -> None:
+        """Say, once, which calls are captured no more, as they go on to differ in what was constant in each graph."""
+        why = next(one.why for one in self.variants if one.why is not None)
+        rarely = "" if why.captures >= self.max_graphs else ", and further ones are captured ever more rarely"
+        self.said.complain(
+            f"captured {why.captures} times, and calls still differ: those without a graph run {self.escaped.how} from "
+            f"now on{rarely}",
+            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept",
+        )
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run by way of Dynamo, which captures what it does not know; copies are of parameters, not of constants."""
@@ -221,8 +261,7 @@ class Conversion:
             return
         how = self.escaped.how if self._is_in_pieces() else "in fp32"
         self._misses += 1
-        if self._misses & (self._misses - 1) == 0:
-            # Dynamo may have given the frame up for good, for a reason that is gone: try again, ever more rarely.
+        if self._misses in TRIED_AGAIN:  # Dynamo may have given the frame up for good, for a reason that is gone
             self._run = self._capturing()
         self.said.complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
 
@@ -257,10 +296,13 @@ class Conversion:
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
+        for variants in self.variants:  # of which Dynamo knows nothing any more
+            variants.forget()
         if not self.escaped.is_cast:
-            return self._captured_by(own, self.captured.take, self.log)
+            return self._captured_by(own, self.captured.take, self.log, self.variants[0])
         self._whole = WholeOnly(own.__code__)
-        self._own, self._as_whole = own, self._captured_by(own, self._take_whole, self._whole)
+        self._own = own
+        self._as_whole = self._captured_by(own, self._take_whole, self._whole, self.variants[0])
         return self._escaping()
 
     def _escaping(self) -> Escaping:
@@ -268,17 +310,21 @@ class Conversion:
         assert self._whole is not None, "asked for where code that escapes runs under autocast"
         again = own_code_object(self._own)
         many = InPieces(again.__code__, self.log)
-        pieces = self._captured_by(again, self.captured.take_piece, many)
+        self.variants[1].forget()
+        pieces = self._captured_by(again, self.captured.take_piece, many, self.variants[1])
         whole = (self._as_whole, self._whole)
         return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)
 
-    def _captured_by(self, function: Any, backend: Callable[..., Runner], heard: CaptureListener) -> Runner:
+    def _captured_by(
+        self, function: Any, backend: Callable[..., Runner], heard: CaptureListener, variants: Variants
+    ) -> Runner:
         return capture_with_dynamo(
             function,
             weakly(backend),
             dynamic=self.dynamic,
             fullgraph=False,
             heard=heard,
+            choice=variants,
             collector_waits=self.compile == "eager",
         )
 
@@ -311,12 +357,13 @@ class Conversion:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
         copy_masters(self.model, memo)
         wrapped = copy.deepcopy(self.wrapped, memo)
-        return restore(copied, self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured)
+        options = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
+        return restore(copied, *options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
-        options = (self.policy, self.compile, self.dynamic, self.strict, self.wrapped, self.measured)
-        return restore, (self.model, *options)
+        how = (self.policy, self.compile, self.dynamic, self.strict)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs)
 
 
 def restore(
@@ -327,9 +374,10 @@ def restore(
     strict: bool,
     wrapped: Callable[..., Any] | None = None,
     measured: tuple[Measured, ...] = (),
+    max_graphs: int = MOST,
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped=wrapped, measured=measured)
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
     made.attach()
     return made
 

@@ -21,6 +21,7 @@ from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import HALVES, HELD_LOW, Policy
 from amp_graph.sample import Sample, measure
 from amp_graph.update_masters import let_optimizers_update_masters
+from amp_graph.variants import MOST, check_max_graphs
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -33,6 +34,7 @@ def convert(
     dynamic: bool | None = None,
     strict: bool = False,
     sample: Sample | None = None,
+    max_graphs: int = MOST,
 ) -> Model:
     """Convert ``model`` in place to automatic mixed precision and return it, the same object.
 
@@ -49,16 +51,21 @@ def convert(
     ``lambda model: loss_fn(model(x), y)``. It is called now, in fp32, and its gradients say what each rounding would
     do to the loss; without it, and in graphs of other operations, that is estimated by rule. Changes no gradient,
     buffer or random state.
+    max_graphs: how many graphs are kept of the same code, whose calls differ in sizes or in values that no graph can
+    take for an input. Large graphs are captured at most a few times, until calls have earned more. Calls without a
+    graph then run as code that escapes capture, with a warning that says what changes.
 
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
     """
     if isinstance(model, WRAPPERS):
         _refuse_level_of_wrapped(model, Policy.parse(policy))
-        convert(model.module, policy, compile=compile, dynamic=dynamic, strict=strict, sample=sample)
+        how: dict[str, Any] = {"compile": compile, "dynamic": dynamic, "strict": strict}
+        convert(model.module, policy, sample=sample, max_graphs=max_graphs, **how)
         return model
     _refuse_what_is_no_model(model)
     wanted = Policy.parse(policy)
     check_compile("convert", compile)
+    check_max_graphs("convert", max_graphs)
     present = conversion_of(model)
     if present is not None:
         if (present.policy, present.compile) == (wanted, compile) and sample is None:
@@ -76,7 +83,7 @@ def convert(
         lower_parameters(model, wanted)
         let_optimizers_update_masters()
     wrapped = model.__dict__.get("forward")
-    Conversion(model, wanted, compile, dynamic, strict, wrapped=wrapped, measured=measured).attach()
+    Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs).attach()
     if compile == "eager" and wanted.level != "O0":
         compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
     return model

@@ -58,6 +58,8 @@ from amp_graph.passes.collector import collector_waits
 
 __all__ = [
     "DEPENDS_ON_DATA",
+    "CHANGING_INTS",
+    "CaptureChoice",
     "CaptureListener",
     "FakeTensor",
     "FakeTensorMode",
@@ -86,6 +88,7 @@ __all__ = [
     "dispatch_for_data",
     "dispatch_has_kernel",
     "dynamo_listens",
+    "failed_guards",
     "flash_attention_cpu",
     "free_unbacked_symbols",
     "holders",
@@ -142,8 +145,8 @@ __all__ = [
 
 # Tensors that no subclass looks after.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-# A converted model keeps one graph per guard set for as long as it lives. Dynamo's own limits (8 per code
-# object, 256 in all) would turn the ninth shape into a silent fp32 run.
+# Dynamo's own limits (8 per code object, 256 in all) would turn the ninth shape into a silent fp32 run. Ours are a
+# ``CaptureChoice``.
 NO_LIMIT = 1_000_000
 
 
@@ -529,6 +532,49 @@ class CaptureListener:
         """Hear that a graph ended before its frame did."""
 
 
+class CaptureChoice:
+    """Chooses whether a frame is captured once more, and with which of Dynamo's settings; this one always does."""
+
+    def settings(self, frame: Any) -> dict[str, Any] | None:
+        """Return settings for the capture of ``frame`` that begins, or None for none: it runs as it is written.
+
+        What is raised reaches the caller, before anything of the frame has run.
+        """
+        return {}
+
+    def made(self, frame: Any) -> None:
+        """Hear that the capture of ``frame`` gave compiled code."""
+
+
+# Makes symbolic what an integer of a module is that was seen to change, as Dynamo does for arguments; 2.11 - 2.13.
+CHANGING_INTS: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
+
+
+def failed_guards(frame: Any) -> list[tuple[str, Any]]:
+    """Return for each compiled code of ``frame`` the first guard that refuses it, and the stack that it is from.
+
+    "L['x'].calls == 1   # self.calls += 1  # model.py:7 in forward", as Dynamo tells it; 2.11 - 2.13.
+    """
+    entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    found = []
+    for entry in entries(frame.f_code) if entries is not None else ():
+        try:
+            info = entry.guard_manager.check_verbose(frame.f_locals)
+            parts = [] if info.result else list(info.verbose_code_parts)
+            if len(parts) > 1:  # the guards on sizes, which are checked as one
+                parts = [part for part in parts if _is_false(part, entry.guard_manager, frame.f_locals)]
+        except Exception:  # what a guard looks at may be gone: there is nothing to tell then
+            continue
+        found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
+    return found
+
+
+def _is_false(part: str, manager: Any, local: dict[str, Any]) -> bool:
+    """Say whether one of Dynamo's guards refuses these locals."""
+    scope = {"L": local, "G": manager.global_scope["G"], **manager.closure_vars}
+    return not eval(part, dict(manager.global_scope), scope)
+
+
 # Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
 _NO_RECORDS: dict[str, Any] = (
     {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
@@ -562,9 +608,10 @@ class _CompileTimeConfig:
     would cost every step.
     """
 
-    def __init__(self, inner: Any, heard: CaptureListener, collector_waits: bool) -> None:
+    def __init__(self, inner: Any, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice) -> None:
         self._inner = inner
         self._heard = heard
+        self._choice = choice
         self._collector_waits = collector_waits
         # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
         self._torchdynamo_orig_backend = inner
@@ -572,6 +619,9 @@ class _CompileTimeConfig:
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         known = len(break_reasons())
+        chosen = self._choice.settings(frame)
+        if chosen is None:
+            return _as_written_once()
         self._heard.begins(frame.f_code)
         with (
             _ONE_AT_A_TIME,
@@ -589,6 +639,7 @@ class _CompileTimeConfig:
                 accumulated_recompile_limit=NO_LIMIT,
                 **_NO_RECORDS,
                 **_NO_TAGS,
+                **chosen,
             ),
         ):
             outer, _capturing.is_on = _capturing.is_on, True
@@ -603,10 +654,19 @@ class _CompileTimeConfig:
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
         made = getattr(result, "guarded_code", None)
-        if made is None:
+        if made is not None:
+            self._choice.made(frame)
+        else:
             self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
         self._heard.ended(frame.f_code, made is not None and _is_whole(made.code))
         return result
+
+
+def _as_written_once() -> Any:
+    """Return what has a frame run as it was written, this time, and what it calls on what is compiled; 2.11 - 2.13."""
+    types_of = torch._dynamo.types
+    run = types_of.FrameExecStrategy(types_of.FrameAction.SKIP, types_of.FrameAction.RUN_ONLY)
+    return types_of.ConvertFrameReturn(frame_exec_strategy=run, apply_to_code=False)
 
 
 def capture_with_dynamo(
@@ -617,9 +677,11 @@ def capture_with_dynamo(
     fullgraph: bool,
     heard: CaptureListener,
     collector_waits: bool,
+    choice: CaptureChoice | None = None,
 ) -> Callable[..., Any]:
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
+    ``choice``: what is asked before each capture.
     ``collector_waits``: until Dynamo and ``backend`` are done, which is not for compilers that take minutes.
     2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
     rely on the raised limits and on the code object of its own.
@@ -632,7 +694,7 @@ def capture_with_dynamo(
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
     context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
-    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits)
+    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits, choice or CaptureChoice())
     return context(function)
 
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, compiler_of, with_sums_in_fp32
-from amp_graph.captured_step import CapturedStep
+from amp_graph.backend import Compile, compiler_of, lower, with_sums_in_fp32
+from amp_graph.captured_step import CapturedStep, PlainCaptured, names_of
 from amp_graph.check_optimizer import refuse_own_state
 from amp_graph.cuda_graph import Replayed
 from amp_graph.devices import device_of
-from amp_graph.embedding_rows import tables_of
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import group_updates
 from amp_graph.kept_heap import HEAP
@@ -76,6 +75,14 @@ class StepBuilder:
             run_passes(gm, passes_for_compilers(policy))
         return CapturedStep(rewritten, take_loss_mark(gm))
 
+    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
+        """Rewrite a captured forward with its loss to run as it is: for any sizes, with autograd behind it."""
+        name_nodes(gm, self.model, self.model.forward)
+        policy = replace(self.policy, keep_outputs=True)
+        rewritten = rewrite_in_place(gm, policy, None if device_of(gm) == "cpu" else device_of(gm))
+        loss, names = take_loss_mark(gm), names_of(gm)
+        return PlainCaptured(rewritten, loss, names=names, forward=lower(gm, example_inputs, "eager", policy))
+
     def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
         """Trace the whole step for these inputs: with the update, or only up to the sums of gradients."""
         stateful = {id(p) for p in self.optimizer.state}
@@ -93,7 +100,7 @@ class StepBuilder:
 
     def _traced(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
         gm = captured.rewritten.gm
-        trained, absent = self._trained(captured, args, self.state.pending if updates else {})
+        trained, absent = self.trained(args, captured.without, self.state.pending if updates else {})
         parts, how, copies = self._parts(captured, args, trained, absent, updates)
         in_step = self.compile == "eager" and self.policy.level != "O0"
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
@@ -104,12 +111,24 @@ class StepBuilder:
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies
-        step.after = weakly(self._step_outside) if self.watched.why_outside and updates and trained else None
+        step.after = self.outside() if updates and trained else None
         captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
         return step
 
-    def _trained(
-        self, captured: CapturedStep, args: Sequence[Any], pending: Mapping[int, Tensor]
+    def plain_parts(
+        self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
+    ) -> tuple[StepParts, str]:
+        """Return what goes into a step that is not traced, behind the gradients of ``who``, and how it updates."""
+        plain = replace(self, compile="eager", update="torch", cuda_graph=False)
+        parts, how, _ = plain._parts(captured, args, *who, last)
+        return parts, how
+
+    def outside(self) -> Callable[..., None] | None:
+        """Return what calls an optimizer that is no part of the step; None where it is."""
+        return weakly(self._step_outside) if self.watched.why_outside else None
+
+    def trained(
+        self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]
     ) -> tuple[list[int], dict[int, Tensor]]:
         """Return which inputs the optimizer trains, in its order, by which norms are added up; and what else it does.
 
@@ -120,7 +139,7 @@ class StepBuilder:
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
         # Weights that were tied since the capture are several of its inputs: the first stands for all of them.
-        own = {i: own[i] for i in _first_of_each(own, captured.without).values()}
+        own = {i: own[i] for i in _first_of_each(own, without).values()}
         if strangers and not own:
             raise CaptureError(
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
@@ -136,7 +155,7 @@ class StepBuilder:
         self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
     ) -> tuple[StepParts, str, list[Copy]]:
         """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
-        gm, state = captured.rewritten.gm, self.state
+        state = self.state
         known = dict(enumerate(args)) | absent
         parameters = [known[i] for i in trained]
         numbers = {id(p): i for i, p in zip(trained, parameters, strict=True)}
@@ -151,16 +170,17 @@ class StepBuilder:
         copies = {key: copy.low for key, copy in kept.items()}
         masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
         lows = {id(known[i]): low for i, low in lows_of(known, trained, copies, masters).items()}
-        tables = [id(args[i]) for i in tables_of(gm) if id(args[i]) in numbers]
+        tables = [id(args[i]) for i in captured.tables() if id(args[i]) in numbers]
         one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
         how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
         rates = [state.rate_of(u.group) for u in updates]
         options = self._options(captured.loss, last, one_pass)
-        names = [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"][: len(args)]
+        names = captured.input_names()[: len(args)]
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
         by_data = any(depends_on_data(value(node)) for node in gm.graph.nodes)
-        parts = StepParts(gm.forward, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
+        computed = captured.computed()
+        parts = StepParts(computed, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:

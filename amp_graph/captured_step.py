@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+from amp_graph.embedding_rows import tables_of
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
-from amp_graph.rewrite import Rewritten
-from amp_graph.step_graph import StepGraph
 
 # Which step: one that only adds gradients up, one that updates, or one that also updates these parameters, by id, to
 # which other micro-batches alone have sent gradients.
@@ -29,7 +29,7 @@ class Bound:
     """The parameters that a captured forward was called with, and the steps that were traced for them."""
 
     parameters: tuple[Tensor, ...]
-    steps: dict[Kind, StepGraph] = field(default_factory=dict)
+    steps: dict[Kind, Any] = field(default_factory=dict)
     trained: frozenset[int] = frozenset()  # which of them, by id; known with the first step
 
     def kind(self, last: bool, pending: Collection[int]) -> Kind:
@@ -45,12 +45,24 @@ class Bound:
 class CapturedStep:
     """One captured forward with its loss, and the whole steps traced from it."""
 
-    rewritten: Rewritten
+    rewritten: Any  # a Rewritten; None where the forward is not captured
     loss: int  # which of the graph's outputs it is
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
     numbers: tuple[int, ...] | None = None  # which of the graph's inputs are parameters; known with the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs to which the loss sends no gradient
+
+    def computed(self) -> Callable[..., Any]:
+        """Return what computes the outputs from the inputs."""
+        return self.rewritten.gm.forward
+
+    def input_names(self) -> list[str]:
+        """Return the names of the inputs."""
+        return names_of(self.rewritten.gm)
+
+    def tables(self) -> Collection[int]:
+        """Return which inputs are read as tables of embeddings, and in no other way."""
+        return tables_of(self.rewritten.gm)
 
     @property
     def bound(self) -> Bound:
@@ -58,7 +70,7 @@ class CapturedStep:
         return self.bounds[0]
 
     @property
-    def steps(self) -> dict[Kind, StepGraph]:
+    def steps(self) -> dict[Kind, Any]:
         """The steps for the parameters of the last call."""
         return self.bounds[0].steps if self.bounds else {}
 
@@ -80,7 +92,44 @@ class CapturedStep:
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
         """Make inputs of the casts of weights, which the first call tells apart; return which inputs weights are."""
         gm = self.rewritten.gm
-        self.numbers = tuple(i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter) or id(a) in owned)
+        self.numbers = _weights_among(args, owned)
         self.hoisted = hoist_weight_casts(gm, [i for i in self.numbers if isinstance(args[i], torch.nn.Parameter)])
         outline_checkpoints(gm, traced=True)
         return self.numbers
+
+
+@dataclass
+class PlainCaptured(CapturedStep):
+    """A forward with its loss of which no step is traced: captured for any sizes, or as it is written.
+
+    Weights are cast in it, and autograd runs behind it.
+    """
+
+    names: list[str] = field(default_factory=list)
+    forward: Callable[..., Any] | None = None
+
+    def computed(self) -> Callable[..., Any]:
+        """Return what computes the outputs from the inputs."""
+        assert self.forward is not None, "set where it is made"
+        return self.forward
+
+    def input_names(self) -> list[str]:
+        """Return the names of the inputs."""
+        return self.names
+
+    def tables(self) -> Collection[int]:
+        """Return none: gradients of tables are as autograd makes them."""
+        return ()
+
+    def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
+        self.numbers = _weights_among(args, owned)
+        return self.numbers
+
+
+def names_of(gm: GraphModule) -> list[str]:
+    """Return the names of a captured graph's inputs."""
+    return [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _weights_among(args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
+    return tuple(i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter) or id(a) in owned)

@@ -7,19 +7,22 @@ the whole step, traced for these parameters, is run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from amp_graph.backend import Runner
 from amp_graph.build_step import StepBuilder
-from amp_graph.captured_step import CapturedStep
+from amp_graph.captured_step import CapturedStep, PlainCaptured
 from amp_graph.complaints import warn_of_full_precision
+from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.weight_updates import note_step
+from amp_graph.plain_step import PlainStep
 from amp_graph.step_graph import StepGraph
+from amp_graph.variants import Budget
 
 
 class CapturedSteps:
@@ -28,14 +31,41 @@ class CapturedSteps:
     def __init__(self, builder: StepBuilder, at_floor: str) -> None:
         """Begin without any; at_floor: "warn" or "error"."""
         self.captured: list[CapturedStep] = []
+        self.budget = Budget()
         self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
+        self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # as it is written, for which parameters
+
+    def _all(self) -> list[CapturedStep]:
+        return [*self.captured, *(() if self._written is None else self._written[1:])]
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
-        captured = self._builder.take(gm)
+        return self._recorded(self._builder.take(gm))
+
+    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Take one whose steps are not traced, for any sizes."""
+        return self._recorded(self._builder.take_plain(gm, example_inputs))
+
+    def run_as_written(self, compute: Callable[[], tuple[Any, ...]]) -> Any:
+        """Run a step whose forward is not captured: ``compute`` returns the loss, and what else a step returns."""
+        weights = [p for group in self._watched.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        key = tuple(map(id, weights))
+        if self._written is None or self._written[0] != key:
+            names = {id(p): name for name, p in self._builder.model.named_parameters()}
+            own = [names.get(id(p), f"parameter {n}") for n, p in enumerate(weights)]
+            self._written = key, PlainCaptured(None, 0, names=own)
+        written = self._written[1]
+        written.forward = lambda *args: compute()
+        try:
+            return self._run(written, weights)
+        finally:
+            written.forward = None  # which holds the batch
+
+    def _recorded(self, captured: CapturedStep) -> Runner:
         self.captured.append(captured)
+        self.budget.nodes += len(captured.rewritten.gm.graph.nodes)
         owner, own = weakref.ref(self), weakref.ref(captured)
 
         def run(*args: Any) -> Any:
@@ -48,7 +78,7 @@ class CapturedSteps:
 
     def forget(self) -> None:
         """Trace anew at the next call."""
-        for bound in (bound for captured in self.captured for bound in captured.bounds):
+        for bound in (bound for captured in self._all() for bound in captured.bounds):
             bound.steps.clear()
 
     def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
@@ -56,7 +86,10 @@ class CapturedSteps:
         if captured.bind(args, self._watched.owned):
             self._drop_unreachable(captured)
         graph = captured.steps.get(captured.bound.kind(self.last, self._state.pending)) or self._trace(captured, args)
-        self._state.refresh(graph.copies)
+        if isinstance(graph, StepGraph):
+            self._state.refresh(graph.copies)
+        else:
+            self._state.refresh(())  # masters follow, too
         found = graph(*args)
         if self.last:
             self._was_updated(graph)
@@ -65,34 +98,49 @@ class CapturedSteps:
             self._state.were_added_up(graph.parameters(args))
         return found
 
-    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph | PlainStep:
+        if isinstance(captured, PlainCaptured):
+            made = PlainStep(self._builder, captured, self.last, self._laid_out)
+            captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
+            return made
         gm = captured.rewritten.gm
         if LEFT_ALONE in gm.meta and not any(other.bounds[0].steps for other in self.captured if other.bounds):
             warn_of_full_precision(self._builder.model, gm, captured.rewritten.dtype)
-        made = self._builder.build(captured, args, self.last)
-        for bound in (bound for other in self.captured for bound in other.bounds):
-            # For parameters in another layout, maybe, as which states were laid out now.
+        traced = self._builder.build(captured, args, self.last)
+        self._laid_out(traced.updates)
+        captured.steps[captured.bound.kind(self.last, self._state.pending)] = traced
+        return traced
+
+    def _laid_out(self, updates: Sequence[GroupUpdate]) -> None:
+        """Drop the steps whose states are no longer the optimizer's, now that those of ``updates`` were laid out.
+
+        For parameters in another layout, maybe.
+        """
+        for bound in (bound for other in self._all() for bound in other.bounds):
             bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
-        captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
-        self._watched.was_read_by(made.updates)
-        return made
+        self._watched.was_read_by(updates)
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
         """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
         alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
-        for other in self.captured:
+        for other in self._all():
             other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
-        self._state.keep({id(p) for other in self.captured for b in other.bounds for p in b.parameters})
+        self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
 
-    def _was_updated(self, graph: StepGraph) -> None:
+    def _was_updated(self, graph: StepGraph | PlainStep) -> None:
         """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
         self._state.pending.clear()
+        if isinstance(graph, PlainStep):
+            if not self._watched.why_outside:
+                note_step(self._watched.optimizer)
+                self._state.was_updated(())
+            return
         if graph.after is None:
             note_step(self._watched.optimizer)  # by fused operators, which leave version counters alone
             beside = {id(p) for p in graph.absent.values()}
             self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
 
-    def _look_at_floor(self, graph: StepGraph, args: Sequence[Any]) -> None:
+    def _look_at_floor(self, graph: StepGraph | PlainStep, args: Sequence[Any]) -> None:
         """Say where gradients stay infinite at the smallest scale."""
         self._calls += 1
         scale = self._builder.loss_scale

@@ -86,7 +86,8 @@ class Conversion:
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
         symbols = self.dynamic is not False
-        self.variants = [Variants(OWN, self.max_graphs, symbols, self.captured.budget, self.forward) for _ in range(2)]
+        how = (OWN, self.max_graphs, symbols, self.captured.budget)
+        self.variants = [Variants(*how, forward=self.forward) for _ in range(2)]  # of whole calls, and of pieces
         self._bare = Bare()  # calls for which there is no graph
         self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
 

@@ -152,6 +152,22 @@ class StepParts:
 
     def step(self, *given: Any) -> Any:
         """Run one step: this is what is traced."""
+        now, args, copies, sums = self._taken(given)
+        outputs, now.grads = self._gradients(args, copies, now.targets, now.scale[0] if now.scale else None)
+        return self._finished(now, outputs, sums)
+
+    def finish(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> Any:
+        """Run a step from its gradients on, where these were not traced; ``grads``: by number of input."""
+        now, _, _, sums = self._taken([*self.args, *self.state()])
+        now.grads = [laid_out_as(now.targets[i], _wide(grads[i])) for i in self._own()]
+        return self._finished(now, outputs, sums)
+
+    def _own(self) -> list[int]:
+        """Return which of ``trained`` the captured graph computes with."""
+        return [i for i in self.trained if i not in self.absent]
+
+    def _taken(self, given: Sequence[Any]) -> tuple[AtUpdate, list[Any], dict[tuple[int, torch.dtype], Tensor], Any]:
+        """Return what a step is given, by its parts: the tensors at its update, inputs, copies, sums of gradients."""
         count = len(self.args)
         args, rest = list(given[:count]), iter(given[count:])
         scale = [next(rest) for _ in range(5)] if self.scale is not None else []
@@ -161,12 +177,16 @@ class StepParts:
         copies = {key: next(rest) for key in self.copies}
         known = dict(enumerate(args)) | {i: next(rest) for i in self.absent}
         targets = {i: known[i] for i in self.trained} | {i: next(rest) for i in self.masters}
-        outputs, grads = self._gradients(args, copies, targets, scale[0] if scale else None)
+        lows = lows_of(known, self.trained, copies, self.masters)
+        return AtUpdate(targets, [], scale, rates, states, lows), args, copies, sums
+
+    def _finished(self, now: AtUpdate, outputs: Sequence[Any], sums: list[Tensor]) -> Any:
+        """Add up or update, and return the outputs; behind them the gradients where the optimizer is called outside."""
         found_inf = None
         if sums:
-            grads = self._added_up(sums, grads)
+            now.grads = self._added_up(sums, now.grads)
+        grads = now.grads
         if self.options.last and grads:
-            now = AtUpdate(targets, grads, scale, rates, states, lows_of(known, self.trained, copies, self.masters))
             found_inf = self._update().run(now)
             if sums:
                 torch._foreach_zero_(sums)
@@ -182,7 +202,7 @@ class StepParts:
         scale: Tensor | None,
     ) -> tuple[Any, list[Tensor]]:
         """Return the outputs, and the gradients of trained inputs: those of all their copies added up in fp32."""
-        own = [i for i in self.trained if i not in self.absent]
+        own = self._own()
         with torch.enable_grad():
             lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
             for h, low in zip(self.hoisted, lows, strict=True):
@@ -216,7 +236,7 @@ class StepParts:
             return one_pass.takes(parts[0])
         if len(parts) == 1 and self._widens_together(parts[0]):
             return parts[0]
-        total, *others = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in parts]
+        total, *others = map(_wide, parts)
         for other in others:
             total = total + other
         return total
@@ -253,8 +273,7 @@ class StepParts:
         scale = self.scale.scale if self.scale is not None else None
         with torch.random.fork_rng():
             _, grads = self._gradients(own, self.copies, targets, scale)
-        read = [i for i in self.trained if i not in self.absent]
-        bad = [i for i, grad in zip(read, grads, strict=True) if not grad.isfinite().all()]
+        bad = [i for i, grad in zip(self._own(), grads, strict=True) if not grad.isfinite().all()]
         return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
 
     def _refuse_sparse(self, i: int, grad: Tensor) -> None:
@@ -264,6 +283,10 @@ class StepParts:
                 "  legal: dense gradients\n"
                 "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
             )
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.float() if grad.dtype.itemsize < 4 else grad
 
 
 def _one_each(copies: list[Tensor]) -> list[Tensor]:

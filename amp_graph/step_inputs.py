@@ -21,6 +21,7 @@ from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
+from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, mode_without_capture
 from amp_graph.policy import Policy
 
@@ -172,6 +173,16 @@ def refuse_loss(error: BaseException) -> None:
             f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
             "  fix:   return it from loss_fn without .item(), float(), and other values beside it"
         ) from None
+
+
+def refuse_what_is_no_loss(loss: Any) -> None:
+    """Raise CaptureError where gradients could not start from ``loss``, which was computed without a capture."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        kind = type_text(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CaptureError(
+            f"TrainStep: the loss is {kind}\n  legal: a tensor of one floating-point number\n"
+            "  fix:   reduce it in loss_fn, for example by .mean()"
+        )
 
 
 def refuse_surroundings() -> None:

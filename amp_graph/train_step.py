@@ -6,7 +6,9 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
-from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.errors import CaptureError, ScaleError, warn
+from amp_graph.escaped_code import EscapedCode
 from amp_graph.loss_scale import LossScale, check_at_floor
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import (
     DEPENDS_ON_DATA,
+    NO_LIMIT,
     CaptureListener,
     Find,
     capture_with_dynamo,
@@ -39,7 +43,7 @@ from amp_graph.passes.torch_private import (
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.recaptures import Recaptures
 from amp_graph.reduce_gradients import default_group, make_equal, ranks_of
-from amp_graph.step_graph import mark_loss
+from amp_graph.step_graph import StepGraph, mark_loss
 from amp_graph.step_inputs import (
     call_model,
     forward_of,
@@ -48,19 +52,24 @@ from amp_graph.step_inputs import (
     policy_of,
     refuse,
     refuse_complex,
+    refuse_gradients_beyond,
     refuse_options,
     refuse_surroundings,
     refuse_what_is_no_graph,
+    refuse_what_is_no_loss,
     set_up_outside,
     split_batch,
 )
 from amp_graph.step_state import StepState
+from amp_graph.variants import MOST, Bare, NoGraph, Variants, check_max_graphs
 from amp_graph.watch_optimizer import WatchedOptimizer
 
+OWN = "amp_graph_step"  # the name of the function that is captured
+TRACED = 2  # steps that are traced whole; for more sizes and numbers, forwards are captured that take any
 # What a step is made for; options of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
-    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update"),
+    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
 )
 
 
@@ -83,6 +92,10 @@ class TrainStep:
     update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled
     for the CPU at hand; "torch" takes PyTorch's kernels, between casts; "auto" the former where it pays, and there is a
     compiler. The report says which.
+
+    max_graphs: the first two kinds of batches are traced whole; the forward is captured for any sizes and numbers then,
+    with autograd behind it and the same update, in so many graphs in all. Steps without a graph then run as code that
+    escapes capture, with a warning that says what changes. Over several ranks all are traced.
 
     Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
     themselves (O2, whose fp32 masters are updated, and which converts ``model``).
@@ -111,6 +124,7 @@ class TrainStep:
         at_floor: str = "warn",
         cuda_graph: bool = False,
         update: str = "auto",
+        max_graphs: int = MOST,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         others = {*self.__dict__}
@@ -123,12 +137,13 @@ class TrainStep:
         check_compile("TrainStep", compile)
         check_at_floor("TrainStep", at_floor)
         check_way(update, compile)
+        check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
-        self.process_group, self.reduce_dtype = process_group, reduce_dtype
+        self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
@@ -139,13 +154,15 @@ class TrainStep:
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self._recaptures = Recaptures()
+        self._told: list[str] = []  # what the report notes
+        self._learns = ranks is None  # whether other steps may take the place of traced ones: ranks must do the same
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
-        self._run = self._capturing()
+        self._capture()
         self._own = {*self.__dict__, "_own"} - others
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -175,9 +192,10 @@ class TrainStep:
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._steps.last = last
         try:
-            found, known = self._find({"batch": tuple(batch), **self._free}), len(self.captured)
-            result = (found or self._run)(*batch)
-            if len(self.captured) > known:
+            known = len(self.captured)
+            result = self._ran(batch)
+            self._steps.budget.calls += 1
+            if len(self.captured) > known and not self._learns:
                 self._recaptures.note(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
@@ -186,6 +204,54 @@ class TrainStep:
                 refuse_what_is_no_graph(self.model, error)
                 raise
         return self._once(batch, last)
+
+    def _ran(self, batch: Sequence[Any]) -> Any:
+        """Run one step: as it was traced, else as its forward was captured for any sizes, else as it is written."""
+        if self._bare.passes(self.model.training):
+            return self._as_written(batch)
+        local = {"batch": tuple(batch), **self._free}
+        found = self._find(local) or (self._find_plain(local) if self._traced.is_full else None)
+        for run in (found,) if found else (self._run, self._run_plain):
+            try:
+                result = run(*batch)
+            except NoGraph as stopped:
+                if stopped.owner not in (self._traced, self._plain):
+                    raise
+                continue
+            self._bare.hit(self.model.training)
+            return result
+        self._bare.missed(self.model.training)
+        self._say_what_varies()
+        return self._as_written(batch)
+
+    def _as_written(self, batch: Sequence[Any]) -> Any:
+        """Run a step whose forward is not captured: under autocast, or in fp32, as the policy has what escapes."""
+        refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
+        escaped = self._escaped
+
+        def compute() -> tuple[Any, ...]:
+            with escaped.region() if escaped.is_cast else nullcontext():
+                found = self._forward(*batch)
+            loss, *others = found if self.outputs else (found,)
+            refuse_what_is_no_loss(loss)
+            return (loss.float(), *(escaped.finished(one, batch, {}) for one in others))
+
+        found = self._steps.run_as_written(compute)
+        return tuple(found) if self.outputs else found[0]
+
+    def _say_what_varies(self) -> None:
+        """Say, once, what steps differ in that are captured no more."""
+        why = self._plain.why or self._traced.why
+        if why is None or self._told:
+            return
+        count = sum(self._traced.captures.values()) + sum(self._plain.captures.values())
+        how = self._escaped.how
+        text = (
+            f"captured {count} times, and steps still differ: those without a graph run {how} from now on: they differ "
+            f"in {why}\n  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept"
+        )
+        self._told.append(text)
+        warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {text}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what the graphs were made for."""
@@ -211,7 +277,7 @@ class TrainStep:
     def _follow_conversion(self) -> None:
         """Capture anew where the model was converted, or reverted, after this step was made."""
         policy_of(self.model, self.policy)  # which is to be the same
-        self._run = self._capturing()
+        self._capture()
         self._conversion = conversion_of(self.model)
         self.captured.clear()
         self._state.keep(())
@@ -219,7 +285,8 @@ class TrainStep:
 
     # -- capture --------------------------------------------------------------------------------------
 
-    def _capturing(self) -> Runner:
+    def _capture(self) -> None:
+        """Capture anew from the next call on."""
         loss_fn, outputs = self.loss_fn, self.outputs
         model = forward_of(self.model)
 
@@ -229,15 +296,29 @@ class TrainStep:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
+        # Of the same name, by which Dynamo knows what sizes the first was captured for.
+        again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
         self._find: Find = compiled_frames(function, has_backward=False)
+        self._find_plain: Find = compiled_frames(again)
         self._free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
+        self._forward = amp_graph_step
+        traced = min(TRACED, self.max_graphs) if self._learns else NO_LIMIT
+        budget, self._bare = self._steps.budget, Bare()
+        self._traced = Variants(OWN, traced, False, budget, self._learns, forward=self.model.forward)
+        self._plain = Variants(OWN, self.max_graphs - traced, True, budget, static=0, forward=self.model.forward)
+        self._escaped = EscapedCode(self.model, self.policy)
+        self._run = self._captured_by(function, self._steps.take, self._traced)
+        self._run_plain = self._captured_by(again, self._steps.take_plain, self._plain)
+
+    def _captured_by(self, function: Any, backend: Callable[..., Runner], variants: Variants) -> Runner:
         return capture_with_dynamo(
             function,
-            weakly(self._steps.take),
-            dynamic=False,
+            weakly(backend),
+            dynamic=None if self._learns else False,
             fullgraph=True,
             heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
             collector_waits=self.compile == "eager",
+            choice=variants,
         )
 
     # -- state ----------------------------------------------------------------------------------------
@@ -300,4 +381,5 @@ class TrainStep:
 
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
-        return "\n\n".join(graph_text(step.gm) for captured in self.captured for step in captured.steps.values())
+        traced = [step for captured in self.captured for step in captured.steps.values() if isinstance(step, StepGraph)]
+        return "\n\n".join(graph_text(step.gm) for step in traced)

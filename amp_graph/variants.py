@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_private import CHANGING_INTS, CaptureChoice, failed_guards
+from amp_graph.passes.torch_private import CHANGING_INTS, NO_SYMBOLS, CaptureChoice, failed_guards
 from amp_graph.varied import Varied, varied_by
 
 MOST = 16  # graphs of the same code
-STATIC = 2  # captures that take integers of modules for constants
+STATIC = 2
 FREE = 4  # captures whatever they take: train, eval, with and without gradients
 NODES = 500  # of the captures beyond those, before calls have to earn another: some 10 ms each
 EARNS = 64  # calls, for the first capture that is earned; twice as many for the next
@@ -100,7 +100,7 @@ class Bare:
 class Variants(CaptureChoice):
     """Chooses which frames of one capture are captured again; ``own``: the name of the function that was captured.
 
-    symbols: whether numbers may become symbols. A frame in the midst of a call runs as it was written where no graph
+    symbols: whether integers of modules may become symbols. A frame in the midst of a call runs as it was written where no graph
     is captured for it; for the call as a whole, NoGraph is raised.
     """
 
@@ -108,6 +108,8 @@ class Variants(CaptureChoice):
     most: int
     symbols: bool
     budget: Budget
+    as_they_are: bool = False  # whether sizes and numbers that were seen to change are constants all the same
+    static: int = STATIC  # captures that take integers of modules for constants
     forward: Any = None  # whose parameters and module the names in messages are of
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # by place
     _before: int = 0  # nodes captured before the capture that is going on
@@ -123,7 +125,14 @@ class Variants(CaptureChoice):
                 raise NoGraph(self)
             return None
         self._before = self.budget.nodes  # captures are made one at a time
-        return CHANGING_INTS if self.symbols and count >= STATIC else {}
+        if self.as_they_are and count:  # not at the first, from which later captures know what has changed
+            return NO_SYMBOLS
+        return CHANGING_INTS if self.symbols and count >= self.static else {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further graph of what is captured is made."""
+        return sum(count for place, count in self.captures.items() if place[0] == self.own) >= self.most
 
     def made(self, frame: Any) -> None:
         """Count what was captured."""

@@ -91,6 +91,7 @@ class CapturedSteps:
         else:
             self._state.refresh(())  # masters follow, too
         found = graph(*args)
+        self.budget.calls += 1
         if self.last:
             self._was_updated(graph)
             self._look_at_floor(graph, args)

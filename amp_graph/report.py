@@ -16,7 +16,7 @@ import torch
 
 from amp_graph.backend import Compile
 from amp_graph.captured_graphs import Captured
-from amp_graph.captured_step import CapturedStep
+from amp_graph.captured_step import CapturedStep, PlainCaptured
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import why_no_kernel
@@ -128,7 +128,7 @@ def _of_step(step: TrainStep) -> Report:
         "" if graphs else NOT_CAPTURED.replace("model", "step"),
         tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
         (),
-        tuple(dict.fromkeys(note for captured in step.captured for note in _of_passes(captured))),
+        (*step.notes, *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured))),
         memory_of(step.model, step.optimizer, step.weight_copies()),
     )
 
@@ -136,6 +136,9 @@ def _of_step(step: TrainStep) -> Report:
 def _of_passes(captured: CapturedStep) -> Iterator[str]:
     """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
+    if isinstance(captured, PlainCaptured):
+        yield "captured for any sizes and numbers: autograd and the update run behind the graph"
+        return
     for traced in captured.steps.values():
         kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
         yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"

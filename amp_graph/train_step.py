@@ -6,16 +6,14 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.backend import Compile, Runner, check_compile
+from amp_graph.backend import Compile, check_compile
 from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import CapturedStep
 from amp_graph.captured_steps import CapturedSteps
@@ -24,48 +22,31 @@ from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.cuda_graph import check_cuda_graph
-from amp_graph.errors import CaptureError, ScaleError, warn
+from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.loss_scale import LossScale, check_at_floor
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
-from amp_graph.passes.torch_private import (
-    DEPENDS_ON_DATA,
-    NO_LIMIT,
-    CaptureListener,
-    Find,
-    capture_with_dynamo,
-    compiled_frames,
-    is_autocast_on,
-    own_code_object,
-    weakly,
-)
+from amp_graph.passes.torch_private import DEPENDS_ON_DATA, is_autocast_on
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.recaptures import Recaptures
 from amp_graph.reduce_gradients import default_group, make_equal, ranks_of
-from amp_graph.step_graph import StepGraph, mark_loss
+from amp_graph.step_graph import StepGraph
 from amp_graph.step_inputs import (
-    call_model,
-    forward_of,
-    loss_of,
     make_loss_scale,
     policy_of,
     refuse,
     refuse_complex,
-    refuse_gradients_beyond,
     refuse_options,
     refuse_surroundings,
     refuse_what_is_no_graph,
-    refuse_what_is_no_loss,
     set_up_outside,
     split_batch,
 )
+from amp_graph.step_runs import StepRuns
 from amp_graph.step_state import StepState
-from amp_graph.variants import MOST, Bare, NoGraph, Variants, check_max_graphs
+from amp_graph.variants import MOST, check_max_graphs
 from amp_graph.watch_optimizer import WatchedOptimizer
 
-OWN = "amp_graph_step"  # the name of the function that is captured
-TRACED = 2  # steps that are traced whole; for more sizes and numbers, forwards are captured that take any
 # What a step is made for; options of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
@@ -153,16 +134,14 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
-        self._recaptures = Recaptures()
-        self._told: list[str] = []  # what the report notes
-        self._learns = ranks is None  # whether other steps may take the place of traced ones: ranks must do the same
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
         how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
-        self._capture()
+        own = (model, loss_fn, outputs, self._steps, EscapedCode(model, self.policy), max_graphs)
+        self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
         self._own = {*self.__dict__, "_own"} - others
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -192,11 +171,7 @@ class TrainStep:
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._steps.last = last
         try:
-            known = len(self.captured)
-            result = self._ran(batch)
-            self._steps.budget.calls += 1
-            if len(self.captured) > known and not self._learns:
-                self._recaptures.note(batch)
+            result = self._runs(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
         except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
@@ -204,54 +179,6 @@ class TrainStep:
                 refuse_what_is_no_graph(self.model, error)
                 raise
         return self._once(batch, last)
-
-    def _ran(self, batch: Sequence[Any]) -> Any:
-        """Run one step: as it was traced, else as its forward was captured for any sizes, else as it is written."""
-        if self._bare.passes(self.model.training):
-            return self._as_written(batch)
-        local = {"batch": tuple(batch), **self._free}
-        found = self._find(local) or (self._find_plain(local) if self._traced.is_full else None)
-        for run in (found,) if found else (self._run, self._run_plain):
-            try:
-                result = run(*batch)
-            except NoGraph as stopped:
-                if stopped.owner not in (self._traced, self._plain):
-                    raise
-                continue
-            self._bare.hit(self.model.training)
-            return result
-        self._bare.missed(self.model.training)
-        self._say_what_varies()
-        return self._as_written(batch)
-
-    def _as_written(self, batch: Sequence[Any]) -> Any:
-        """Run a step whose forward is not captured: under autocast, or in fp32, as the policy has what escapes."""
-        refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
-        escaped = self._escaped
-
-        def compute() -> tuple[Any, ...]:
-            with escaped.region() if escaped.is_cast else nullcontext():
-                found = self._forward(*batch)
-            loss, *others = found if self.outputs else (found,)
-            refuse_what_is_no_loss(loss)
-            return (loss.float(), *(escaped.finished(one, batch, {}) for one in others))
-
-        found = self._steps.run_as_written(compute)
-        return tuple(found) if self.outputs else found[0]
-
-    def _say_what_varies(self) -> None:
-        """Say, once, what steps differ in that are captured no more."""
-        why = self._plain.why or self._traced.why
-        if why is None or self._told:
-            return
-        count = sum(self._traced.captures.values()) + sum(self._plain.captures.values())
-        how = self._escaped.how
-        text = (
-            f"captured {count} times, and steps still differ: those without a graph run {how} from now on: they differ "
-            f"in {why}\n  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept"
-        )
-        self._told.append(text)
-        warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {text}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what the graphs were made for."""
@@ -277,49 +204,11 @@ class TrainStep:
     def _follow_conversion(self) -> None:
         """Capture anew where the model was converted, or reverted, after this step was made."""
         policy_of(self.model, self.policy)  # which is to be the same
-        self._capture()
+        self._runs.capture()
         self._conversion = conversion_of(self.model)
         self.captured.clear()
         self._state.keep(())
         self.forget()
-
-    # -- capture --------------------------------------------------------------------------------------
-
-    def _capture(self) -> None:
-        """Capture anew from the next call on."""
-        loss_fn, outputs = self.loss_fn, self.outputs
-        model = forward_of(self.model)
-
-        def amp_graph_step(*batch: Any) -> Any:
-            out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
-            loss = loss_fn(out, *batch[1:]) if loss_fn is not None else loss_of(out)
-            return (mark_loss(loss), out) if outputs else mark_loss(loss)
-
-        function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
-        # Of the same name, by which Dynamo knows what sizes the first was captured for.
-        again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
-        self._find: Find = compiled_frames(function, has_backward=False)
-        self._find_plain: Find = compiled_frames(again)
-        self._free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
-        self._forward = amp_graph_step
-        traced = min(TRACED, self.max_graphs) if self._learns else NO_LIMIT
-        budget, self._bare = self._steps.budget, Bare()
-        self._traced = Variants(OWN, traced, False, budget, self._learns, forward=self.model.forward)
-        self._plain = Variants(OWN, self.max_graphs - traced, True, budget, static=0, forward=self.model.forward)
-        self._escaped = EscapedCode(self.model, self.policy)
-        self._run = self._captured_by(function, self._steps.take, self._traced)
-        self._run_plain = self._captured_by(again, self._steps.take_plain, self._plain)
-
-    def _captured_by(self, function: Any, backend: Callable[..., Runner], variants: Variants) -> Runner:
-        return capture_with_dynamo(
-            function,
-            weakly(backend),
-            dynamic=None if self._learns else False,
-            fullgraph=True,
-            heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
-            collector_waits=self.compile == "eager",
-            choice=variants,
-        )
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -335,7 +224,7 @@ class TrainStep:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make the copy, with what others have put beside."""
-        TrainStep.__init__(self, **{name: state[name] for name in MADE_FOR})
+        TrainStep.__init__(self, **{name: state[name] for name in MADE_FOR if name in state})
         self.__dict__.update({name: value for name, value in state.items() if name not in MADE_FOR})
 
     def forget(self) -> None:
@@ -356,6 +245,11 @@ class TrainStep:
     def captured(self) -> list[CapturedStep]:
         """What was captured so far, each with the steps that were traced from it."""
         return self._steps.captured
+
+    @property
+    def notes(self) -> list[str]:
+        """What the report says of steps that were not captured."""
+        return self._runs.notes
 
     @property
     def skipped_steps(self) -> Tensor:

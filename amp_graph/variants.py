@@ -100,8 +100,8 @@ class Bare:
 class Variants(CaptureChoice):
     """Chooses which frames of one capture are captured again; ``own``: the name of the function that was captured.
 
-    symbols: whether integers of modules may become symbols. A frame in the midst of a call runs as it was written where no graph
-    is captured for it; for the call as a whole, NoGraph is raised.
+    symbols: whether integers of modules may become symbols. A frame in the midst of a call runs as it was written where
+    no graph is captured for it; for the call as a whole, NoGraph is raised.
     """
 
     own: str

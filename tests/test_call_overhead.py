@@ -127,7 +127,7 @@ def test_a_training_step_finds_its_code_and_captures_what_is_new(compile):
     step = amp_graph.TrainStep(model, lambda out: out.square().mean(), optimizer, compile=compile)
 
     def looked_up(x):
-        return step._find({"batch": (x,), **step._free})
+        return step._runs.find({"batch": (x,), **step._runs.free})
 
     assert looked_up(X) is None
     losses = [step(X).item() for _ in range(3)]

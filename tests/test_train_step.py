@@ -157,7 +157,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
     (x, y), (u, v) = batches(2)
     step(x, y)
     plain(x, y)
-    run, calls = step._run, []
+    run, calls = step._runs.run, []
 
     def interrupted(*batch):
         calls.append(batch)
@@ -166,7 +166,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
         return run(*batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "_find", lambda _: interrupted)
+        patched.setattr(step._runs, "find", lambda _: interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(u, v)
     step(u, v)
@@ -435,10 +435,12 @@ class Scaled(nn.Linear):
     ],
     ids=["numbers", "shapes", "tensors"],
 )
-def test_what_has_a_step_captured_again_and_again_is_named(given, told):
+def test_what_has_a_step_of_several_ranks_captured_again_and_again_is_named(given, told):
     torch.manual_seed(0)
     model = Scaled(6, 3)
     step = amp_graph.TrainStep(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step._runs.learns = False
+    step._runs.capture()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(18):

@@ -19,6 +19,7 @@ from amp_graph.complaints import warn_of_full_precision
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.passes.predict import LEFT_ALONE
+from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_updates import note_step
 from amp_graph.plain_step import PlainStep
 from amp_graph.step_graph import StepGraph
@@ -101,7 +102,7 @@ class CapturedSteps:
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph | PlainStep:
         if isinstance(captured, PlainCaptured):
-            made = PlainStep(self._builder, captured, self.last, self._laid_out)
+            made = PlainStep(self._builder, captured, self.last, weakly(self._laid_out))
             captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
             return made
         gm = captured.rewritten.gm

@@ -51,6 +51,7 @@ from amp_graph.passes.torch_private import (
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.variants import MOST, Bare, NoGraph, Variants
+from amp_graph.varied import called
 
 # They call the model inside, whose forward is what there is to convert.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -87,7 +88,7 @@ class Conversion:
         self._misses = 0  # calls in which nothing ran
         symbols = self.dynamic is not False
         how = (OWN, self.max_graphs, symbols, self.captured.budget)
-        self.variants = [Variants(*how, forward=self.forward) for _ in range(2)]  # of whole calls, and of pieces
+        self.variants = [Variants(*how, of=called(self.forward)) for _ in range(2)]  # of whole calls, and of pieces
         self._bare = Bare()  # calls for which there is no graph
         self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
 

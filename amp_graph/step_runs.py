@@ -31,6 +31,7 @@ from amp_graph.recaptures import Recaptures
 from amp_graph.step_graph import mark_loss
 from amp_graph.step_inputs import call_model, forward_of, loss_of, refuse_gradients_beyond, refuse_what_is_no_loss
 from amp_graph.variants import Bare, NoGraph, Variants
+from amp_graph.varied import called
 
 OWN = "amp_graph_step"  # the name of the function that is captured
 TRACED = 2  # steps that are traced whole; for more sizes and numbers, forwards are captured that take any
@@ -76,9 +77,9 @@ class StepRuns:
         self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
         self._forward, self._bare = amp_graph_step, Bare()
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
-        named = self.model.forward
-        self._traced = Variants(OWN, traced, False, budget, as_they_are=self.learns, forward=named)
-        self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, forward=named)
+        named = called(self.model.forward)
+        self._traced = Variants(OWN, traced, False, budget, as_they_are=self.learns, of=named)
+        self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, of=named)
         self.run = self._captured_by(function, self.steps.take, self._traced)
         self._run_plain = self._captured_by(again, self.steps.take_plain, self._plain)
 

@@ -19,7 +19,7 @@ import torch
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_private import CHANGING_INTS, NO_SYMBOLS, CaptureChoice, failed_guards
-from amp_graph.varied import Varied, varied_by
+from amp_graph.varied import Called, Varied, varied_by
 
 MOST = 16  # graphs of the same code
 STATIC = 2
@@ -110,7 +110,7 @@ class Variants(CaptureChoice):
     budget: Budget
     as_they_are: bool = False  # whether sizes and numbers that were seen to change are constants all the same
     static: int = STATIC  # captures that take integers of modules for constants
-    forward: Any = None  # whose parameters and module the names in messages are of
+    of: Called = field(default_factory=Called)  # what messages speak of
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # by place
     _before: int = 0  # nodes captured before the capture that is going on
     why: Varied | None = None  # what the calls differ in for which nothing is captured any more
@@ -120,7 +120,7 @@ class Variants(CaptureChoice):
         count = self.captures[self._place(frame)]
         if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
             if self.why is None:
-                self.why = varied_by(failed_guards(frame), frame, self.forward, count)
+                self.why = varied_by(failed_guards(frame), frame, self.of, count)
             if self._is_own(frame):
                 raise NoGraph(self)
             return None

@@ -34,30 +34,36 @@ class Varied:
         return f"{self.what}{now}{f' ({self.where})' if self.where else ''}"
 
 
-def varied_by(
-    guards: Sequence[tuple[str, Any]], frame: Any, forward: Callable[..., Any] | None, captures: int
-) -> Varied:
+@dataclass(frozen=True)
+class Called:
+    """What is called, in words: the names of its arguments, and its first line; not the model, which is not to live on.
+
+    What Dynamo has compiled may outlive a model, with all that its callback holds.
+    """
+
+    names: tuple[str, ...] = ()
+    where: str = ""
+
+
+def called(forward: Callable[..., Any]) -> Called:
+    """Return what is said of ``forward``."""
+    try:
+        names = tuple(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # of code that has none
+        names = ()
+    code = getattr(forward, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
+    return Called(names, where)
+
+
+def varied_by(guards: Sequence[tuple[str, Any]], frame: Any, of: Called, captures: int) -> Varied:
     """Return what most of the ``guards``, one of each graph, with stacks, refuse a call for."""
-    names = _arguments_of(forward)
-    read = [_read(guard.partition(" #")[0].strip(), frame, names) for guard, _ in guards]
+    read = [_read(guard.partition(" #")[0].strip(), frame, of.names) for guard, _ in guards]
     if not read:
         return Varied("what no guard tells", "", "", "see TORCH_LOGS=recompiles", captures)
     (what, _), *_ = Counter(one.what for one in read).most_common(1)
     i = next(i for i, one in enumerate(read) if one.what == what)
-    where = break_at("", guards[i][1]).where or _first_line_of(forward)
-    return replace(read[i], where=where, captures=captures)
-
-
-def _arguments_of(forward: Callable[..., Any] | None) -> list[str]:
-    try:
-        return list(inspect.signature(forward).parameters) if forward is not None else []
-    except (TypeError, ValueError):
-        return []
-
-
-def _first_line_of(forward: Any) -> str:
-    code = getattr(forward, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
+    return replace(read[i], where=break_at("", guards[i][1]).where or of.where, captures=captures)
 
 
 def _read(guard: str, frame: Any, names: Sequence[str]) -> Varied:

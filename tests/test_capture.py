@@ -149,7 +149,7 @@ def test_twenty_widths_of_one_class():
 
 @pytest.mark.parametrize("dynamic", [None, False])
 def test_twenty_shapes_of_one_model(dynamic):
-    model = amp_graph.convert(Net(), dynamic=dynamic)
+    model = amp_graph.convert(Net(), dynamic=dynamic, max_graphs=20)
     for rows in range(2, 22):
         assert_runs_low(model, torch.randn(rows, 16))
     assert conversion_of(model).runs == 40
@@ -167,7 +167,7 @@ def test_twenty_ranks_scales_and_modes_of_one_model():
 def test_twenty_switches_of_one_model_with_many_flags():
     """Each layer's mode is a guard of its own: twenty different states."""
     model, x = (
-        amp_graph.convert(nn.Sequential(*[nn.Dropout(0.1) for _ in range(5)], nn.Linear(16, 4))),
+        amp_graph.convert(nn.Sequential(*[nn.Dropout(0.1) for _ in range(5)], nn.Linear(16, 4)), max_graphs=20),
         torch.randn(3, 16),
     )
     for state in range(20):

@@ -1,4 +1,4 @@
-"""Steps on batches that differ in sizes and numbers: two are traced, one forward serves all others, or none is captured.
+"""Steps whose batches differ in sizes and numbers: two are traced, one forward serves the others, or none is captured.
 
 Every run is compared with a step that is traced anew for each kind of batch, which is how all steps were.
 """

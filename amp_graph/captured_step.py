@@ -131,5 +131,12 @@ def names_of(gm: GraphModule) -> list[str]:
     return [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
+def has_symbols(gm: GraphModule) -> bool:
+    """Say whether a captured graph is for inputs of several sizes, or numbers."""
+    given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    sizes = [size for one in given for size in (one.shape if isinstance(one, Tensor) else (one,))]
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
 def _weights_among(args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
     return tuple(i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter) or id(a) in owned)

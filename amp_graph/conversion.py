@@ -174,6 +174,7 @@ class Conversion:
             return self.escaped.run(self._wide, args, kwargs)
         before, alone = self.runs, self.captured.runs_left_alone
         if self._bare.passes(self.model.training):
+            self.captured.budget.calls += 1
             return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})

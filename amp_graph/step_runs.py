@@ -70,7 +70,7 @@ class StepRuns:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
-        # Of the same name, by which Dynamo knows what sizes the first was captured for.
+        # Of the same name, by which Dynamo knows what sizes the first was captured for, and so which have changed.
         again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
         self.find: Find = compiled_frames(function, has_backward=False)
         self._find_plain: Find = compiled_frames(again)
@@ -78,16 +78,18 @@ class StepRuns:
         self._forward, self._bare = amp_graph_step, Bare()
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
         named = called(self.model.forward)
-        self._traced = Variants(OWN, traced, False, budget, as_they_are=self.learns, of=named)
+        self._traced = Variants(OWN, traced, False, budget, of=named)
         self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, of=named)
-        self.run = self._captured_by(function, self.steps.take, self._traced)
-        self._run_plain = self._captured_by(again, self.steps.take_plain, self._plain)
+        self.run = self._captured_by(function, self.steps.take, self._traced, dynamic=False)
+        self._run_plain = self._captured_by(again, self.steps.take_plain, self._plain, dynamic=None)
 
-    def _captured_by(self, function: Any, backend: Callable[..., Runner], variants: Variants) -> Runner:
+    def _captured_by(
+        self, function: Any, backend: Callable[..., Runner], variants: Variants, dynamic: bool | None
+    ) -> Runner:
         return capture_with_dynamo(
             function,
             weakly(backend),
-            dynamic=None if self.learns else False,
+            dynamic=dynamic,
             fullgraph=True,
             heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
             collector_waits=self.collector_waits,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_private import CHANGING_INTS, NO_SYMBOLS, CaptureChoice, failed_guards
+from amp_graph.passes.torch_private import CHANGING_INTS, CaptureChoice, failed_guards
 from amp_graph.varied import Called, Varied, varied_by
 
 MOST = 16  # graphs of the same code
@@ -108,7 +108,6 @@ class Variants(CaptureChoice):
     most: int
     symbols: bool
     budget: Budget
-    as_they_are: bool = False  # whether sizes and numbers that were seen to change are constants all the same
     static: int = STATIC  # captures that take integers of modules for constants
     of: Called = field(default_factory=Called)  # what messages speak of
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # by place
@@ -125,8 +124,6 @@ class Variants(CaptureChoice):
                 raise NoGraph(self)
             return None
         self._before = self.budget.nodes  # captures are made one at a time
-        if self.as_they_are and count:  # not at the first, from which later captures know what has changed
-            return NO_SYMBOLS
         return CHANGING_INTS if self.symbols and count >= self.static else {}
 
     @property

@@ -60,7 +60,6 @@ __all__ = [
     "DEPENDS_ON_DATA",
     "CHANGING_INTS",
     "NO_LIMIT",
-    "NO_SYMBOLS",
     "CaptureChoice",
     "CaptureListener",
     "FakeTensor",
@@ -550,7 +549,6 @@ class CaptureChoice:
 
 # Makes symbolic what an integer of a module is that was seen to change, as Dynamo does for arguments; 2.11 - 2.13.
 CHANGING_INTS: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
-NO_SYMBOLS: dict[str, Any] = {"automatic_dynamic_shapes": False}  # 2.11 - 2.13
 
 
 def failed_guards(frame: Any) -> list[tuple[str, Any]]:

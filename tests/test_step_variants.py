@@ -139,6 +139,18 @@ def test_what_cannot_be_captured_for_all_runs_as_it_is_written(policy, optimizer
     assert any("captured 3 times" in note for note in amp_graph.report(step).notes)
 
 
+def test_a_size_that_the_user_marks_is_in_no_traced_step():
+    torch.manual_seed(0)
+    model = Net()
+    step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), "bf16")
+    model.eval()
+    for x, y in lengths():
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(y, 0)
+        assert step(x, y).item() == pytest.approx(F.mse_loss(model(x), y).item(), rel=0.02)
+    assert len(step.captured) == 1
+
+
 @pytest.mark.parametrize("max_graphs", [1, 3])
 def test_a_bad_step_changes_nothing(max_graphs):
     torch.manual_seed(0)

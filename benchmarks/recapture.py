@@ -20,6 +20,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.conversion import conversion_of
+from amp_graph.errors import CaptureError
 
 WIDTH, LAYERS, ROWS = 128, 6, 32
 FACTOR, SECONDS = 1.5, 10.0  # what a loop may take: so many times autocast's, and so much beside
@@ -199,7 +200,7 @@ def our_steps(model: Net, batches: list[tuple[Any, ...]]) -> tuple[float, int]:
     try:
         for given in batches:
             step(given)
-    except amp_graph.CaptureError:
+    except CaptureError:
         return -1.0, 0
     return time.process_time() - began, len(step.captured)
 

@@ -31,8 +31,6 @@ from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, pass
 from amp_graph.passes.collector import collector_waits
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.node_value import value
-from amp_graph.passes.symbolic_sizes import depends_on_data
 from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
@@ -178,9 +176,8 @@ class StepBuilder:
         names = captured.input_names()[: len(args)]
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
-        by_data = any(depends_on_data(value(node)) for node in gm.graph.nodes)
-        computed = captured.computed()
-        parts = StepParts(computed, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
+        copied = (hoisted, copies, masters, self.ranks, *beside, captured.depends_on_data())
+        parts = StepParts(captured.computed(), args, *own, names, *copied)
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:

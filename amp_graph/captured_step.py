@@ -18,6 +18,8 @@ from torch.fx import GraphModule
 from amp_graph.embedding_rows import tables_of
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
+from amp_graph.passes.node_value import value
+from amp_graph.passes.symbolic_sizes import depends_on_data
 
 # Which step: one that only adds gradients up, one that updates, or one that also updates these parameters, by id, to
 # which other micro-batches alone have sent gradients.
@@ -63,6 +65,10 @@ class CapturedStep:
     def tables(self) -> Collection[int]:
         """Return which inputs are read as tables of embeddings, and in no other way."""
         return tables_of(self.rewritten.gm)
+
+    def depends_on_data(self) -> bool:
+        """Say whether sizes, or numbers, in the graph depend on data."""
+        return any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
 
     @property
     def bound(self) -> Bound:
@@ -120,6 +126,10 @@ class PlainCaptured(CapturedStep):
     def tables(self) -> Collection[int]:
         """Return none: gradients of tables are as autograd makes them."""
         return ()
+
+    def depends_on_data(self) -> bool:
+        """Say no: what is traced is autograd's run of the forward."""
+        return False
 
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
         self.numbers = _weights_among(args, owned)

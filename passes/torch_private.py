@@ -57,8 +57,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 -
 from amp_graph.passes.collector import collector_waits
 
 __all__ = [
-    "DEPENDS_ON_DATA",
     "CHANGING_INTS",
+    "DEPENDS_ON_DATA",
     "NO_LIMIT",
     "CaptureChoice",
     "CaptureListener",

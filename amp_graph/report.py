@@ -23,6 +23,7 @@ from amp_graph.fused_update import why_no_kernel
 from amp_graph.graph_report import GraphReport
 from amp_graph.memory_report import memory_of
 from amp_graph.optim import OnePassOptimizer
+from amp_graph.passes.native_code import why_refused
 from amp_graph.passes.text import SHORT
 from amp_graph.passes.what_pays import one_pass_pays
 from amp_graph.policy import Policy
@@ -110,7 +111,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer)),
+        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer), *_of_kernels(found.model)),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
@@ -128,7 +129,11 @@ def _of_step(step: TrainStep) -> Report:
         "" if graphs else NOT_CAPTURED.replace("model", "step"),
         tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
         (),
-        (*step.notes, *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured))),
+        (
+            *step.notes,
+            *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured)),
+            *_of_kernels(step.model),
+        ),
         memory_of(step.model, step.optimizer, step.weight_copies()),
     )
 
@@ -166,6 +171,13 @@ def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> It
         if one_pass_pays("cpu", elements):
             ours = f"amp_graph.optim.{type(optimizer).__name__}"
             yield f"update: {elements:,} weights are cast behind each; {ours} would write their copies"
+
+
+def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
+    """Say which compiled code is not to be had on this machine, and why, where the model is on its CPU."""
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        for why, names in why_refused().items():
+            yield f"torch's kernels in place of {', '.join(names)}: {why}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shlex
-import shutil
-import subprocess
 import threading
-import time
 import uuid
 from collections import defaultdict
 from functools import lru_cache
@@ -22,12 +20,24 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.lists import AmpGraphError
+from amp_graph.passes.code_folder import (
+    FIX,
+    folder,
+    forget,
+    forget_parts,
+    is_whole,
+    make_folder,
+    part_of,
+    put,
+    verified,
+)
+from amp_graph.passes.code_folder import FOLDER as FOLDER
+from amp_graph.passes.run_compiler import CompilerError as CompilerError
+from amp_graph.passes.run_compiler import compiler, compiler_words, refusal, run_compiler
 
 HEADER = Path(__file__).with_name("kernel.h")  # which, like those beside it, any of the sources may include
-FOLDER = "AMP_GRAPH_CACHE"  # the variable that says where to keep what was compiled
+IDENTITY = HEADER.with_name("identity.h")
 LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
-SECONDS = 120  # that a compiler may take; it needs half a second
 # No product fused with a sum that the source does not fuse.
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # What C calls the low precision that it is compiled for.
@@ -44,24 +54,40 @@ _locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(
 # What torch's OpenMP is asked for, by these names whether it is GNU's or another that stands in for it.
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _on_openmp: list[ctypes.CDLL] = []
+_refused: dict[tuple[str, tuple[str | None, ...]], str] = {}  # why, by source and by settings of the environment
+# What could not be compiled, by compiler, folder and key, and why: once a process is enough.
+_failed: dict[tuple[tuple[str, ...], str, str], str] = {}
 _is_forked = False
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)
     os.register_at_fork(after_in_child=lambda: _leave_openmp())
 
 
-class CompilerError(AmpGraphError):
-    """C code that could not be compiled, or not be loaded, on this machine."""
-
-
 @lru_cache
 def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile ``source``, a C file, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
 
-    Raises CompilerError where there is no compiler, the compiler refuses, or nothing can be written.
+    Raises CompilerError where there is no compiler, it refuses, or the folder is not to be trusted or written to.
     """
     with _locks[source, macros]:
-        return _loaded(source, macros)
+        try:
+            return _loaded(source, macros)
+        except CompilerError as error:
+            _refused[source.stem, _settings()] = str(error).partition("\n")[0]
+            raise
+
+
+def why_refused() -> dict[str, list[str]]:
+    """Return, by reason, the sources that could not be compiled or loaded with the settings of the environment."""
+    found: dict[str, list[str]] = {}
+    for (name, settings), why in list(_refused.items()):
+        if settings == _settings():
+            found.setdefault(why, []).append(name)
+    return found
+
+
+def _settings() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("CC", FOLDER, "XDG_CACHE_HOME", "HOME", "PATH")))
 
 
 def load_if_possible(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL | None:
@@ -74,15 +100,46 @@ def load_if_possible(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL 
 
 def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
-    headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
-    told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
     try:
-        made = folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
-        if not made.is_file():
-            _compile(source, options, made)
-        return _sharing_threads(ctypes.CDLL(str(made)))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        raise _refusal(str(error), f"{FOLDER}=/a/folder/to/write/to") from error
+        kept, key = folder(), _key(source, options)
+        path = verified(kept, key)
+        if path is not None and (found := _opened(path, key)) is not None:
+            return _sharing_threads(found)
+        if path is not None:
+            forget(path, key)
+        return _sharing_threads(_built(source, options, kept, key))
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a user without a home
+        raise refusal(str(error), FIX) from error
+
+
+def _key(source: Path, options: tuple[str, ...]) -> str:
+    """Return the name of what ``source`` becomes: by all of its text, and by what it may run on."""
+    headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
+    own = compiler_words()[1:]  # CC="gcc -march=native", say, whose code another CPU need not run
+    options = (*options, *own, *(_cpu() if own else ()))
+    told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
+    return f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
+
+
+@lru_cache
+def _cpu() -> tuple[str, ...]:
+    """Return what this CPU can do, as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as told:
+            lines = [line for line in itertools.islice(told, 64) if line.startswith(("flags", "Features", "model"))]
+    except OSError:
+        lines = [platform.processor()]
+    return tuple(dict.fromkeys(lines))
+
+
+def _opened(path: Path, key: str) -> ctypes.CDLL | None:
+    """Load the library at ``path``; None where it is not what ``key`` names."""
+    try:
+        found = ctypes.CDLL(str(path))
+        said = (ctypes.c_char * (len(key) + 1)).in_dll(found, "amp_graph_key").value
+    except (OSError, ValueError):  # ValueError: no such symbol
+        return None
+    return found if said == key.encode() else None
 
 
 def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -132,49 +189,33 @@ def threads_at_once(elements: int) -> int:
     return threads_for(elements) if _on_openmp else 1
 
 
-def folder() -> Path:
-    """Return where compiled code is kept: ``AMP_GRAPH_CACHE``, or a folder of the user's cache."""
-    given = os.environ.get(FOLDER)
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amp_graph")
+def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctypes.CDLL:
+    """Compile ``source`` and load it; what does so is kept in the folder ``kept`` for later processes."""
+    made = (compiler(), str(kept), key)
+    if made in _failed:
+        raise CompilerError(_failed[made])
+    make_folder(kept)
+    forget_parts(kept)
+    part = part_of(kept, key, uuid.uuid4().hex)
+    try:
+        _compile(source, (*options, f'-DAMP_GRAPH_KEY="{key}"'), part)
+        found = _opened(part, key) if is_whole(part) else None
+        if found is None:
+            raise refusal(f"{shlex.join(made[0])} made what is no library of {source.name}")
+        with contextlib.suppress(OSError):  # of a disk that is full: it runs, and the next process makes its own
+            put(part, key)
+        return found
+    except CompilerError as error:
+        _failed[made] = str(error)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
-    """Write ``made`` as a whole: another process may be about to load it."""
-    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _forget_parts(made.parent)
-    part = made.with_name(f"{made.stem}.{uuid.uuid4().hex}.part")
-    command = [*_compiler(), *options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}"]
-    command += [str(source), "-o", str(part), "-lm"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if done.returncode:
-            raise _refusal(f"{shlex.join(command)}\n{done.stderr.strip()[:2000]}", "another compiler: CC=gcc")
-        os.replace(part, made)
-    except subprocess.TimeoutExpired as error:
-        raise _refusal(f"{command[0]} took more than {SECONDS} seconds", "another compiler: CC=gcc") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _forget_parts(inside: Path) -> None:
-    """Remove what a process left that ended while it compiled."""
-    for part in inside.glob("*.part"):
-        with contextlib.suppress(OSError):  # another process removes it
-            if time.time() - part.stat().st_mtime > SECONDS:
-                part.unlink()
-
-
-def _compiler() -> list[str]:
-    """Return the C compiler's command: ``CC``, or the first of the usual ones that is there."""
-    given = shlex.split(os.environ.get("CC", ""))
-    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(command[0]):
-            return command
-    raise _refusal(f"no C compiler: {given[0] if given else 'cc, gcc and clang'} not found", "install one, or set CC")
-
-
-def _refusal(what: str, fix: str) -> CompilerError:
-    return CompilerError(
-        f"compiling for this CPU: {what}\n  legal: a C compiler that makes shared libraries\n"
-        f"  fix:   {fix}; or TrainStep(..., update='torch')"
-    )
+    """Write ``made``, a shared library."""
+    arguments = [*options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}", "-include", str(IDENTITY)]
+    run_compiler(compiler(), [*arguments, str(source), "-o", str(made), "-lm"])
+    if not made.is_file():
+        raise refusal(f"{shlex.join(compiler())} wrote nothing")

@@ -172,9 +172,12 @@ def test_what_a_process_left_that_ended_while_it_compiled_is_removed(monkeypatch
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 42; }")
     monkeypatch.setenv(native_code.FOLDER, str(tmp_path))
-    left, being_made = tmp_path / "left.part", tmp_path / "being_made.part"
-    for part in (left, being_made):
+    key, unique = f"answer-{'0' * 24}", "a" * 32
+    left, being_made = tmp_path / f"{key}.{unique}.part", tmp_path / f"{key}.{unique[::-1]}b.part"
+    of_record, of_the_user = tmp_path / f".{key}.sha256.{unique}.part", tmp_path / "thesis.part"
+    for part in (left, being_made, of_record, of_the_user):
         part.touch()
-    os.utime(left, (1, 1))
+    for part in (left, of_record, of_the_user):
+        os.utime(part, (1, 1))
     assert native_code.load(source).answer() == 42
-    assert [part.name for part in tmp_path.glob("*.part")] == ["being_made.part"]
+    assert {part.name for part in tmp_path.glob("*.part")} == {being_made.name, of_the_user.name}

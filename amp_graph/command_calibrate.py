@@ -10,6 +10,7 @@ import torch
 
 from amp_graph.calibration import calibrate
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.passes.machine import FAMILIES, Machine, class_of, machine_text, place_of_own_file
 from amp_graph.terminal import write_table
 
@@ -44,9 +45,9 @@ def _row(name: str, dtype: str, ours: float, theirs: float) -> tuple[str, ...]:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
+        write_atomically(path, text)
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
         raise AmpGraphError(
-            f"calibrate: cannot write {path}: {error.strerror}\n"
+            f"calibrate: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
             "  legal: a file in a directory that may be made\n  fix:   --output machine.toml"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.graph_dot import dot_lines
 from amp_graph.graph_lines import Lines, diff_lines, text_lines
 from amp_graph.graph_report import GraphReport
+from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.report import Report, report
 from amp_graph.report_html import html_page
 from amp_graph.rewrite import Rewritten
@@ -51,15 +53,15 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    out = io.StringIO()
+    yield out
     try:
-        out = open(path, "w", encoding="utf-8")
-    except OSError as error:
+        write_atomically(path, out.getvalue())
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
         raise AmpGraphError(
-            f"dump: cannot write {path}: {error.strerror}\n"
+            f"dump: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
             "  legal: a file in a directory that exists\n  fix:   --output graphs.txt"
         ) from error
-    with out:
-        yield out
 
 
 def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextIO) -> None:

@@ -5,7 +5,6 @@ Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, t
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from amp_graph.backend import Compile, check_compile
 from amp_graph.compile_ahead import compile_ahead
 from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.errors import CaptureError, PolicyError, warn
+from amp_graph.lists.path_pattern import matches
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.table_gradient import POOL
@@ -192,7 +192,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
 
 def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
     """Say where ``keep_fp32`` matches no module: what should have been kept will not be."""
-    if policy.keep_fp32 and not any(re.fullmatch(policy.keep_fp32, name) for name, _ in model.named_modules()):
+    if policy.keep_fp32 and not any(matches(policy.keep_fp32, name) for name, _ in model.named_modules()):
         paths = [name for name, part in model.named_modules() if name and not list(part.children())]
         warn(
             f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so nothing is "

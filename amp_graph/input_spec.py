@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import shortened
 
 DTYPES = {
     "f32": torch.float32,
@@ -26,6 +29,8 @@ DTYPES = {
 INTEGERS = ("i64", "i32")
 EXAMPLE = '--input "x=f32[8,3,224,224],y=i64[8]:0..999"'
 SEED = 0
+MOST_ELEMENTS = 1 << 40
+MOST_SHOWN = 2000  # characters of a text that is pointed into
 
 
 class SpecError(AmpGraphError):
@@ -58,12 +63,20 @@ def make_inputs(
     """Return the positional and the keyword inputs that ``texts`` describe, the same at every call."""
     specs = [spec for text in texts for spec in parse_inputs(text)]
     names = [spec.name for spec in specs if spec.name]
-    for name in names:
-        if names.count(name) > 1:
-            raise SpecError(f"--input: {name!r} is given twice\n  legal: each name once\n  example: {EXAMPLE}")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise SpecError(f"--input: {shortened(name)} is given twice\n  legal: each name once\n  example: {EXAMPLE}")
     generator = torch.Generator().manual_seed(SEED)
-    made = [(spec.name, spec.make(generator).to(device)) for spec in specs]
+    made = [(spec.name, _made(spec, generator, device)) for spec in specs]
     return tuple(t for name, t in made if not name), {name: t for name, t in made if name}
+
+
+def _made(spec: InputSpec, generator: torch.Generator, device: torch.device | str) -> torch.Tensor:
+    try:
+        return spec.make(generator).to(device)
+    except (RuntimeError, MemoryError) as error:
+        what = f"{spec.name or 'an input'} of {list(spec.sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
+        raise SpecError(f"--input: {what}\n  legal: sizes that fit the memory\n  example: {EXAMPLE}") from error
 
 
 def parse_inputs(text: str) -> list[InputSpec]:
@@ -81,7 +94,7 @@ def _input(cursor: _Cursor) -> InputSpec:
     start = cursor.skip_spaces()
     word = cursor.take(r"(\w+)")
     if word not in DTYPES:
-        what = f"unknown dtype {word!r}" if word else "a dtype is missing"
+        what = f"unknown dtype {shortened(word)}" if word else "a dtype is missing"
         raise cursor.error(what, ", ".join(DTYPES), start)
     cursor.expect("[", "before the sizes; a number is f32[]")
     sizes = _sizes(cursor)
@@ -103,7 +116,9 @@ def _sizes(cursor: _Cursor) -> tuple[int, ...]:
         size = cursor.take(r"(\d+)(?![\w.])")
         if not size:
             raise cursor.error("a size is missing", "whole numbers, as in f32[8,16]", start)
-        sizes.append(int(size))
+        sizes.append(_whole(size, cursor, start))
+        if prod(max(one, 1) for one in sizes) > MOST_ELEMENTS:
+            raise cursor.error("so many elements fit no memory", f"up to {MOST_ELEMENTS}", start)
         if cursor.take(r"(\])"):
             return tuple(sizes)
         cursor.expect(",", "between sizes, or ']' after them")
@@ -114,12 +129,19 @@ def _range(cursor: _Cursor, info: torch.iinfo) -> tuple[int, int]:
     found = cursor.take(r"(-?\d+\s*\.\.\s*-?\d+)(?![\w.])")
     if not found:
         raise cursor.error("a range is missing", "lo..hi, both inclusive, as in i64[8]:0..999", start)
-    low, high = (int(end) for end in found.split(".."))
+    low, high = (_whole(end, cursor, start) for end in found.split(".."))
     if low > high:
         raise cursor.error(f"the range {low}..{high} is empty", "lo..hi with lo <= hi", start)
     if low < info.min or high >= info.max:
         raise cursor.error(f"the range {low}..{high} does not fit", f"{info.min}..{info.max - 1}", start)
     return low, high
+
+
+def _whole(digits: str, cursor: _Cursor, start: int) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # of thousands of digits
+        raise cursor.error("a number of so many digits", "numbers of up to 64 bits", start) from None
 
 
 class _Cursor:
@@ -160,5 +182,8 @@ class _Cursor:
 
 def pointed(source: str, what: str, text: str, at: int, legal: str, example: str) -> SpecError:
     """Return an error with a caret under character ``at`` of ``text``."""
+    if len(text) > MOST_SHOWN:
+        begin = max(0, at - MOST_SHOWN // 2)
+        text, at = text[begin : begin + MOST_SHOWN], at - begin
     caret = f"    {text}\n    {' ' * at}^"
     return SpecError(f"{source}: {what}\n{caret}\n  legal: {legal}\n  example: {example}")

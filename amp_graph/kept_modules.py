@@ -6,7 +6,6 @@ Before: ``self.head(x)`` under autocast multiplies in low precision. After: with
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from amp_graph.lists.path_pattern import matches
 from amp_graph.passes.torch_private import not_captured
 from amp_graph.policy import HALVES, Policy
 
@@ -28,7 +28,7 @@ def kept_in_fp32(model: torch.nn.Module, policy: Policy, device: str) -> list[to
     kept: list[torch.nn.Module] = []
     inside: set[int] = set()
     for path, module in model.named_modules():
-        named = any(re.fullmatch(rule, path) for rule in rules)
+        named = any(matches(rule, path) for rule in rules)
         if id(module) not in inside and (named or getattr(module, "amp_precision", "") == FULL):
             kept.append(module)
             inside |= set(map(id, module.modules()))

@@ -131,7 +131,7 @@ def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
 
 def _kept(model: Module, policy: Policy) -> Iterator[Module]:
     for path, module in model.named_modules():
-        named = policy.keep_fp32 and matches_path(re.compile(policy.keep_fp32), path)
+        named = policy.keep_fp32 and matches_path(policy.keep_fp32, path)
         # A cast has no sparse gradient.
         if named or getattr(module, "sparse", False) is True or (policy.level == "O2" and _is_norm(module)):
             yield module

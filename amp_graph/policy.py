@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpList, effective
+from amp_graph.lists.errors import shortened
+from amp_graph.lists.fields import LONGEST_NAME
+from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = tuple(DTYPES.values())
@@ -97,6 +101,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _of_type(field.name, field.default, getattr(self, field.name)))
         _check("dtype", self.dtype, (*DTYPES, "auto"))
         _check("level", self.level, LEVELS)
         object.__setattr__(self, "accuracy", _accuracy(self.accuracy))
@@ -116,11 +122,11 @@ class Policy:
                 f"  legal: planner=mincut, which a number implies\n  fix:   Policy(accuracy={self.accuracy:g})"
             )
         try:
-            re.compile(self.keep_fp32)
-        except re.error as error:
+            check_pattern(self.keep_fp32)
+        except PatternError as error:
             raise PolicyError(
-                f"policy: keep_fp32={self.keep_fp32!r} is not a regular expression: {error}\n"
-                "  legal: a Python regular expression over module paths\n"
+                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression: {error.what}\n"
+                f"  legal: {LEGAL}\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error
 
@@ -164,7 +170,7 @@ class Policy:
             return Policy()
         if not isinstance(text, str):
             raise PolicyError(
-                f"policy: {text!r} is a {type(text).__name__}\n  legal: a Policy or its text form\n"
+                f"policy: {shortened(text)} is a {type(text).__name__}\n  legal: a Policy or its text form\n"
                 "  fix:   policy='bf16'"
             )
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
@@ -173,7 +179,8 @@ class Policy:
             found = _field(word, text)
             for name in found.keys() & fields.keys():
                 raise PolicyError(
-                    f"policy: {text!r} says {name} twice, {fields[name]!r} and {found[name]!r}\n  fix:   one of them"
+                    f"policy: {shortened(text)} says {name} twice, {shortened(fields[name])} and "
+                    f"{shortened(found[name])}\n  fix:   one of them"
                 )
             fields.update(found)
         return Policy(**fields)
@@ -200,13 +207,17 @@ class Policy:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Policy:
-        """Return the policy of ``to_dict``. Raises PolicyError for an unknown field."""
+        """Return the policy of ``to_dict``. Raises PolicyError for an unknown field, or a value of another type."""
         known = {f.name for f in dataclasses.fields(Policy)}
+        if not isinstance(fields, Mapping):
+            raise PolicyError(
+                f"policy: {shortened(fields)} is a {type(fields).__name__}\n  legal: a dict of fields\n"
+                "  fix:   Policy.from_dict({'dtype': 'bf16'})"
+            )
         for name in fields:
             if name not in known:
-                raise PolicyError(_unknown("field", name, known))
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return Policy(**given)
+                raise PolicyError(_unknown("field", str(name), known))
+        return Policy(**fields)
 
     def torch_dtype(self, device: str) -> torch.dtype:
         """Return the low precision for ``device`` ("cpu", "cuda")."""
@@ -290,11 +301,11 @@ def _head(word: str, text: str) -> dict[str, Any]:
 
 def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
     alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
-    near = [alias] if alias else difflib.get_close_matches(name, [w.removesuffix("=...") for w in legal], 1, 0.5)
+    short = name[:LONGEST_NAME]
+    near = [alias] if alias else difflib.get_close_matches(short, [w.removesuffix("=...") for w in legal], 1, 0.5)
     hint = f"\n  fix:   did you mean {near[0]!r}?" if near else "\n  fix:   policy='bf16,accuracy=fast'"
-    return (
-        f"policy: unknown {what} {name!r}{f' in {text!r}' if text else ''}\n  legal: {', '.join(sorted(legal))}{hint}"
-    )
+    where = f" in {shortened(text)}" if text else ""
+    return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}{hint}"
 
 
 def _accuracy(value: Any) -> str | float:
@@ -305,15 +316,35 @@ def _accuracy(value: Any) -> str | float:
         except ValueError:
             _check("accuracy", value, (*ACCURACIES, "a number such as 1.5"))
             return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise PolicyError(
-            f"policy: accuracy={value!r} is not an error budget\n"
+            f"policy: accuracy={shortened(value)} is not an error budget\n"
             "  legal: a number above 0, of which 1 is the predicted error of torch.autocast's plan; autocast; fast\n"
             "  fix:   policy='bf16,accuracy=1.5'"
         )
     return float(value)
 
 
-def _check(name: str, value: str, legal: tuple[str, ...]) -> None:
-    if value not in legal:
+def _of_type(name: str, default: Any, value: Any) -> Any:
+    """Return ``value`` as a field holds it: a list as a tuple. Raises PolicyError for one of another type."""
+    if name == "accuracy" or (name == "skip_unprofitable" and isinstance(value, bool)):
+        return value
+    if isinstance(default, tuple):
+        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, tuple) and all(isinstance(word, str) for word in value):
+            return value
+        legal = "names, in a tuple"
+        fix = f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())"
+    elif isinstance(value, type(default)) or (isinstance(default, str) and name != "keep_fp32"):
+        return value  # of a few words, which are told apart below
+    else:
+        legal = "True, False" if isinstance(default, bool) else "a string"
+        fix = f"Policy({name}={default!r})"
+    raise PolicyError(
+        f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {legal}\n  fix:   {fix[:300]}"
+    )
+
+
+def _check(name: str, value: Any, legal: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in legal:
         raise PolicyError(_unknown(f"{name} value", str(value), {w for w in legal if w}))

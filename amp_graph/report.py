@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from amp_graph.fused_update import why_no_kernel
 from amp_graph.graph_report import GraphReport
 from amp_graph.memory_report import memory_of
 from amp_graph.optim import OnePassOptimizer
+from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.passes.native_code import why_refused
 from amp_graph.passes.text import SHORT
 from amp_graph.passes.what_pays import one_pass_pays
@@ -67,7 +67,7 @@ class Report:
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one self-contained page, which fetches nothing, to ``path``."""
-        Path(path).write_text(html_page(self), encoding="utf-8")
+        write_atomically(path, html_page(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, the same for the same model, policy and inputs."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from amp_graph.passes.atomic_files import write_atomically
+
 FORMAT = 2
 Results = dict[str, Any]
 
@@ -79,7 +81,7 @@ def written(path: Path, held: Results, run: Results, mode: str, model: str, entr
     run["results"].setdefault(mode, {})[model] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = [r for r in held["runs"] if r["results"]]
-    path.write_text(json.dumps(held | {"runs": measured}, indent=1) + "\n")
+    write_atomically(path, json.dumps(held | {"runs": measured}, indent=1) + "\n")
 
 
 def _refusal(path: Path, what: str) -> str:

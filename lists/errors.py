@@ -10,6 +10,15 @@ class AmpGraphError(Exception):
     """Anything that amp_graph refuses: what, where, what is legal, and the fix."""
 
 
+def shortened(value: object, most: int = 200) -> str:
+    """Return how ``value`` is written, the middle left out where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} of {value.bit_length()} bits" if isinstance(value, int) else "..."
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
 class ListError(AmpGraphError):
     """An operator list that cannot be used as written."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
-from amp_graph.lists.errors import ListError
+from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.lines import Lines
+
+LONGEST_NAME = 200  # characters; what is longer resembles none
 
 
 def check_keys(
@@ -16,13 +18,15 @@ def check_keys(
     for key in entry:
         if key not in legal:
             near = did_you_mean(key, legal)
-            raise ListError(f"unknown key {key!r} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix)
+            raise ListError(
+                f"unknown key {shortened(key)} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix
+            )
 
 
 def table(value: object, where: str, fix: str) -> Mapping[str, object]:
     """Return `value` if it is a table."""
     if not isinstance(value, dict):
-        raise ListError(f"{value!r} where a table belongs", where=where, legal="a table", fix=fix)
+        raise ListError(f"{shortened(value)} where a table belongs", where=where, legal="a table", fix=fix)
     return value
 
 
@@ -37,7 +41,7 @@ def string(entry: Mapping[str, object], key: str, where: str, fix: str, *, defau
     """Return a string field."""
     value = entry.get(key, default)
     if not isinstance(value, str):
-        raise ListError(f"{key} = {value!r}", where=where, legal="a string", fix=fix)
+        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a string", fix=fix)
     return value
 
 
@@ -45,7 +49,7 @@ def strings(value: object, key: str, where: str, fix: str) -> tuple[str, ...]:
     """Return a field that is a string or a list of strings."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str) and one.strip() for one in values):
-        raise ListError(f"{key} = {value!r}", where=where, legal="a name, or a list of names", fix=fix)
+        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a name, or a list of names", fix=fix)
     return tuple(values)
 
 
@@ -55,7 +59,7 @@ def choice(entry: Mapping[str, object], key: str, legal: tuple[str, ...], lines:
     if value != default and value not in legal:
         near = did_you_mean(str(value), legal)
         raise ListError(
-            f"{key} = {value!r}{near}",
+            f"{key} = {shortened(value)}{near}",
             where=lines.at("list", quoted=key),
             legal=", ".join(legal),
             fix=f'[list]\n{key} = "{legal[0]}"',
@@ -71,4 +75,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three known names that resemble `name`, the nearest first."""
+    if len(name) > LONGEST_NAME:
+        return []
     return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.7)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.lists.errors import ListError
+from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.fields import did_you_mean
 from amp_graph.lists.operators import check_rules
 from amp_graph.lists.parse import ListFile, parse
+from amp_graph.lists.read_toml import read_text
 from amp_graph.lists.schema import Rule
 
 FOLDER = Path(__file__).parent
@@ -33,11 +34,15 @@ def default_name(dtype: str, device: str) -> str:
 
 def find(name: str) -> Path:
     """Return the file of a built-in list, or the one at a path."""
-    path = Path(name).expanduser().resolve() if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file():
+    try:
+        path = Path(name).expanduser().resolve() if name.endswith(".toml") else FOLDER / f"{name}.toml"
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, with NUL, of no user's home, a circle of links
+        is_file = False
+    if not is_file:
         known = ("default", *builtin_names())
         raise ListError(
-            f"no list {name!r}{did_you_mean(name, known)}",
+            f"no list {shortened(name)}{did_you_mean(name, known)}",
             legal=f"{', '.join(known)}, or the path of a .toml file",
             fix='lists = "default"',
         )
@@ -46,13 +51,16 @@ def find(name: str) -> Path:
 
 def read(path: Path) -> ListFile:
     """Return the parsed file, from memory unless it has changed."""
-    return _parsed(path, path.stat().st_mtime_ns)
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except OSError as error:  # gone since it was found
+        raise ListError(str(error), where=str(path), fix='lists = "default"') from error
 
 
 @lru_cache(maxsize=64)
 def _parsed(path: Path, mtime: int) -> ListFile:
     is_ours = path.parent == FOLDER
-    file = parse(path.read_text(encoding="utf-8"), path.name if is_ours else str(path))
+    file = parse(read_text(path, 'lists = "default"'), path.name if is_ours else str(path))
     file = replace(file, rules=tuple(rule for rule in file.rules if _is_current(rule)))
     if not is_ours:
         check_rules(file.rules)

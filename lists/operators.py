@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.lists.errors import ListError
-from amp_graph.lists.fields import did_you_mean, nearest
+from amp_graph.lists.errors import ListError, shortened
+from amp_graph.lists.fields import LONGEST_NAME, did_you_mean, nearest
 from amp_graph.lists.schema import Rule, functional_packet
 
 # What the built-in lists name of libraries that may not be imported, or not yet.
@@ -26,14 +26,14 @@ def check_op_exists(op: str, *, where: str = "") -> tuple[torch._ops.OpOverload,
     packet, _, overload = rest.partition(".")
     if overload and (siblings := overloads_of(f"{namespace}.{packet}")):
         names = [f"{namespace}.{packet}.{sibling._schema.overload_name or 'default'}" for sibling in siblings]
-        what, legal = f"operator {op} has no such overload", ", ".join(names)
+        what, legal = f"operator {op[:LONGEST_NAME]} has no such overload", ", ".join(names)
         near = names[0]
     else:
         known = known_names(namespace)
-        what = f"unknown operator {op}{did_you_mean(op, known)}"
+        what = f"unknown operator {op[:LONGEST_NAME]}{did_you_mean(op, known)}"
         legal = f"an operator registered in torch {torch.__version__}"
         if namespace != "aten":
-            legal += f"; import the library that registers {namespace!r} first"
+            legal += f"; import the library that registers {shortened(namespace)} first"
         near = next(iter(nearest(op, known)), "aten.linear")
     raise ListError(what, where=where, legal=legal, fix=f'op = "{near}"')
 
@@ -41,7 +41,9 @@ def check_op_exists(op: str, *, where: str = "") -> tuple[torch._ops.OpOverload,
 @lru_cache(maxsize=4096)
 def _found(op: str) -> tuple[torch._ops.OpOverload, ...]:
     parts = op.split(".")
-    packet = getattr(getattr(torch.ops, parts[0]), parts[1], None) if len(parts) in (2, 3) else None
+    if len(parts) not in (2, 3) or not all(part.isidentifier() and part.isascii() for part in parts):
+        return ()
+    packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return ()
     names = packet.overloads()
@@ -61,6 +63,8 @@ def overloads_of(op: str) -> tuple[torch._ops.OpOverload, ...]:
 
 def known_names(namespace: str) -> tuple[str, ...]:
     """Return operator names to suggest: what torch has resolved so far, and what the built-in lists name."""
+    if not namespace.isidentifier() or not namespace.isascii():
+        return ()
     resolved = {f"{namespace}.{name}" for name in dir(getattr(torch.ops, namespace)) if not name.startswith("__")}
     for path in Path(__file__).parent.glob("*.toml"):
         resolved.update(re.findall(rf'"({namespace}\.\w+)', path.read_text(encoding="utf-8")))

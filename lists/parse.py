@@ -6,20 +6,16 @@ tomllib keeps no line numbers, so the text is scanned a second time for the tabl
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from amp_graph.lists.errors import ListError
+from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.fields import check_keys, choice, string, strings, table, tables
 from amp_graph.lists.lines import Lines
+from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.lists.read_toml import read_toml
 from amp_graph.lists.schema import KINDS, PRECISIONS, Kind, ModuleRule, OpClass, Rule
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DTYPES = ("bfloat16", "float16", "any")
 DEVICES = ("cpu", "cuda", "any")
@@ -51,12 +47,7 @@ class ListFile:
 
 def parse(text: str, file: str) -> ListFile:
     """Read one list file, refusing what is not in the format; operators' existence is not checked here."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        where = f"{file}:{line[1]}" if line else file
-        raise ListError(f"not TOML: {error}", where=where, legal="TOML 1.0", fix=_OP_SNIPPET) from error
+    data = read_toml(text, file, _OP_SNIPPET)
     lines = Lines(text, file)
     check_keys(data, _TOP_KEYS, lambda key: lines.at(key), "the file", _OP_SNIPPET)
     head = table(data.get("list", {}), lines.at("list"), '[list]\nname = "mine"\nextends = "default"')
@@ -121,7 +112,7 @@ def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
 def _version(entry: Mapping[str, object], key: str, where: str) -> str:
     fix = f'{key} = "2.12"'
     version = string(entry, key, where, fix, default="")
-    if version and not re.fullmatch(r"\d+\.\d+", version):
+    if version and not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         raise ListError(f"{key} = {version!r}", where=where, legal='"MAJOR.MINOR" of torch', fix=fix)
     return version
 
@@ -140,9 +131,9 @@ def _when(conditions: object, where: str) -> tuple[tuple[str, object], ...]:
 def _condition(value: object, where: str) -> object:
     if isinstance(value, list):
         return tuple(_condition(one, where) for one in value)
-    if not isinstance(value, dict):
+    if isinstance(value, (str, bool, int, float)):
         return value
-    if set(value) != {"kind"} or value["kind"] not in KINDS:
+    if not isinstance(value, dict) or set(value) != {"kind"} or value["kind"] not in KINDS:
         raise ListError(
             f"unknown condition {value!r}",
             where=where,
@@ -197,8 +188,8 @@ def module_rule(path: str, precision: str, why: str, origin: str) -> ModuleRule:
         missing = "why" if path else "path"
         raise ListError(f"a [[module]] without `{missing}`", where=origin, fix=_MODULE_SNIPPET)
     try:
-        re.compile(path)
-    except re.error as error:
-        legal = "a Python regular expression for the whole module path"
-        raise ListError(f"bad regex {path!r}: {error}", where=origin, legal=legal, fix=_MODULE_SNIPPET) from error
+        check_pattern(path)
+    except PatternError as error:
+        what = f"bad regex {shortened(path)}: {error.what}"
+        raise ListError(what, where=origin, legal=LEGAL, fix=_MODULE_SNIPPET) from error
     return ModuleRule(path, precision, why, origin)

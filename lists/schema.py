@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+
+from amp_graph.lists.path_pattern import matches
 
 KINDS = ("integer", "float", "none", "tensor", "scalar")
 PRECISIONS = ("full", "low")
@@ -106,7 +107,7 @@ class ModuleRule:
 
     def matches(self, path: str) -> bool:
         """Whether the whole module path matches, as in ``re.fullmatch``."""
-        return re.fullmatch(self.path, path) is not None
+        return matches(self.path, path)
 
 
 @dataclass(frozen=True)

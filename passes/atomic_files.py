@@ -12,12 +12,13 @@ import uuid
 from pathlib import Path
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace the file ``path`` by ``text`` in UTF-8. Where that fails, OSError, the old file is as it was.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replace the file ``path`` by ``content``, a text in UTF-8. Where that fails, OSError, the old file is as it was.
 
     A link is followed, and an old file's mode is kept. A device or a pipe (``/dev/stdout``) is written to as it is.
     """
-    data, target = text.encode("utf-8"), Path(os.path.realpath(path))
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
     mode = _mode_of(target)
     if mode is not None and not stat.S_ISREG(mode):  # a folder raises here
         target.write_bytes(data)

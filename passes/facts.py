@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from amp_graph.lists.path_pattern import matches
 from amp_graph.passes.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -137,9 +138,9 @@ def with_parents(path: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def matches_path(regex: re.Pattern[str], path: str) -> bool:
+def matches_path(pattern: str, path: str) -> bool:
     """Say whether a module path, or one of its parents, matches the whole expression."""
-    return any(map(regex.fullmatch, with_parents(path)))
+    return any(matches(pattern, parent) for parent in with_parents(path))
 
 
 def module_path(node: Node) -> str:

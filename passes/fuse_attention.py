@@ -8,7 +8,6 @@ scale=scale)``, which the pass ``attention`` then computes by code of ours.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -86,7 +85,7 @@ class FuseAttention(Pass):
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
         if any("amp_wish" in node.meta for node in inside):
             return False
-        rules = [re.compile(path) for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
+        rules = [path for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
         paths = {facts.module_path(node) for node in inside}
         return all(len({bool(facts.matches_path(rule, path)) for path in paths}) == 1 for rule in rules)
 

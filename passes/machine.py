@@ -5,8 +5,8 @@ Before: "a matmul is faster in bf16". After: ``machine.rates["matmul"]["bfloat16
 
 from __future__ import annotations
 
+import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.lists import ListError
+from amp_graph.lists.errors import shortened
 from amp_graph.lists.files import FOLDER
+from amp_graph.lists.read_toml import read_text, read_toml
 from amp_graph.passes.torch_private import cpu_has_amx, cpu_has_bf16
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MACHINES = FOLDER / "machines"
 VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones
@@ -28,6 +25,7 @@ FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "acti
 COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
 DTYPES = ("float32", "bfloat16", "float16")
 PRODUCT_CALL = "product_call"
+LEAST, MOST = 1e-30, 1e30  # of seconds and rates: what plans multiply, divide and add up of them stays finite
 _NUMBERS = ("call", "graph", "kept")
 _HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
 _FIX = "amp-graph calibrate writes a whole file"
@@ -66,10 +64,17 @@ def machine_for(device: str) -> Machine:
     """
     own = own_file()
     if own is not None:
-        found = _read(own, own.stat().st_mtime_ns)
+        found = _read(own, _written(own))
         if found.device == device:
             return found
     return class_of(device)
+
+
+def _written(own: Path) -> int:
+    try:
+        return own.stat().st_mtime_ns
+    except OSError as error:  # gone since it was found
+        raise ListError(str(error), where=str(own), fix=_FIX) from error
 
 
 def own_file() -> Path | None:
@@ -77,10 +82,14 @@ def own_file() -> Path | None:
     given = os.environ.get(VARIABLE, "")
     if given == "default":
         return None
-    if given and not Path(given).is_file():
-        raise ListError(f"{VARIABLE} names no file: {given}", legal="a machine file, or default", fix=_FIX)
-    path = Path(given) if given else place_of_own_file()
-    return path if path.is_file() else None
+    try:
+        path = Path(given) if given else place_of_own_file()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, or of a user without a home
+        is_file = False
+    if given and not is_file:
+        raise ListError(f"{VARIABLE} names no file: {given[:500]}", legal="a machine file, or default", fix=_FIX)
+    return path if is_file else None
 
 
 def place_of_own_file() -> Path:
@@ -97,18 +106,16 @@ def class_of(device: str) -> Machine:
 
 @lru_cache(maxsize=16)
 def _read(path: Path, mtime: int) -> Machine:
-    return read_machine(path.read_text(encoding="utf-8"), str(path))
+    return read_machine(read_text(path, _FIX), str(path))
 
 
 def read_machine(text: str, where: str) -> Machine:
     """Return the machine that a TOML text describes; every rate must be there. Raises ListError."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ListError(f"not TOML: {error}", where=where, legal="TOML 1.0", fix=_FIX) from error
+    data: dict[str, Any] = read_toml(text, where, _FIX)
     _check_keys(data, ("machine", PRODUCT_CALL, *FAMILIES), where)
     head = data["machine"]
     _check_keys(head, _HEAD, f"{where}: [machine]")
+    _check_head(head, where)
     for key in _NUMBERS:
         _check_number(head[key], key, where)
     for family in (PRODUCT_CALL, *FAMILIES):
@@ -119,21 +126,32 @@ def read_machine(text: str, where: str) -> Machine:
     return Machine(**head, product_call=data[PRODUCT_CALL], rates={family: data[family] for family in FAMILIES})
 
 
+def _check_head(head: Mapping[str, object], where: str) -> None:
+    for key in ("name", "device", "description"):
+        if not isinstance(head[key], str) or (key == "device" and head[key] not in ("cpu", "cuda")):
+            legal = "cpu, cuda" if key == "device" else "a string"
+            raise ListError(f"{key} = {shortened(head[key])}", where=where, legal=legal, fix=_FIX)
+    if not isinstance(head["promotes_by_copy"], bool):
+        what = f"promotes_by_copy = {shortened(head['promotes_by_copy'])}"
+        raise ListError(what, where=where, legal="true, false", fix=_FIX)
+
+
 def _check_keys(found: Any, legal: tuple[str, ...], where: str) -> None:
     if not isinstance(found, dict) or set(found) != set(legal):
-        keys = sorted(found) if isinstance(found, dict) else found
+        keys = shortened(sorted(found) if isinstance(found, dict) else found)
         raise ListError(f"holds {keys}", where=where, legal=f"exactly {', '.join(legal)}", fix=_FIX)
 
 
 def _check_number(found: Any, key: str, where: str) -> None:
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < float("inf"):
-        raise ListError(f"{key} = {found!r}", where=where, legal="a number above 0", fix=_FIX)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not LEAST < found < MOST:
+        legal = f"a number above 0, from {LEAST:g} to {MOST:g}"
+        raise ListError(f"{key} = {shortened(found)}", where=where, legal=legal, fix=_FIX)
 
 
 def machine_text(machine: Machine) -> str:
     """Return the TOML text of ``machine``; ``read_machine`` reads it back."""
-    lines = ["[machine]", f'name = "{machine.name}"', f'device = "{machine.device}"']
-    lines += [f'description = "{machine.description}"']
+    lines = ["[machine]", f"name = {json.dumps(machine.name)}", f"device = {json.dumps(machine.device)}"]
+    lines += [f"description = {json.dumps(machine.description)}"]
     lines += [f"{name} = {getattr(machine, name):.3e}" for name in _NUMBERS]
     lines.append(f"promotes_by_copy = {str(machine.promotes_by_copy).lower()}")
     for family, numbers in {PRODUCT_CALL: machine.product_call, **machine.rates}.items():

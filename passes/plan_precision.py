@@ -6,7 +6,6 @@ Before: a captured graph. After: ``node.meta["amp"]`` is a ``Mark`` on every nod
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -140,8 +139,8 @@ class PlanPrecision(Pass):
         """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
         ours = self.lists.unlisted == "opaque"
         held = positions.protected(gm.graph.nodes, classes) if ours else frozenset()
-        rules = [(re.compile(self.keep_fp32), FULL, "kept by keep_fp32")] if self.keep_fp32 else []
-        rules += [(re.compile(m.path), m.precision, m.why or "module rule") for m in self.lists.modules]
+        rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
+        rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
         strided = strided_views.read_by_strides(classes)
         done: dict[Node, Classification] = {}
         for node, found in classes.items():

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from amp_graph.captured_graphs import Captured
+from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.passes.plan_precision import Mark, marks
 from amp_graph.passes.text import graph_text
 
@@ -41,7 +42,7 @@ def write_graphs(graphs: Sequence[Captured], path: Path) -> None:
         if captured.break_reason:
             head += f", ended by a graph break: {captured.break_reason} ({captured.break_line})"
         parts += [head, graph_text(captured.rewritten.gm), ""]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    write_atomically(path, "\n".join(parts))
 
 
 def _marks(graphs: Sequence[Captured]) -> Iterator[Mark]:

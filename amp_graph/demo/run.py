@@ -28,6 +28,7 @@ from amp_graph.demo.tasks import NAMES, Task, has_transformers, task
 from amp_graph.demo.threads import useful_threads
 from amp_graph.demo.variants import Trainee
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.atomic_files import write_atomically
 
 Results = dict[str, list[Result]]
 CHOICES = (*NAMES, underflow.NAME)
@@ -87,7 +88,7 @@ def _demo(options: argparse.Namespace) -> None:
         f"Curves, graphs and reports are in {options.output}/; the demo took {time.monotonic() - began:.0f} s."
     )
     _write_json(results, outcomes, machine, options.output / "results.json")
-    console.save_text(str(options.output / "results.txt"))
+    write_atomically(options.output / "results.txt", console.export_text())
 
 
 def _raced(chosen: Task, folder: Path, console: Console) -> Results:
@@ -161,7 +162,7 @@ def _save(one: Trainee, folder: Path) -> None:
     report: Any = getattr(amp_graph, "report", None)
     if callable(report):
         made = report(one.model)
-        (folder / f"{stem}_report.txt").write_text(str(made.text()), encoding="utf-8")
+        write_atomically(folder / f"{stem}_report.txt", str(made.text()))
         made.html(folder / f"{stem}_report.html")
 
 
@@ -179,7 +180,7 @@ def _write_json(results: dict[str, Results], outcomes: list[underflow.Outcome], 
         name: {kind: [r.to_dict() for r in rows] for kind, rows in found.items()} for name, found in results.items()
     }
     found = {"machine": machine, "models": plain, underflow.NAME: [one.to_dict() for one in outcomes]}
-    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write_atomically(path, json.dumps(found, indent=1))
 
 
 def _processor() -> str:

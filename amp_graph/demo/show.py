@@ -6,6 +6,7 @@ loss scaling does.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from amp_graph.demo.explain import Row
 from amp_graph.demo.race import Result
 from amp_graph.demo.tasks import Task
 from amp_graph.demo.underflow import SMALLEST, Outcome
+from amp_graph.passes.atomic_files import write_atomically
 
 LEAST_WIDTH = 100
 LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
@@ -112,7 +114,7 @@ def draw_underflow(outcomes: Sequence[Outcome], path: Path) -> None:
     sizes.set_title("the first step's gradients, as backward left them", fontsize=9)
     sizes.set(xlabel="power of two", ylabel="values that are not zero")
     figure.legend(loc="outside lower center", fontsize=8)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
     pyplot.close(figure)
 
 
@@ -130,8 +132,14 @@ def draw(all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapp
             plot.set_title(f"{titles[name]}, {kind}", fontsize=9)
             plot.set(xlabel="step", ylabel="training loss (smoothed)")
             plot.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
     pyplot.close(figure)
+
+
+def _save(figure: Any, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format=path.suffix[1:])
+    write_atomically(path, picture.getvalue())
 
 
 def _pyplot() -> Any:

@@ -12,6 +12,7 @@ VENV ?= .venv
 TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
 
@@ -21,7 +22,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long guard check format bench clean
+.PHONY: help demo test test-long guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +38,9 @@ test-long: $(STAMPS)/test  ## run the long sweeps
 
 guard: $(STAMPS)/test  ## run all compiled C between pages that nobody may touch, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)
+
+fuzz: $(STAMPS)/test  ## 20,000 made-up policies, lists, input specs and machine files: each taken, or refused as promised
+	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 check: $(STAMPS)/dev  ## lint, formatting and types
 	$(VENV)/bin/ruff check .

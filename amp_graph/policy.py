@@ -198,7 +198,8 @@ class Policy:
                     if isinstance(value, bool)
                     else value
                 )
-                words.append(f"{field.name}={shown}".replace(",", "\\,"))
+                word = f"{field.name}={shown}".replace(",", "\\,")
+                words.append(f"{word} " if word.endswith("\\") else word)  # lest it hides the comma behind it
         return ",".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -347,4 +348,6 @@ def _of_type(name: str, default: Any, value: Any) -> Any:
 
 def _check(name: str, value: Any, legal: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in legal:
-        raise PolicyError(_unknown(f"{name} value", str(value), {w for w in legal if w}))
+        raise PolicyError(
+            _unknown(f"{name} value", value if isinstance(value, str) else shortened(value), {w for w in legal if w})
+        )

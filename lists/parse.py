@@ -78,12 +78,12 @@ def _rules(entries: object, lines: Lines) -> Iterator[Rule]:
         names = strings(entry["op"], "op", where, _OP_SNIPPET)
         cls = entry.get("class")
         if cls not in [c.value for c in OpClass]:
-            what = f"unknown class {cls!r}" if "class" in entry else "an [[op]] without `class`"
+            what = f"unknown class {shortened(cls)}" if "class" in entry else "an [[op]] without `class`"
             legal = ", ".join(OpClass)
             raise ListError(what, where=lines.at("op", index, "class"), legal=legal, fix=_OP_SNIPPET)
         if not string(entry, "why", where, _OP_SNIPPET, default="").strip():
             raise ListError(
-                f"{names[0]} has no `why`", where=where, legal="one sentence a user can read", fix=_OP_SNIPPET
+                f"{names[0][:200]} has no `why`", where=where, legal="one sentence a user can read", fix=_OP_SNIPPET
             )
         for name in names:
             yield _rule(entry, name, lines.at("op", index, f'"{name}"'))
@@ -93,7 +93,7 @@ def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
     inputs = entry.get("inputs")
     promotes = entry.get("promotes", False)
     if not isinstance(promotes, bool):
-        raise ListError(f"promotes = {promotes!r}", where=where, legal="true, false", fix="promotes = true")
+        raise ListError(f"promotes = {shortened(promotes)}", where=where, legal="true, false", fix="promotes = true")
     return Rule(
         op=normalise(name),
         cls=OpClass(entry["class"]),
@@ -113,7 +113,7 @@ def _version(entry: Mapping[str, object], key: str, where: str) -> str:
     fix = f'{key} = "2.12"'
     version = string(entry, key, where, fix, default="")
     if version and not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
-        raise ListError(f"{key} = {version!r}", where=where, legal='"MAJOR.MINOR" of torch', fix=fix)
+        raise ListError(f"{key} = {shortened(version)}", where=where, legal='"MAJOR.MINOR" of torch', fix=fix)
     return version
 
 
@@ -135,7 +135,7 @@ def _condition(value: object, where: str) -> object:
         return value
     if not isinstance(value, dict) or set(value) != {"kind"} or value["kind"] not in KINDS:
         raise ListError(
-            f"unknown condition {value!r}",
+            f"unknown condition {shortened(value)}",
             where=where,
             legal=f"a value, a list of values, or {{ kind = ... }} with {', '.join(KINDS)}",
             fix='when = { exponent = { kind = "integer" } }',
@@ -183,7 +183,7 @@ def module_rule(path: str, precision: str, why: str, origin: str) -> ModuleRule:
     """Check and build a module rule."""
     if precision not in PRECISIONS:
         legal = ", ".join(PRECISIONS)
-        raise ListError(f"unknown precision {precision!r}", where=origin, legal=legal, fix=_MODULE_SNIPPET)
+        raise ListError(f"unknown precision {shortened(precision)}", where=origin, legal=legal, fix=_MODULE_SNIPPET)
     if not path or not why.strip():
         missing = "why" if path else "path"
         raise ListError(f"a [[module]] without `{missing}`", where=origin, fix=_MODULE_SNIPPET)

@@ -358,3 +358,25 @@ def test_the_module_runs_and_reading_the_command_line_needs_no_torch():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "aten.gelu: " in done.stdout
+
+
+HOSTILE = (
+    "x=f32[" + "9" * 5000 + "]", "f32[" + ",".join(["99999999"] * 40) + "]", "i64[2]:0.." + "9" * 5000, "f32[\0]",
+    "(" * 9000, "f32[8" + "," * 90_000 + "]", "\ud800=f32[]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_input_is_pointed_at(text):
+    from amp_graph.input_spec import SpecError, make_inputs
+
+    with pytest.raises(SpecError, match=r"(?s)--input: .*legal: .*example: ") as caught:
+        make_inputs([text])
+    assert len(str(caught.value)) < 6000
+
+
+def test_an_input_larger_than_memory_is_refused():
+    from amp_graph.input_spec import SpecError, make_inputs
+
+    with pytest.raises(SpecError, match="cannot be made"):
+        make_inputs(["f64[1099511627776]"])

@@ -230,3 +230,47 @@ def test_lists_that_reproduce_autocast_cannot_keep_an_error_budget():
         Policy.parse("bf16,accuracy=1.5,lists=autocast_cpu").op_list("cpu")
     fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
     assert Policy.parse(fix).op_list("cpu")
+
+
+WRONG = {
+    "no dict": "bf16",
+    "a list": [("dtype", "bf16")],
+    "a key that is no word": {3: "bf16"},
+    "dtype": {"dtype": ["bf16"]},
+    "level": {"level": None},
+    "accuracy": {"accuracy": 10**400},
+    "accuracy of another sort": {"accuracy": b"fast"},
+    "lists": {"lists": "mine.toml"},
+    "deny": {"deny": 3},
+    "names": {"allow": ["gelu", 3]},
+    "skip": {"skip": None},
+    "keep_fp32": {"keep_fp32": ["norm"]},
+    "keep_outputs": {"keep_outputs": "false"},
+    "weight_copies": {"weight_copies": 1},
+    "an array": {"planner": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_dict_of_other_types_is_refused_by_name(name):
+    with pytest.raises(PolicyError, match=r"(?s)policy: .*legal: .*fix: "):
+        Policy.from_dict(WRONG[name])
+
+
+def test_lists_and_tuples_are_alike_and_a_policy_can_be_looked_up():
+    made = Policy(deny=["gelu"], skip=["fuse-gelu"])
+    assert made == Policy(deny=("gelu",), skip=("fuse_gelu",))
+    assert len({made, Policy.from_dict(made.to_dict())}) == 1
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "bf16,keep_fp32=" + "(" * 5000, "accuracy=" + "9" * 5000, "bf16\0"])
+def test_a_text_without_end_is_refused_in_a_few_words(text):
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text)
+    assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("text", ["opaque=gelu|\\,remove=exp", "lists=a\\ ,deny=gelu", "keep_fp32=a\\,b"])
+def test_a_backslash_hides_no_comma(text):
+    made = Policy.parse(text.replace("\\,remove", "\\ ,remove"))
+    assert Policy.parse(str(made)) == made

@@ -40,6 +40,7 @@ from amp_graph.passes.torch_private import bytes_of, weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+from amp_graph.underflow import UnderflowWatch
 from amp_graph.variants import Budget
 
 
@@ -73,6 +74,10 @@ class CapturedGraphs:
     budget: Budget = field(default_factory=Budget)  # what captures may take
     copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
+
+    def __post_init__(self) -> None:
+        """Look out for underflow; nothing is captured yet."""
+        self._underflow = UnderflowWatch(self.said)
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one captured graph, record it, and return what runs it and counts the run."""
@@ -125,7 +130,21 @@ class CapturedGraphs:
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
-        return self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+        return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
+
+    def _watched(self, run: Runner) -> Runner:
+        """Return ``run``, whose backward is looked at for gradients that fp16 cannot hold."""
+        watch = weakref.ref(self._underflow)
+
+        def watched(*args: Any) -> Any:
+            results = run(*args)
+            found = watch()
+            if found is not None:
+                found.after(results)
+            return results
+
+        return watched
 
     def _lowered(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]

@@ -50,6 +50,7 @@ from amp_graph.passes.torch_private import (
 )
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.sparse_operands import with_sparse_in_full
 from amp_graph.variants import MOST, Bare, NoGraph, Variants
 from amp_graph.varied import called
 
@@ -315,6 +316,7 @@ class Conversion:
         many = InPieces(again.__code__, self.log)
         self.variants[1].forget()
         pieces = self._captured_by(again, self.captured.take_piece, many, self.variants[1])
+        pieces = with_sparse_in_full(pieces, self._wide, self.model, self._whole, self.log)
         whole = (self._as_whole, self._whole)
         return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)
 

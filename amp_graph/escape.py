@@ -28,6 +28,7 @@ HINT = (
 )
 
 MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")
+SPARSE = re.compile(r"sparse (?i:tensor)|sparse_\w+_tensor")
 
 
 class NotWhole(Exception):
@@ -51,6 +52,7 @@ class WholeOnly(CaptureListener):
 
     def __init__(self, code: types.CodeType) -> None:
         self.code = code
+        self.sparse: tuple[str, Any] | None = None  # the first break at a sparse tensor, which Dynamo refuses
         self._here = threading.local()
 
     def stop(self, reason: type[NotWhole]) -> None:
@@ -76,7 +78,9 @@ class WholeOnly(CaptureListener):
         """Leave it to the capture in pieces to say what is skipped."""
 
     def broke(self, reason: str, stack: Any) -> None:
-        """Leave it to the capture in pieces to say where it breaks."""
+        """Leave it to the capture in pieces to say where it breaks; remember what pieces cannot be made of."""
+        if self.sparse is None and SPARSE.search(reason):
+            self.sparse = reason, stack
 
 
 class InPieces(CaptureListener):

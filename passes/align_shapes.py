@@ -76,7 +76,7 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
         return None
     operations, tensors = node.meta[OPS].operations, tensor_inputs(node)
     found = [[tensors[i] for i in operations[0].operands(name)] for name in ("input", "weight", "bias")]
-    if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1:
+    if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1 or value(found[1][0]).dim() < 2:
         return None
     return found[0][0], found[1][0], next(iter(found[2]), None)
 

@@ -20,7 +20,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
 from amp_graph.passes.formulas import describe
 from amp_graph.passes.fuse_attention import WRITTEN_OUT
-from amp_graph.passes.identify_ops import OPS, Identity, names_of
+from amp_graph.passes.identify_ops import OPS, Identity, arguments_of, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
@@ -52,7 +52,10 @@ class Attention(Pass):
         for node in gm.graph.nodes:
             if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
                 continue
-            given = facts.schema_arguments(SDPA, node.args, dict(node.kwargs))
+            given = arguments_of(node, SDPA)
+            if given is None:
+                skips.append(Skip(node.name, "it is called by a function that takes other arguments"))
+                continue
             mask, reason = given["attn_mask"], _why_not(given, node)
             if reason and not _is_worse_fused(node, mask):
                 skips.append(Skip(node.name, reason))

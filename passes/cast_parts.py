@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import HALVES
-from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.identify_ops import OPS, arguments_of, names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.lifetimes import Lifetimes
@@ -47,7 +46,9 @@ class CastParts(Pass):
             join = _join_before(cast)
             if join is None:
                 continue
-            given = facts.schema_arguments(JOINS[names_of(join)[0]], join.args, dict(join.kwargs))
+            given = arguments_of(join, JOINS[names_of(join)[0]])
+            if given is None:
+                continue
             parts, dim = list(given["tensors"]), given["dim"]
             if not _can_be_parts(join, parts) or any(lifetimes.is_written_between(p, join, cast) for p in parts):
                 continue

@@ -6,15 +6,15 @@ Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.lists import OpClass, OpList, Rule, load
+from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes import facts
+from amp_graph.passes.composite_products import defaults, without_false_products
 from amp_graph.passes.decompositions import DECOMPOSITIONS
 from amp_graph.passes.identify_ops import Identity, Inner, Operation, identify, tensor_inputs
 from amp_graph.passes.node_value import captured, tensors
@@ -130,11 +130,21 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         dtype=_asked_dtype(operations),
         partial=rule is not None and rule.inputs is not None,
         full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
-        takes_dtype=len(operations) == 1 and operations[0].arguments.get("dtype", ...) is None,
+        takes_dtype=len(operations) == 1 and _takes_dtype(operations[0], cls),
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
     )
+
+
+def _takes_dtype(operation: Operation, cls: OpClass | None) -> bool:
+    """Say whether a call leaves the dtype of its result open, and may be given one, its gradient included.
+
+    A composite converts its operand by an operation with a gradient of its own; the gradients of other operations
+    that compute (``_safe_softmax``) want the operand in the dtype of the result.
+    """
+    open_ = operation.arguments.get("dtype", ...) is None
+    return open_ and (cls is not OpClass.FP32_INSIDE or facts.is_composite(operation.op))
 
 
 def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:
@@ -179,12 +189,7 @@ def _kernel_facts(rule: Rule | None, operation: Operation, lists: OpList) -> Rul
     """Return what our own list knows of an operation's kernel where PyTorch's policy does not name it."""
     if rule is not None:
         return rule
-    return _defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
-
-
-@lru_cache(maxsize=8)
-def _defaults(dtype: str, device: str) -> OpList:
-    return load("default", dtype=dtype, device=device)
+    return defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
 
 
 def is_conversion_target(node: Node) -> bool:
@@ -214,7 +219,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
         if not more:
             rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
             told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
-            return (found, apart) if told else (whole, frozenset())
+            return without_false_products(node, lists, mode, *((found, apart) if told else (whole, frozenset())))
         apart = apart | frozenset(more)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.formulas import describe
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of, value
@@ -56,7 +57,7 @@ class ContiguousLinear(Pass):
 
 def _takes_a_detour(node: Node) -> bool:
     """Say whether ``node`` is a product that torch would make batch by batch, or without its bias."""
-    if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta:
+    if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta or not calls_torch(node):
         return False
     x, w = node.args[:2]
     if not isinstance(x, Node) or not isinstance(w, Node) or not isinstance(value(x), torch.Tensor):

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import OPS, Identity, identify
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import is_trained
@@ -49,7 +50,7 @@ class DropEmpty(Pass):
 def _concatenated(node: Node) -> list[Node]:
     """Return what ``node`` concatenates; nothing where it does something else, or writes to ``out``."""
     found = node.meta.get(OPS)
-    if not isinstance(found, Identity) or found.names not in CATS or "out" in node.kwargs:
+    if not isinstance(found, Identity) or found.names not in CATS or "out" in node.kwargs or not calls_torch(node):
         return []
     parts: Any = node.args[0] if node.args else node.kwargs.get("tensors")
     whole = isinstance(parts, (list, tuple)) and all(

@@ -110,6 +110,18 @@ def is_higher_order(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
 
 
+def calls_torch(node: Node) -> bool:
+    """Say whether ``node`` calls a function of torch's, whose arguments are in the order that torch documents.
+
+    Not a function of somebody else's that Dynamo was told to leave alone, which may order them in any way, nor a
+    reflected operator (``w.__rmatmul__(x)``), which turns them round.
+    """
+    if node.op == "call_method":
+        return not str(node.target).startswith("__r")
+    module = getattr(node.target, "__module__", None) or "torch"  # builtins of torch's name none
+    return node.op == "call_function" and module.partition(".")[0] in ("torch", "_operator", "operator")
+
+
 def fits(value: float, dtype: torch.dtype) -> bool:
     """Say whether the finite number ``value`` can be written in ``dtype`` without overflow."""
     return value != value or abs(value) == float("inf") or abs(value) <= torch.finfo(dtype).max

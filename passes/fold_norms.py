@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.folded_norms import Shape, convolution_with_norm_of
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.image_layout import is_channels_last
@@ -100,12 +102,12 @@ class FoldNorms(Pass):
 
     def _folded(self, norm: Node) -> Chain | None:
         """Return a norm in evaluation with the convolution before it; None where ``norm`` is none."""
-        if names_of(norm) != ("aten.batch_norm",) or REGION in norm.meta:
+        if names_of(norm) != ("aten.batch_norm",) or norm.target is not F.batch_norm or REGION in norm.meta:
             return None
         conv, mean, var, gamma, beta, training, _, eps = _arguments(norm, NORM_NAMES, NORM_DEFAULTS)
         if training is not False or not isinstance(conv, Node) or len(conv.users) != 1 or REGION in conv.meta:
             return None
-        if names_of(conv) != ("aten.conv2d",) or not is_channels_last(value(norm)):
+        if names_of(conv) != ("aten.conv2d",) or not calls_torch(conv) or not is_channels_last(value(norm)):
             return None
         x, weight, bias, *where = _arguments(conv, CONV_NAMES, CONV_DEFAULTS)
         stride, padding, dilation = map(_both, where[:3])
@@ -147,7 +149,7 @@ def _added_to(node: Node) -> tuple[Node, Node] | None:
     add = _only_reader(node)
     if add is None or REGION in add.meta or len(add.args) != 2 or add.kwargs:
         return None
-    if names_of(add) not in (("aten.add",), ("aten.add_",)):
+    if names_of(add) not in (("aten.add",), ("aten.add_",)) or not calls_torch(add):
         return None
     other = add.args[1] if add.args[0] is node else add.args[0]
     in_place = names_of(add) == ("aten.add_",) or add.target is operator.iadd

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.facts import is_mutable
+from amp_graph.passes.facts import calls_torch, is_mutable
 from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of, tensor_inputs
 from amp_graph.passes.node_value import CAPTURED, captured, keep_trained, run_node, value
 from amp_graph.passes.regions import GRAD, REGION
@@ -35,7 +35,7 @@ class Formula:
 def operation(node: Node) -> tuple[str, list[Any]]:
     """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
     identity = node.meta.get(OPS)
-    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+    if not isinstance(identity, Identity) or len(identity.operations) != 1 or not calls_torch(node):
         return "", []
     # Numbers are read off the call: an identity is shared by calls that differ in their integers.
     args = [*node.args, *node.kwargs.values()]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import OPS as IDENTITY
-from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.linear_low import is_plain, multiply_into
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
@@ -70,7 +69,9 @@ def _given(node: Node) -> tuple[Node, Node, Node] | None:
     if len(names) != 1 or names[0] not in GROUPED or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return None
     op = node.meta[IDENTITY].operations[0].op
-    given = facts.schema_arguments(op, node.args, dict(node.kwargs))
+    given = arguments_of(node, op)
+    if given is None:
+        return None
     operands = tuple(given.pop(name) for name in GROUPED[names[0]])
     if not all(isinstance(n, Node) for n in operands) or given.items() - PLAIN.items():
         return None

@@ -160,6 +160,32 @@ def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
     return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
+def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
+    """Return the call of ``node`` by the argument names of ``op``, defaults filled in; None where it is no such call.
+
+    A node is known by the operation that it calls, and may be any function around it: ``F.interpolate(x, size=3,
+    mode="area")`` is one ``adaptive_avg_pool2d``, and has no ``output_size``. So the arguments are read only where
+    all of them have names of ``op``, and tensors stand where the operation was seen to get them.
+    """
+    names = [a.name for a in op._schema.arguments]
+    kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
+    identity = node.meta.get(OPS)
+    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+        return None
+    if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
+        return None
+    given = facts.schema_arguments(op, node.args, kwargs)
+    seen, inputs = identity.operations[0], tensor_inputs(node)
+    for name in names:
+        found = given.get(name)
+        leaves = found if isinstance(found, (tuple, list)) else (found,)
+        nodes = [leaf for leaf in leaves if isinstance(leaf, Node) and tensors(value(leaf))]
+        known = [inputs[i] for i in seen.operands(name) if i < len(inputs)]
+        if name not in given or (nodes and nodes != known):  # what a pass took away since then is no node
+            return None
+    return given
+
+
 _CACHE: dict[Any, Identity | str] = {}
 
 

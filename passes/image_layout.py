@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity, Operation, is_part, names_of
+from amp_graph.passes.identify_ops import OPS, Identity, Operation, arguments_of, is_part, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory
 from amp_graph.passes.node_value import captured, tensors, value
@@ -150,9 +150,14 @@ def averages_places(node: Node) -> bool:
     names = names_of(node)
     if len(names) != 1 or names[0] not in AVERAGES or REGION in node.meta or len(node.all_input_nodes) != 1:
         return False
-    given = facts.schema_arguments(AVERAGES[names[0]], node.args, dict(node.kwargs))
+    given = arguments_of(node, AVERAGES[names[0]])
     x = value(node.all_input_nodes[0])
-    if not isinstance(x, torch.Tensor) or x.dim() != 4 or node.op not in ("call_function", "call_method"):
+    if (
+        given is None
+        or not isinstance(x, torch.Tensor)
+        or x.dim() != 4
+        or node.op not in ("call_function", "call_method")
+    ):
         return False
     if names[0] == "aten.mean":
         dims = given.get("dim")

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
@@ -52,7 +53,9 @@ class OwnProducts(Pass):
 
 def _own_rows(node: Node) -> Node | None:
     """Return ``x`` where ``node`` is ``x @ x.mT`` and that pays, else None."""
-    if names_of(node) not in PRODUCTS or len(node.args) != 2 or node.kwargs or not is_trained(node):
+    if names_of(node) not in PRODUCTS or len(node.args) != 2 or node.kwargs or not calls_torch(node):
+        return None
+    if not is_trained(node):
         return None
     if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta) or not all(isinstance(n, Node) for n in node.args):
         return None

@@ -23,6 +23,7 @@ from amp_graph.passes.machine import Machine, machine_for
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
+from amp_graph.passes.operands_left_full import left_full
 from amp_graph.passes.paint import paint
 from amp_graph.passes.pieces import PIECE
 from amp_graph.passes.predict import LEFT_ALONE, PREDICTED, left_alone, predicted
@@ -101,7 +102,7 @@ class PlanPrecision(Pass):
         mode = fake_mode_of(gm)
         assert mode is not None, "a graph without tensors has no plan"
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
-        classes = {node: _decided(classified(node, self.lists, mode)) for node in nodes}
+        classes = {node: left_full(node, _decided(classified(node, self.lists, mode))) for node in nodes}
         classes = self._constrained(gm, classes)
         return Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.facts import HALVES
+from amp_graph.passes.facts import HALVES, calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.regions import GRAD
@@ -41,7 +41,7 @@ class ProtectNorms(Pass):
 
 
 def _loses_gradients(node: Node) -> bool:
-    if node.op != "call_function" or names_of(node) != ("aten.layer_norm",):
+    if node.op != "call_function" or names_of(node) != ("aten.layer_norm",) or not calls_torch(node):
         return False
     if (
         node.target is layer_norm_low

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.linear_low import linear_low
 from amp_graph.passes.node_value import value
@@ -49,7 +49,7 @@ def linear_form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
     """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None of anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
-    if len(node.args) + len(node.kwargs) not in (2, 3) or set(node.kwargs) - {"bias"}:
+    if len(node.args) < 2 or arguments_of(node, torch.ops.aten.linear.default) is None:
         return None
     given = [value(source) for source in node.all_input_nodes]
     made = value(node)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import by_table
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM
@@ -42,7 +43,7 @@ class TableActivations(Pass):
         """Visit every activation."""
         changes = []
         for node in gm.graph.nodes:
-            if names_of(node) in TABLED and _fits(node) and by_table.library() is not None:
+            if names_of(node) in TABLED and calls_torch(node) and _fits(node) and by_table.library() is not None:
                 node.target = TABLED[names_of(node)]
                 changes.append(Change(self.name, "by a table", node.name, f"as torch computes {form_of(node)}"))
         return PassResult(gm, tuple(changes))

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes import dropout_in_bits
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import (
     flash_attention_cpu,
     in_forward_mode,
-    in_transform,
-    is_batched,
     is_seen,
-    is_wrapper,
     softmax_backward,
 )
 from amp_graph.passes.what_pays import attention_kernel_pays
@@ -57,14 +55,19 @@ def attention_low(
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        # In forward mode torch's kernel has no derivative, which what may have been written out here has.
+        torchs = _one_by_one if in_forward_mode() else F.scaled_dot_product_attention
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     given = (query, key, value, attn_mask, is_causal, scale, dropout_p)
     return _Attention.apply(*given) if trains else _forward(query, *given[1:6], *_drawn(query, key, dropout_p))
+
+
+def _one_by_one(*given: Any, **options: Any) -> Tensor:
+    found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
+    return found
 
 
 def by_formula(
@@ -103,12 +106,10 @@ def _drawn(query: Tensor, key: Tensor, p: float) -> tuple[Tensor | None, float]:
 
 def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:
     """Say whether ``F.scaled_dot_product_attention`` runs its flash kernel for CPU on these tensors."""
-    if in_forward_mode() or in_transform() or not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    if any(is_batched(t) or is_wrapper(t) for t in inputs):
+    if leaves_to_torch(*inputs, mask) or not torch.backends.cuda.flash_sdp_enabled():
         return False
     query, key, value = inputs
-    if mask is not None and (mask.dim() not in (2, 4) or is_batched(mask) or is_wrapper(mask)):
+    if mask is not None and mask.dim() not in (2, 4):
         return False
     if mask is not None and mask.requires_grad and not _by_ours(query, key, value):
         return False
@@ -153,17 +154,13 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask, kept = ctx.saved_tensors
         causal, scale, dropped = ctx.given
         need, rest = ctx.needs_input_grad[:4], (None,) * 3
-        if not torch.is_grad_enabled():
+        if not is_plain(grad):
             seen, given = is_seen(query), (grad, query, key, value, mask, causal, scale, kept, dropped)
             if need[3]:
                 return *(OPS.attention_backward_with_mask if seen else kernel.backward_with_mask)(*given), *rest
             return *(OPS.attention_backward if seen else attention_backward)(*given), None, *rest
-        # create_graph=True: by operations that have a second derivative
-        with torch.enable_grad():
-            out = _by_products(query, key, value, mask, causal, scale, kept, dropped)
-            wanted = [t for t, needed in zip((query, key, value, mask), need, strict=True) if needed]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return *(next(found) if needed else None for needed in need), *rest
+        again = lambda *inputs: _by_products(*inputs, causal, scale, kept, dropped)  # noqa: E731
+        return *gradients_by_torch(again, (query, key, value, mask), need, (grad,)), *rest
 
 
 def _by_products(

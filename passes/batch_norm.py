@@ -22,7 +22,8 @@ from amp_graph.passes.batch_norm_ops import (
     batch_norm_relu_again,
     batch_norm_relu_backward,
 )
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
+from amp_graph.passes.torch_private import is_seen
 
 
 def norm_and_relu(
@@ -91,13 +92,8 @@ def _made(
 ) -> Tensor:
     if x.numel() and x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    empty = not x.numel()  # torch's leaves the running statistics alone
-    if (
-        empty
-        or in_forward_mode()
-        or in_transform()
-        or any(t is not None and is_wrapper(t) for t in (x, other, weight, bias))
-    ):
+    # Torch's leaves the running statistics alone where there are no values.
+    if not x.numel() or leaves_to_torch(x, other, weight, bias):
         plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
         plain = plain if other is None else plain + other
         return F.relu(plain) if relu else plain
@@ -146,8 +142,7 @@ class _NormAndRelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
         if grad is None:
             return (None,) * 10
-        by_torch = torch.is_grad_enabled() or is_batched(grad)
-        dx, dother, dweight, dbias = (_gradients_by_torch if by_torch else _gradients)(ctx, grad)
+        dx, dother, dweight, dbias = (_gradients_by_torch if is_plain(grad) else _gradients)(ctx, grad)
         return None, dx, dother, None, None, dweight, dbias, None, None, None
 
 

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cast_kernel import is_dense
+from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_in_mode, is_seen, is_wrapper
+from amp_graph.passes.torch_private import is_batched, is_in_mode, is_seen
 
 ATEN: Any = torch.ops.aten
 SOURCE = Path(__file__).with_name("table_kernel.c")
@@ -145,7 +146,7 @@ def value_of(x: Tensor, form: str) -> Tensor:
 
 def activated(x: Tensor, form: str) -> Tensor:
     """Return ``form`` of ``x``; torch's own under transforms and of what has no memory to read."""
-    if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x):
+    if leaves_to_torch(x):
         return FORMS[form][0](x)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return value_of(x, form)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.facts import HALVES
 from amp_graph.passes.identify_ops import OPS, arguments_of, names_of
 from amp_graph.passes.image_layout import is_channels_last
@@ -23,7 +24,7 @@ from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM
-from amp_graph.passes.torch_private import in_forward_mode, is_batched, is_in_mode
+from amp_graph.passes.torch_private import is_in_mode
 from amp_graph.passes.what_pays import casting_parts_pays
 
 JOINS = {"aten.cat": torch.ops.aten.cat.default, "aten.stack": torch.ops.aten.stack.default}
@@ -98,7 +99,7 @@ class _JoinedLow(torch.autograd.Function):
 
 def joined_low(parts: Sequence[Tensor], dim: int, stacks: bool, dtype: torch.dtype) -> Tensor:
     """Return ``torch.cat(parts, dim).to(dtype)``, or of ``torch.stack`` where it ``stacks``; dim: from 0 up."""
-    if any(is_in_mode(p) or is_batched(p) for p in parts) or in_forward_mode():
+    if any(map(is_in_mode, parts)) or leaves_to_torch(*parts):
         return (torch.stack if stacks else torch.cat)([p.to(dtype) for p in parts], dim)
     if torch.is_grad_enabled() and any(p.requires_grad for p in parts):
         found: Tensor = _JoinedLow.apply(dim, stacks, dtype, *parts)

@@ -22,17 +22,14 @@ from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.depthwise import CALLS, SEQUENCES
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.linear_low import is_plain, multiplied, multiply_into
+from amp_graph.passes.linear_low import multiplied, multiply_into
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
 from amp_graph.passes.torch_private import (
     concrete_size,
-    in_forward_mode,
-    in_transform,
-    is_batched,
     is_recorded,
-    is_wrapper,
     takes_fp32,
 )
 from amp_graph.passes.turn import turned
@@ -102,7 +99,7 @@ def conv1d_by_windows(
     a channel lie side by side in the result, otherwise the channels of a place; so they do in the gradient of an ``x``
     where they did.
     """
-    if in_transform() or in_forward_mode() or is_batched(x) or is_batched(weight) or is_wrapper(x):
+    if leaves_to_torch(x, weight, bias):
         return F.conv1d(x, weight, bias, stride, padding)
     found: Tensor = _Windows.apply(x, weight, bias, stride, padding, in_rows)
     return found if in_rows else found.transpose(1, 2)

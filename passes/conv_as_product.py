@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.convolution_backward import rows, weight_gradient
-from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_private import takes_fp32
 
 
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
@@ -22,7 +23,7 @@ def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple
     The weight's gradient is a matrix product; with ``few`` places, the result and the gradient of ``x`` are, too.
     Sums are fp32 in either, rounded once. Source: aten/src/ATen/native/mkldnn/Conv.cpp.
     """
-    if in_forward_mode() or is_batched(x) or is_batched(weight):
+    if leaves_to_torch(x, weight):
         return F.conv2d(x, weight, bias, stride)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, stride, few)
@@ -40,14 +41,17 @@ class _PointwiseConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            # create_graph=True: by operations that have a second derivative
-            product = ctx.few or torch.is_grad_enabled()
-            dx = _spread(grad, weight, x, ctx.stride) if product else _torchs(grad, weight, x, ctx.stride)
-        if ctx.needs_input_grad[1]:
+        if is_plain(grad):
+            again = lambda x, w: F.conv2d(x, w, None, ctx.stride)  # noqa: E731
+            dx, dweight = gradients_by_torch(again, (x, weight), (of_x, of_weight), (grad,))
+            return dx, dweight, grad.sum((0, 2, 3)) if of_bias else None, None, None
+        if of_x:
+            dx = _spread(grad, weight, x, ctx.stride) if ctx.few else _torchs(grad, weight, x, ctx.stride)
+        if of_weight:
             dweight = weight_gradient(grad, x, weight, ctx.stride, (0, 0), takes_fp32(ctx, 1))
-        if ctx.needs_input_grad[2]:
+        if of_bias:
             dbias = grad.sum((0, 2, 3))
         return dx, dweight, dbias, None, None
 

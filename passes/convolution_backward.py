@@ -18,7 +18,8 @@ from torch import Tensor
 
 from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.depthwise_ops import OPS
-from amp_graph.passes.torch_private import in_forward_mode, is_batched, takes_fp32
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_private import takes_fp32
 
 
 def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -29,7 +30,7 @@ def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[
     rounded once, and lies in channels_last, as the kernel's does for such images.
     """
     trains = torch.is_grad_enabled() and weight.requires_grad
-    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight)) or x.dim() != 4:
+    if not trains or leaves_to_torch(x, weight) or x.dim() != 4:
         return F.conv2d(x, weight, bias, stride, padding)
     return _Conv2d.apply(x, weight, bias, tuple(stride), tuple(padding))
 
@@ -47,9 +48,9 @@ class _Conv2d(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            out = F.conv2d(x, weight, bias, ctx.stride, ctx.padding)
-            return *_derivable(out, (x, weight, bias), need, grad), None, None
+        if is_plain(grad):
+            again = lambda x, w, b: F.conv2d(x, w, b, ctx.stride, ctx.padding)  # noqa: E731
+            return *gradients_by_torch(again, (x, weight, bias), need, (grad,)), None, None
         dx = dbias = None
         if need[0] or need[2]:
             sizes = None if bias is None else list(bias.shape)
@@ -81,7 +82,7 @@ def conv_transpose_low(
     """
     how = (tuple(stride), tuple(padding), tuple(dilation), True, tuple(output_padding), groups)
     trains = torch.is_grad_enabled() and bias.requires_grad
-    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight, bias)):
+    if not trains or leaves_to_torch(x, weight, bias):
         return torch.convolution(x, weight, bias, *how)
     return _ConvTranspose.apply(x, weight, bias, how)
 
@@ -97,9 +98,9 @@ class _ConvTranspose(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            out = torch.convolution(x, weight, bias, *ctx.how)
-            return *_derivable(out, (x, weight, bias), need, grad), None
+        if is_plain(grad):
+            again = lambda x, w, b: torch.convolution(x, w, b, *ctx.how)  # noqa: E731
+            return *gradients_by_torch(again, (x, weight, bias), need, (grad,)), None
         dx = dweight = None
         if need[0] or need[1]:
             kernel = torch.ops.aten.convolution_backward
@@ -125,7 +126,7 @@ def depthwise_low(
     """
     how = (tuple(stride), tuple(padding), (1, 1), False, (0, 0), x.shape[1])
     trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight)):
+    if not trains or leaves_to_torch(x, weight):
         return torch.convolution(x, weight, bias, *how)
     return _Depthwise.apply(x, weight, bias, how, own_weight, own_input)
 
@@ -143,6 +144,8 @@ def depthwise_rows(
 
     x: [batch, channels, length]; weight: [channels, 1, kernel]; the result is contiguous, as torch's.
     """
+    if leaves_to_torch(x, weight, bias):
+        return F.conv1d(x, weight, bias, stride, padding, groups=x.shape[1])
     image = x[:, :, None].contiguous(memory_format=torch.channels_last)
     how = (1, *stride), (0, *padding)
     return depthwise_low(image, weight[:, :, None], bias, *how, own_weight, own_input)[:, :, 0].contiguous()
@@ -161,9 +164,9 @@ class _Depthwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            out = torch.convolution(x, weight, bias, *ctx.how)
-            return *_derivable(out, (x, weight, bias), need, grad), None, None, None
+        if is_plain(grad):
+            again = lambda x, w, b: torch.convolution(x, w, b, *ctx.how)  # noqa: E731
+            return *gradients_by_torch(again, (x, weight, bias), need, (grad,)), None, None, None
         stride, padding = map(list, ctx.how[:2])
         found: list[Tensor | None] = [None] * 3
         torchs = [needed and not own for needed, own in zip(need, ctx.own, strict=True)]
@@ -177,13 +180,6 @@ class _Depthwise(torch.autograd.Function):
         if need[2] and not torchs[2]:
             found[2] = grad.sum((0, 2, 3))
         return *found, None, None, None
-
-
-def _derivable(out: Tensor, given: Sequence[Tensor | None], need: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of what ``out`` was made from by operations that have a second derivative."""
-    wanted = [t for t, needed in zip(given, need, strict=True) if needed and t is not None]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in need]
 
 
 def weight_gradient(

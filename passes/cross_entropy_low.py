@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cross_entropy_kernel import losses_of_rows, write_gradient_of_rows
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.large_pages import empty_like, widen
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 # Logits in fp32 in one go: few enough for a core's cache, many enough for the calls to cost nothing.
 CHUNK = 1 << 19
@@ -50,7 +50,7 @@ def cross_entropy_and_logits(
     widened: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``cross_entropy_low``, and ``logits.float()`` for other readers, whose gradients are added in fp32."""
-    if in_forward_mode() or is_batched(logits) or is_batched(target):
+    if leaves_to_torch(logits, target, weight):
         wide = logits.float()
         return _by_torch(wide, target, weight, ignore_index, reduction, label_smoothing), wide
     rows, wide = _CrossEntropy.apply(logits, target, weight, ignore_index, label_smoothing, widened)
@@ -108,13 +108,13 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, weight = ctx.saved_tensors
         if grad is None:
             found = None if grad_wide is None else grad_wide.to(logits.dtype)
-        elif not torch.is_grad_enabled():
+        elif not is_plain(grad, grad_wide):
             kernel = OPS.cross_entropy_backward
             found = kernel(grad, logits, target, weight, grad_wide, ctx.ignore, ctx.smooth)
-        else:  # create_graph=True: by operations that have a second derivative
-            wide = logits.float()
-            rows = _by_torch(wide, target, weight, ctx.ignore, "none", ctx.smooth)
-            (found,) = torch.autograd.grad(rows, wide, grad, create_graph=True)
+        else:
+            again = lambda wide: _by_torch(wide, target, weight, ctx.ignore, "none", ctx.smooth)  # noqa: E731
+            (found,) = gradients_by_torch(again, (logits.float(),), (True,), (grad,))
+            assert found is not None, "a loss depends on the logits"
             found = (found if grad_wide is None else found + grad_wide).to(logits.dtype)
         return found, None, None, None, None, None
 

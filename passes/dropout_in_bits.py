@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cast_kernel import is_dense
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+from amp_graph.passes.torch_private import is_seen
 
 SOURCE = Path(__file__).with_name("dropout_kernel.c")
 STATE = 5056  # bytes of what ``torch.Generator.get_state`` returns; 2.11 - 2.13
@@ -120,7 +121,7 @@ class _InBits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
         shape, strides = ctx.form
-        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
+        if is_plain(grad):
             ones = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device).fill_(1)
             return grad * _calls(ones).scaled_by_bits(ones, bits, ctx.p), None
         if grad.stride() != strides:
@@ -135,7 +136,7 @@ def _calls(x: Tensor) -> Any:
 
 def dropout_in_bits(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``F.dropout`` that trains, not in place, on the CPU. Under transforms it is torch's own."""
-    if in_transform() or in_forward_mode() or is_batched(input) or is_wrapper(input):
+    if leaves_to_torch(input):
         return F.dropout(input, p, training)
     found: Tensor = _InBits.apply(input, p)
     return found

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.image_layout import averages_places, is_channels_last
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import is_trained
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
     Its gradient is a view of one number for each channel, rounded to the dtype of ``x``.
     """
     trains = torch.is_grad_enabled() and x.requires_grad
-    if not trains or in_forward_mode() or is_batched(x):
+    if not trains or leaves_to_torch(x):
         return _average(x, keepdim, dtype)
     return _Pooled.apply(x, keepdim, dtype)
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cast_kernel import clear
-from amp_graph.passes.torch_private import bytes_of, in_forward_mode, is_batched, storage_holders
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
+from amp_graph.passes.torch_private import bytes_of, storage_holders
 from amp_graph.passes.what_pays import adding_by_place_pays
 
 _SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
@@ -92,7 +93,7 @@ def has_own_backward(weight: Tensor, ids: Tensor) -> bool:
     """Say whether rows of ``weight`` get a gradient by ``add_rows``; transforms need torch's own operations."""
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return False
-    return not (in_forward_mode() or is_batched(weight) or is_batched(ids))
+    return not leaves_to_torch(weight, ids)
 
 
 def plain_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
@@ -141,7 +142,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         padding = -1 if ctx.padding is None else ctx.padding % len(ctx.weight)
-        if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
+        if is_plain(grad):
             rows, flat = spread(grad, ids, ctx.bags)
             table = torch.ops.aten.embedding_dense_backward(rows, flat, len(ctx.weight), padding, False)
             return table, None, None, None, None

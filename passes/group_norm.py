@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
 
 SOURCE = Path(__file__).with_name("group_norm_kernel.c")
 LAST = torch.channels_last
@@ -41,9 +41,15 @@ def group_norm_low(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: fl
     is computed in fp32 and rounded once.
     """
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
-    if not trains or in_forward_mode() or any(is_batched(t) for t in (x, weight, bias)):
-        return F.group_norm(x, groups, weight, bias, eps)
+    if not trains or leaves_to_torch(x, weight, bias):
+        return _by_torch(x, groups, weight, bias, eps)
     return _GroupNorm.apply(x, groups, weight, bias, eps)
+
+
+def _by_torch(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the same by torch's own operations, whose derivatives in a batch want images that are contiguous."""
+    special = leaves_to_torch(x, weight, bias) or torch.is_grad_enabled()
+    return F.group_norm(x.contiguous() if special else x, groups, weight, bias, eps)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -60,11 +66,9 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias, mean, invstd = ctx.saved_tensors
         need = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
-        if torch.is_grad_enabled():
-            out = F.group_norm(x, ctx.groups, weight, bias, ctx.eps)
-            wanted = [t for t, needed in zip((x, weight, bias), need, strict=True) if needed]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            dx, dweight, dbias = (next(found) if needed else None for needed in need)
+        if is_plain(grad):
+            again = lambda x, w, b: _by_torch(x, ctx.groups, w, b, ctx.eps)  # noqa: E731
+            dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), need, (grad,))
             return dx, None, dweight, dbias, None
         dweight, dbias, *made = OPS.group_norm_backward(grad, x, weight, mean, invstd, ctx.groups, need[0])
         return made[0] if made else None, None, dweight if need[1] else None, dbias if need[2] else None, None

@@ -17,14 +17,15 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.identify_ops import OPS as IDENTITY
 from amp_graph.passes.identify_ops import arguments_of, names_of
-from amp_graph.passes.linear_low import is_plain, multiply_into
+from amp_graph.passes.linear_low import multiply_into
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.own_products import is_turned
 from amp_graph.passes.regions import REGION, TRANSFORM
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper, takes_fp32
+from amp_graph.passes.torch_private import is_seen, takes_fp32
 from amp_graph.passes.what_pays_for_products import grouped_product_pays
 
 # Operators that multiply rows of groups, which lie one behind the other, and their arguments in this order.
@@ -86,7 +87,7 @@ def grouped_product(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Te
     x: [rows, depth]; weight: [groups, depth, columns], or ``turned`` [groups, columns, depth]; all bf16 on the CPU.
     offs: [groups], whole numbers that do not decrease: where the rows of each group end.
     """
-    if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
+    if leaves_to_torch(x, weight, offs):
         return _by_torch(x, weight, offs, turned)
     found: Tensor = _Grouped.apply(x, weight, offs, turned)
     return found

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.lstm_backward import SIGMOID, TANH
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import linear_of_packed_weight, multiplies_bf16, pack_linear_weight
@@ -28,6 +29,8 @@ def gru_layer(
     the results.
     """
     given = (x, w_ih, w_hh, b_ih, b_hh, h)
+    if leaves_to_torch(*given):
+        return _by_torch(*given, reverse)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         trained: tuple[Tensor, Tensor] = _GruLayer.apply(*given, reverse)[:2]
         return trained
@@ -46,8 +49,9 @@ class _GruLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> Any:
         *tensors, states, gates = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_differentiably(ctx, (dout, dlast), tensors), None
+        if is_plain(dout, dlast):
+            again = lambda *given: _by_torch(*given, ctx.reverse)  # noqa: E731
+            return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:6], (dout, dlast)), None
         x, w_ih, w_hh, *_ = tensors
         made = OPS.gru_backward(dout, dlast, x, w_ih, w_hh, states, gates, ctx.reverse)
         return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None
@@ -156,16 +160,13 @@ def _times(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda rows: linear_of_packed_weight(rows, packed, bias)
 
 
-def _differentiably(ctx: Any, grads: tuple[Tensor, Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients that have gradients (create_graph=True): those of torch's own operations."""
-    x, w_ih, w_hh, b_ih, b_hh, h = tensors
-    with torch.enable_grad():
-        given = x.flip(0) if ctx.reverse else x
-        out, last = torch.gru(given, h[None], [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False)
-        wanted = [t for t, n in zip(tensors, ctx.needs_input_grad, strict=False) if n]
-        outs = (out.flip(0) if ctx.reverse else out, last[0])
-        found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True))
-    return [next(found) if n else None for n in ctx.needs_input_grad[:6]]
+def _by_torch(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output and last state by torch's own operations."""
+    given = x.flip(0) if reverse else x
+    out, last = torch.gru(given, h[None], [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False)
+    return out.flip(0) if reverse else out, last[0]
 
 
 def _fake_forward(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from amp_graph.passes import amx_product, linear_kernel
 from amp_graph.passes.amx_product import gradients_of_linear, room, side_by_side
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import (
-    in_forward_mode,
-    in_transform,
-    is_batched,
     is_recorded,
     is_seen,
-    is_wrapper,
     linear_pointwise,
     takes_fp32,
     unsafe_view,
@@ -41,7 +38,7 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. What has no memory to read goes to torch's.
     """
-    if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
+    if leaves_to_torch(x, weight, bias):
         return F.linear(x, weight, bias)
     # Reshaped out here: a view that a Function returns cannot be written in place.
     found: Tensor = _Linear.apply(as_rows(x), weight, bias)
@@ -61,11 +58,6 @@ class _Linear(torch.autograd.Function):
         # A small gradient is cast as fast by the engine.
         wide = x is not None and by_units(grad.numel() * x.shape[1]) and takes_fp32(ctx, 1)
         return gradients_of_low(grad, x, weight, ctx.needs_input_grad, wide)
-
-
-def is_plain(grad: Tensor) -> bool:
-    """Say whether ``grad`` has a derivative itself (create_graph=True), or is several gradients (is_grads_batched)."""
-    return torch.is_grad_enabled() or is_batched(grad)
 
 
 def gradients_of_low(
@@ -93,7 +85,7 @@ def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
     x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Graphs, and what has no memory, get torch's.
     """
-    if in_transform() or in_forward_mode() or is_batched(x) or is_recorded(x) or is_wrapper(weight):
+    if leaves_to_torch(x, weight, bias) or is_recorded(x):
         return F.linear(x, weight, bias)
     found: Tensor = _Trained.apply(x, weight, bias)
     return found

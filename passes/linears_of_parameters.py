@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_kernel import as_rows
-from amp_graph.passes.linear_low import gradients_of_low, is_plain, linear_low, multiplied
+from amp_graph.passes.linear_low import gradients_of_low, linear_low, multiplied
 from amp_graph.passes.node_value import value
 from amp_graph.passes.small_linears import bias_of
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_wrapper
 from amp_graph.passes.weight_copies import WeightCopies, WeightCopy
 
 CASTS_INSIDE = "amp_casts_inside"  # meta key: why a call casts the parameters that it is given, by their nodes
@@ -49,7 +49,7 @@ def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
     """Return ``linear_low`` for fp32 parameters, of which ``read`` makes and keeps copies."""
 
     def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if in_transform() or in_forward_mode() or is_batched(x) or is_wrapper(x) or is_wrapper(weight):
+        if leaves_to_torch(x, weight, bias):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         # Reshaped out here: a view that a Function returns cannot be written in place.
         found: Tensor = _OfParameters.apply(read, as_rows(x), weight, bias)

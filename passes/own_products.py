@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
+from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
-from amp_graph.passes.torch_private import in_forward_mode, in_transform
 from amp_graph.passes.what_pays_for_products import own_product_pays
 
 PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
@@ -94,7 +94,7 @@ class _OwnProduct(torch.autograd.Function):
 
 def own_product(x: Tensor) -> Tensor:
     """Return ``x @ x.mT`` of ``x`` [..., rows, width]: [..., rows, rows]."""
-    if in_transform() or in_forward_mode() or not (torch.is_grad_enabled() and x.requires_grad):
+    if leaves_to_torch(x) or not (torch.is_grad_enabled() and x.requires_grad):
         return x @ x.mT
     found: Tensor = _OwnProduct.apply(x)
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.lstm_backward import lstm_backward
 from amp_graph.passes.lstm_kernel import library
 from amp_graph.passes.operators import OPS, define_operator
@@ -68,6 +69,8 @@ def lstm_layer(
     x: [length, batch, width], contiguous; h, c: [batch, size]. By compiled C where that is faster, and else backward by
     large products where those are.
     """
+    if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
+        return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
     layer = _layer_for(x.device.type, x.dtype, *h.shape)
     if layer is not _LstmLayer and not has_biases:  # what stands for them says nothing
         b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
@@ -75,6 +78,24 @@ def lstm_layer(
         x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
     )
     return found
+
+
+def _by_torch(
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor,
+    b_hh: Tensor,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    has_biases: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same by torch's own operations."""
+    params = [w_ih, w_hh, b_ih, b_hh] if has_biases else [w_ih, w_hh]
+    given = x.flip(0) if reverse else x
+    out, *last = torch.lstm(given, (h[None], c[None]), params, has_biases, 1, 0.0, False, False, False)
+    return out.flip(0) if reverse else out, last[0][0], last[1][0]
 
 
 def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
@@ -99,7 +120,7 @@ class _LstmLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *tensors, workspace = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if is_plain(*grads):
             return _differentiably(ctx, grads, tensors[:7])
         reverse, has_biases, bidirectional = ctx.how
         options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
@@ -120,7 +141,7 @@ class _LstmByProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *tensors, out = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if is_plain(*grads):
             return _differentiably(ctx, grads, tensors)
         made = OPS.lstm_backward(*grads, *tensors, out, ctx.how[0])
         return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
@@ -137,7 +158,7 @@ class _LstmByKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, w_ih, w_hh, b_ih, b_hh, h, c, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if is_plain(*grads):
             return _differentiably(ctx, grads, (x, w_ih, w_hh, b_ih, b_hh, h, c))
         made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.how[0])
         return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
@@ -149,13 +170,9 @@ def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirec
 
 
 def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return gradients that have gradients (create_graph=True): those of torch's own kernel, run again."""
-    need = ctx.needs_input_grad[:7]
-    with torch.enable_grad():
-        outs = PLAIN(*tensors, *_options(tensors, *ctx.how))[:3]
-        wanted = [t for t, n in zip(tensors, need, strict=True) if n]
-        found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True))
-    return *(next(found) if n else None for n in need), None, None, None
+    """Return the gradients of torch's own kernel, run again."""
+    again = lambda *given: PLAIN(*given, *_options(given, *ctx.how))[:3]  # noqa: E731
+    return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:7], grads), None, None, None
 
 
 def _rnn_layer(*given: Any) -> Any:

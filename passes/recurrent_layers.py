@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.cudnn_recurrent import CudnnLayers, runs_by_cudnn
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain
 from amp_graph.passes.gru_layer import gru_layer
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.recurrent import lstm_layer, onednn_trains
@@ -144,10 +145,11 @@ class _Recurrent(torch.autograd.Function):
         how, hidden, params = ctx.how, tensors[: ctx.states], tensors[ctx.states :]
         needed = list(ctx.needs_input_grad[2:])
         options = (how.has_biases, how.num_layers, how.bidirectional)
-        if torch.is_grad_enabled():  # create_graph=True: by operations that have a second derivative
-            found = _gradients(list(grads), needed, how.kind, x, hidden, params, *options, again=True)
-        else:
-            found = OPS.recurrent_backward(list(grads), needed, how.kind, x, hidden, params, *options)
+        if is_plain(*grads):
+            end = 1 + ctx.states
+            again = lambda *given: _run(how.kind, given[0], given[1:end], given[end:], *options)  # noqa: E731
+            return None, None, *gradients_by_torch(again, (x, *tensors), needed, grads)
+        found = OPS.recurrent_backward(list(grads), needed, how.kind, x, hidden, params, *options)
         made = iter(found)
         return None, None, *(next(made) if need else None for need in needed)
 
@@ -182,18 +184,16 @@ def _gradients(
     hidden: list[Tensor],
     params: list[Tensor],
     *how: Any,
-    again: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of those of ``x``, ``hidden`` and ``params`` that are ``needed``, by another forward."""
     given = [x, *hidden, *params]
-    with torch.enable_grad() if again else autograd_inside():
-        if not again:
-            given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
+    with autograd_inside():
+        given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
         count = 1 + len(hidden)
         # cuDNN differentiates what was run as in training alone.
         outs = _run(kind, given[0], given[1:count], given[count:], *how, train=x.device.type == "cuda")
         wanted = [t for t, need in zip(given, needed, strict=True) if need]
-        found = torch.autograd.grad(outs, wanted, grads, create_graph=again, allow_unused=True)
+        found = torch.autograd.grad(outs, wanted, grads, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.norm_ops import OPS, residual_norm, residual_norm_backward
 from amp_graph.passes.runtime import shared_cast
-from amp_graph.passes.torch_private import in_forward_mode, in_transform, is_batched, is_seen, is_wrapper
+from amp_graph.passes.torch_private import is_seen
 
 # The place of the norm's first alias in low precision: behind the sum, and the norm in fp32.
 LOWS = 2
@@ -42,7 +43,7 @@ def add_norm(
     ``x`` and ``branch`` each theirs in its own dtype. ``centered``: a layer norm, else an RMS norm.
     """
     given, form = (x, branch, weight, bias), Form(tuple(shape), eps, dtype, low, full, keep, centered)
-    if in_forward_mode() or in_transform() or any(is_wrapper(t) for t in given):
+    if leaves_to_torch(*given):
         return _by_torch(*given, form)
     made = _AddNorm.apply(*given, form) if torch.is_grad_enabled() else _results(*given, form)[1]
     return tuple(t for t, wanted in zip(made, (keep, full, *[True] * low), strict=True) if wanted)
@@ -104,7 +105,7 @@ class _AddNorm(torch.autograd.Function):
         if not all_grads:
             return (None,) * 5
         made: Gradients = (all_grads[0].to, None, None)
-        if found and (torch.is_grad_enabled() or any(map(is_batched, all_grads))):
+        if found and is_plain(*all_grads):
             made = _gradients_by_torch(ctx, grad_sum, found)
         elif found:
             made = _gradients(ctx, grad_sum, found)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.cast_kernel import total_of
-from amp_graph.passes.torch_private import in_forward_mode, is_batched
+from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 
 # As whole numbers the least of each precision whose sign bit is set, minus infinity; above it are NaNs, then zero.
 _MINUS_INFINITY = {torch.bfloat16: -(1 << 7), torch.float16: -(1 << 10)}
@@ -57,9 +57,9 @@ class _SharedCast(torch.autograd.Function):
         total = given[0]
         if len(given) == 1:
             return total.float(), None, None, None
-        if torch.is_grad_enabled():  # create_graph=True: nothing in place
+        if is_plain(*given):  # nothing in place
             return sum((g.float() for g in given[1:]), total.float()), None, None, None
-        if not any(map(is_batched, given)) and (made := total_of(given)) is not None:
+        if (made := total_of(given)) is not None:
             return made, None, None, None
         # The first sum must be made in fp32, where a full-precision reader did not already make it so.
         total = total if total.dtype == torch.float32 else total.float()
@@ -75,7 +75,7 @@ def shared_cast(x: torch.Tensor, dtype: torch.dtype, low: int, full: bool) -> tu
     Returns aliases of one low-precision copy, one a reader. Backward adds the readers' gradients in fp32, as
     one cast a reader would, where a plain shared cast would have them added, and rounded, in ``dtype``.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode():
+    if not (torch.is_grad_enabled() and x.requires_grad) or leaves_to_torch(x):
         cast = x.to(dtype)
         return (x, *([cast] * low)) if full else (cast,) * low
     return _SharedCast.apply(x, dtype, low, full)
@@ -100,9 +100,10 @@ class _LowLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True: by operations that have a second derivative
-            out = torch.layer_norm(x.float(), ctx.shape, weight, bias, ctx.eps).to(x.dtype)
-            dx, dweight, dbias = _gradients(out, (x, weight, bias), (need[0], need[2], need[3]), grad)
+        if is_plain(grad):
+            again = lambda x, w, b: torch.layer_norm(x.float(), ctx.shape, w, b, ctx.eps).to(x.dtype)  # noqa: E731
+            needed = (need[0], need[2], need[3])
+            dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), needed, (grad,))
             return dx, None, dweight, dbias, None
         dx = dweight = dbias = None
         if need[0]:
@@ -111,15 +112,9 @@ class _LowLayerNorm(torch.autograd.Function):
         if need[2]:
             dweight = _sum_of_products(x, grad, mean, rstd, weight)
         if need[3]:
-            dbias = grad.sum(list(range(x.dim() - len(ctx.shape))), dtype=torch.float32)
+            rows = grad.flatten(0, x.dim() - len(ctx.shape) - 1) if x.dim() > len(ctx.shape) else grad.unsqueeze(0)
+            dbias = rows.sum(0, dtype=torch.float32)
         return dx, None, dweight, dbias, None
-
-
-def _gradients(out: torch.Tensor, inputs: Any, need: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
-    """Return the gradients of ``out``, themselves differentiable, for the ``inputs`` that ``need`` them."""
-    wanted = [x for x, needed in zip(inputs, need, strict=True) if needed]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in need]
 
 
 CHUNK = 393_216  # elements of fp32 scratch that stay in cache
@@ -142,7 +137,7 @@ def _sum_of_products(
     total = None
     for one_x, one_grad, one_mean, one_rstd in parts:
         product = torch.sub(one_x, one_mean).mul_(one_rstd)
-        product = product * one_grad if is_batched(one_grad) else product.mul_(one_grad)
+        product = product.mul_(one_grad)
         total = product.sum(0) if total is None else total + product.sum(0)
     return torch.zeros_like(weight) if total is None else total.view_as(weight)
 
@@ -160,7 +155,7 @@ def layer_norm_low(
     The CPU kernel's backward loses them when its input is bf16: 3.6 % relative error at 1,024 rows, 14-42 %
     at 16,384 (``aten/src/ATen/native/cpu/layer_norm_kernel.cpp``). Here the sums over rows are fp32.
     """
-    if in_forward_mode():
+    if leaves_to_torch(x, weight, bias):
         return torch.layer_norm(x.float(), normalized_shape, weight, bias, eps).to(x.dtype)
     if not torch.is_grad_enabled():
         return torch.layer_norm(x, normalized_shape, weight, bias, eps)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.derivatives import is_plain
 from amp_graph.passes.gradient_memory import add_rows, has_own_backward, is_free, plain_rows, spread
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import bytes_of
@@ -95,7 +96,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         rows, flat = spread(grad, ids, ctx.bags)  # in compiled code, which writes them along with something else
-        if torch.is_grad_enabled():  # create_graph=True: by an operation that has a second derivative
+        if is_plain(grad):
             table = torch.ops.aten.embedding_dense_backward(rows, flat, ctx.count, ctx.padding, False)
         else:
             table = OPS.table_gradient(rows, flat, ctx.count, ctx.padding)

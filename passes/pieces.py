@@ -17,7 +17,7 @@ from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.identify_ops import identify, is_tensor_call
 from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
-from amp_graph.passes.torch_private import FakeTensor, storage_key, tracing_fake
+from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, tracing_fake
 
 PIECE = "amp_piece"  # meta key of a graph: it is a piece
 GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
@@ -98,10 +98,26 @@ def _has_no_rule(body: GraphModule) -> bool:
             return False
         if mode is None or not is_tensor_call(node):
             continue
-        found, kinds = identify(node, mode), {t.device.type for t in tensors(value(node))}
-        if isinstance(found, str) or any(facts.autocast_has_rule(o.op, k) for o in found.operations for k in kinds):
+        kinds = {t.device.type for t in tensors(value(node))}
+        if any(_meets_a_rule(node, mode, kind) for kind in kinds):
             return False
     return True
+
+
+def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
+    """Say whether autocast casts what ``node`` is given, or what some part of it is, or whether nobody knows.
+
+    It has no rule for ``einsum`` on the CPU, and one for the ``bmm`` that it is made of.
+    """
+    apart: frozenset[OpOverload] = frozenset()
+    while True:
+        found = identify(node, mode, apart)
+        if isinstance(found, str) or any(facts.autocast_has_rule(o.op, device) for o in found.operations):
+            return True
+        more = {o.op for o in found.operations if facts.is_composite(o.op) and not facts.is_view(o.op)} - apart
+        if not more:
+            return False
+        apart |= more
 
 
 def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:

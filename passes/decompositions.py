@@ -38,12 +38,14 @@ def encoder_layer(
 ) -> Tensor:
     """Return what ``aten::_transformer_encoder_layer_fwd`` returns for a dense ``src`` [batch, length, embed_dim].
 
-    mask: what is not 0 is left out; mask_type 0: [length, length], 1: [batch, length], 2: already of full shape.
+    mask: what is True is left out; floating-point numbers are added to scores, as where the model trains (the operator
+    takes all but 0 for True, which is the same for -inf, and NaN for most others). mask_type 0: [length, length], 1:
+    [batch, length], 2: already of full shape.
     Source: aten/src/ATen/native/transformers/transformer.cpp.
     """
     seen = None
     if mask is not None:
-        seen = mask.to(torch.bool).logical_not()
+        seen = mask if mask.is_floating_point() else mask.to(torch.bool).logical_not()
         seen = seen[None, None] if mask_type == 0 else seen[:, None, None, :] if mask_type == 1 else seen
 
     def attend(x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11 - 2.13
     statically_known_true,
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
+from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 from torch.optim.optimizer import (  # 2.11 - 2.13; two are public, but in no list of its module
     _global_optimizer_post_hooks,
@@ -54,6 +55,7 @@ from torch.optim.optimizer import (  # 2.11 - 2.13; two are public, but in no li
 from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # 2.11 - 2.13: no tracer, no fakes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
 
+from amp_graph.passes.captured_otherwise import batch_norm_of_averages, mask_as_given
 from amp_graph.passes.collector import collector_waits
 
 __all__ = [
@@ -495,6 +497,45 @@ def _let_masks_broadcast() -> None:
     known[operator] = masked_select
 
 
+# Functions, and what our captures hold in their place: always, or only where a number is given that tensors hold.
+_OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
+    transformer._detect_is_causal_mask: (mask_as_given, False),  # 2.11 - 2.13
+    torch.nn.functional.batch_norm: (batch_norm_of_averages, True),
+}
+
+
+def _capture_some_otherwise() -> None:
+    """Let Dynamo put other functions in the place of some, as if they were written there; 2.11 - 2.13.
+
+    In our captures alone: ``torch.compiler.substitute_in_graph`` would hold for those of others, too.
+    """
+    written = torch._dynamo.variables.UserFunctionVariable
+    _asks(torch._dynamo.variables.TorchInGraphFunctionVariable, lambda variable: variable.value, written)
+    _asks(written, lambda variable: variable.fn, written)
+
+
+def _asks(kind: Any, function_of: Callable[[Any], Any], written: Any) -> None:
+    plain = kind.__dict__["call_function"]
+    if hasattr(plain, "asks_amp_graph"):
+        return
+
+    @functools.wraps(plain)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if _capturing.is_on and (found := _OTHERWISE.get(function_of(self))) is not None:
+            instead, numbers_of_tensors = found
+            if not numbers_of_tensors or any(map(_is_number_of_tensor, (*args, *kwargs.values()))):
+                return written(instead).call_function(tx, args, kwargs)
+        return plain(self, tx, args, kwargs)
+
+    call_function.asks_amp_graph = True  # type: ignore[attr-defined]
+    kind.call_function = call_function
+
+
+def _is_number_of_tensor(variable: Any) -> bool:
+    number = getattr(variable, "sym_num", None)
+    return number is not None and bool(free_unbacked_symbols(number))
+
+
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a piece of Python's stack before it that holds all the calls inside.
 
@@ -688,6 +729,7 @@ def capture_with_dynamo(
     rely on the raised limits and on the code object of its own.
     """
     _record_reads_of_dtype()
+    _capture_some_otherwise()
     _leave_out_guard_timing()
     _leave_cast_cache_alone()
     _let_masks_broadcast()

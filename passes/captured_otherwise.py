@@ -1,0 +1,43 @@
+"""Functions of torch that ask for values while they are traced, and what is captured instead: the same results.
+
+Before: ``nn.TransformerEncoder(x, mask=m)``, which looks whether ``m`` is causal, and is not captured for that.
+After: the mask is applied as it is. Exactness: rounding-equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return whether a mask is said to be causal; torch's compares it to a causal one where that is not said.
+
+    What is known to be causal is computed without its mask: a faster kernel, the same result.
+    """
+    return is_causal is True
+
+
+def batch_norm_of_averages(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``F.batch_norm`` for a ``momentum`` that is one over a tensor's count: ``nn.BatchNorm2d(momentum=None)``.
+
+    The kernel wants it as a number, which is not known in a graph; statistics of this batch are averaged in beside it.
+    """
+    if running_mean is None or running_var is None or not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = F.batch_norm(input, mean, var, weight, bias, True, 1.0, eps)
+    factor = torch.scalar_tensor(momentum, dtype=running_mean.dtype, device=running_mean.device)
+    running_mean.lerp_(mean, factor)
+    running_var.lerp_(var, factor)
+    return result

@@ -36,6 +36,7 @@ from amp_graph.passes.node_value import has_symbols
 from amp_graph.passes.pieces import adopt_piece
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
+from amp_graph.passes.read_modules import is_uninitialized
 from amp_graph.passes.torch_private import bytes_of, weakly
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
@@ -172,7 +173,8 @@ class CapturedGraphs:
             return 0
         if not record.grad:
             return most_bytes(gm, but=is_kept)
-        return bytes_made(gm) + sum(bytes_of(p) for p in self.model.parameters() if p.requires_grad)
+        trained = (p for p in self.model.parameters() if p.requires_grad and not is_uninitialized(p))
+        return bytes_made(gm) + sum(map(bytes_of, trained))
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""

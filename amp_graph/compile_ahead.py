@@ -29,6 +29,7 @@ from amp_graph.passes import (
     norm_ops,
 )
 from amp_graph.passes.native_code import CompilerError
+from amp_graph.passes.read_modules import is_uninitialized, plain_attribute, weights_of
 from amp_graph.passes.torch_private import cpu_has_bf16
 from amp_graph.passes.what_pays_for_products import amx_product_pays, lstm_kernel_pays
 
@@ -84,7 +85,7 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
         yield f"norms, {low}", lambda: norm_ops.library(low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
         yield "tables", by_table.library
-    if any(part.out_features >= MANY_CLASSES for part in linears):  # which are widened
+    if _has_many_outputs(linears):  # which are widened
         yield f"casts, {low}", lambda: cast_kernel.library(low)
 
 
@@ -99,20 +100,33 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
         yield "attention's backward", lambda: attention_kernel.library(True)
     if linears and _has_norms(parts):
         yield f"norms' backward, {low}", lambda: norm_ops.library(low, True)
-    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts):
+    if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
         yield f"dropout, {low}", lambda: dropout_in_bits.library(low)
-    if any(isinstance(part, nn.LSTM) and lstm_kernel_pays("cpu", low, 1, part.hidden_size) for part in parts):
+    widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
+    if any(lstm_kernel_pays("cpu", low, 1, width) for width in widths):
         yield "lstm", lstm_kernel.library
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
         yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
     if any(isinstance(part, nn.GroupNorm) for part in parts):
         yield f"group norms, {low}", lambda: group_norm.library(low)
-    if any(isinstance(part, nn.Conv1d | nn.Conv2d) and 1 < part.groups == part.in_channels for part in parts):
+    convolutions = [part for part in parts if isinstance(part, nn.Conv1d | nn.Conv2d)]
+    if any(1 < _number(part, "groups") == _number(part, "in_channels") for part in convolutions):
         yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
-    if any(part.out_features >= MANY_CLASSES for part in linears):
+    if _has_many_outputs(linears):
         yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
-    if any(p.numel() >= cast_kernel.LARGE for part in parts for p in part.parameters(recurse=False)):
+    sizes = (p.numel() for part in parts for p in part.parameters(recurse=False) if not is_uninitialized(p))
+    if any(size >= cast_kernel.LARGE for size in sizes):
         yield f"casts, {low}", lambda: cast_kernel.library(low)
-    weights = [part.weight for part in parts if isinstance(part, nn.Linear | nn.Conv2d)]
-    if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w[0].numel()) for w in weights):
+    weights = (w for part in parts if isinstance(part, nn.Linear | nn.Conv2d) for w in weights_of(part) if w.numel())
+    if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
         yield "amx products", amx_product.library
+
+
+def _has_many_outputs(linears: Iterable[nn.Linear]) -> bool:
+    return any(_number(linear, "out_features") >= MANY_CLASSES for linear in linears)
+
+
+def _number(part: nn.Module, name: str) -> float:
+    """Return an option of ``part``; 0 where a subclass keeps it otherwise."""
+    found = plain_attribute(part, name)
+    return found if isinstance(found, int | float) else 0

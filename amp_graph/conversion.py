@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +62,7 @@ CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
 OWN = "amp_graph_forward"  # the name of the function that is captured
 # A call in which nothing ran is captured anew once so many have come: its cause may be gone, and most are not.
 TRIED_AGAIN = frozenset(8**n for n in range(20))
+_attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all models that are converted
 
 
 @dataclass(eq=False)
@@ -116,16 +119,17 @@ class Conversion:
     def attach(self) -> None:
         """Put this conversion in the place of the model's forward."""
         self._run = self._capturing()
-        self.model.__dict__[CONVERSION] = self
-        self.model.__dict__["forward"] = self
+        _attached.add(self)
+        self.model.__dict__.update({CONVERSION: self, "forward": self})
 
     def detach(self) -> None:
         """Give the model its own forward back."""
+        if self.copies is not None:
+            self.copies.drop()
+        _attached.discard(self)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
-        if self.copies is not None:
-            self.copies.drop()
 
     def as_written(self) -> Callable[..., Any]:
         """Return the forward that the model was written with, for a capture of its own, with its hooks."""
@@ -385,6 +389,22 @@ def restore(
     made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
     made.attach()
     return made
+
+
+def whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
+    """Return the converted model that ``part`` is inside of, with its path there; None where there is none."""
+    if _whole_of(part) is None:
+        return None
+    gc.collect()  # models that nobody has any more live in cycles until then
+    return _whole_of(part)
+
+
+def _whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
+    for model in (found.model for found in _attached if conversion_of(found.model) is found):
+        for path, module in model.named_modules():
+            if module is part and path:
+                return model, path
+    return None
 
 
 def _find_nothing(local: dict[str, Any]) -> None:

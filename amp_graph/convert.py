@@ -11,11 +11,12 @@ import torch
 
 from amp_graph.backend import Compile, check_compile
 from amp_graph.compile_ahead import compile_ahead
-from amp_graph.conversion import WRAPPERS, Conversion, conversion_of
+from amp_graph.conversion import WRAPPERS, Conversion, conversion_of, whole_of
 from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.lists.path_pattern import matches
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.read_modules import uninitialized
 from amp_graph.passes.table_gradient import POOL
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import HALVES, HELD_LOW, Policy
@@ -74,18 +75,23 @@ def convert(
             f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"
             "  fix:   amp_graph.revert(model) first"
         )
+    _refuse_part_of_converted(model)
     refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list is an error now, not at the first step
     _warn_of_unmatched_modules(model, wanted)
     measured = _measured(model, wanted, sample, dynamic)
-    if wanted.level in HELD_LOW:
-        lower_parameters(model, wanted)
-        let_optimizers_update_masters()
     wrapped = model.__dict__.get("forward")
-    Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs).attach()
+    made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs)
     if compile == "eager" and wanted.level != "O0":
         compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
+    # Up to here nothing of the model has changed; what follows is undone where a line of it raises.
+    if wanted.level in HELD_LOW:
+        let_optimizers_update_masters()
+        with lower_parameters(model, wanted):
+            made.attach()
+    else:
+        made.attach()
     return model
 
 
@@ -118,8 +124,8 @@ def revert(model: Model) -> Model:
             f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted one\n"
             "  fix:   undo that replacement first, then amp_graph.revert(model)"
         )
-    found.detach()
-    restore_parameters(model)
+    with restore_parameters(model):
+        found.detach()
     return model
 
 
@@ -162,6 +168,18 @@ def _refuse_level_of_wrapped(model: torch.nn.Module, policy: Policy) -> None:
         )
 
 
+def _refuse_part_of_converted(model: torch.nn.Module) -> None:
+    """Raise CaptureError where ``model`` is inside of a converted one, whose graphs would end at it."""
+    if found := whole_of(model):
+        whole, path = found
+        kind, outer = type(model).__name__, type(whole).__name__
+        raise CaptureError(
+            f"convert: this {kind} is the part {path!r} of a converted {outer}, whose graphs hold it already\n"
+            f"  fix:   leave it out: converting the {outer} converts its parts. To convert parts alone, "
+            f"amp_graph.revert the {outer} first"
+        )
+
+
 def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
     """Raise CaptureError where ``model`` cannot run under ``policy``."""
     if compiled_in_place(model):
@@ -181,6 +199,13 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
         raise CaptureError(
             f"convert: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
             "  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.convert(model)"
+        )
+    lazy = uninitialized(model.named_parameters()) if policy.level in HELD_LOW else []
+    if lazy:
+        raise CaptureError(
+            f"convert: level {policy.level} changes parameters, and {len(lazy)} are not initialized: {_few(lazy)}\n"
+            "  fix:   call the model once on a batch before amp_graph.convert(model), as lazy modules want it; level "
+            "O1 takes them as they are"
         )
     half = [name for name, p in model.named_parameters() if p.dtype in HALVES]
     if half and policy.level == "O1":

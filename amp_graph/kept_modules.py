@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from amp_graph.lists.path_pattern import matches
+from amp_graph.passes.read_modules import plain_attribute
 from amp_graph.passes.torch_private import not_captured
 from amp_graph.policy import HALVES, Policy
 
@@ -29,7 +30,7 @@ def kept_in_fp32(model: torch.nn.Module, policy: Policy, device: str) -> list[to
     inside: set[int] = set()
     for path, module in model.named_modules():
         named = any(matches(rule, path) for rule in rules)
-        if id(module) not in inside and (named or getattr(module, "amp_precision", "") == FULL):
+        if id(module) not in inside and (named or plain_attribute(module, "amp_precision") == FULL):
             kept.append(module)
             inside |= set(map(id, module.modules()))
     return kept

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from amp_graph.passes.facts import matches_path
+from amp_graph.passes.read_modules import plain_attribute
 from amp_graph.passes.torch_private import StorageWeakRef, storage_key, with_parameters
 from amp_graph.policy import HALVES, Policy
 
@@ -73,31 +75,76 @@ class Master:
 # -- lowering and back --------------------------------------------------------------------------------
 
 
-def lower_parameters(model: Module, policy: Policy) -> None:
+@contextmanager
+def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
     """Hold the fp32 parameters of ``model`` in low precision, in place: the same Parameter objects.
 
+    Where a line of this raises, or of the ``with`` block, everything is as it was before.
     O2 leaves the parameters of normalization layers (modules without parametrized parts whose class is called a Norm,
     as all of torch's and transformers' are) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of what
     trains; O3 lowers all and keeps none. Buffers stay.
     """
     lowered = list(_lowerable(model, policy))
-    for parameter in lowered:
-        full = parameter.data
-        keeps = policy.level == "O2" and parameter.requires_grad and model.training
-        _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
-        _set_master(parameter, full if keeps else None, late=policy.level == "O2")
-    _speak_fp32(model, lowered)
+    with unchanged_where_it_raises(model, lowered):
+        for parameter in lowered:
+            full = parameter.data
+            keeps = policy.level == "O2" and parameter.requires_grad and model.training
+            _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
+            _set_master(parameter, full if keeps else None, late=policy.level == "O2")
+        _speak_fp32(model, lowered)
+        yield
 
 
-def restore_parameters(model: Module) -> None:
-    """Hold all parameters in fp32 again: the masters' values where there are some."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and hasattr(parameter, MASTER):
-                _hold(parameter, full_value(parameter))
-                delattr(parameter, MASTER)
-        module._state_dict_hooks = _without(module._state_dict_hooks, _save_fp32)
-        module._load_state_dict_pre_hooks = _without(module._load_state_dict_pre_hooks, _load_fp32)
+@contextmanager
+def restore_parameters(model: Module) -> Iterator[None]:
+    """Hold all parameters in fp32 again: the masters' values where there are some.
+
+    Where a line of this raises, or of the ``with`` block, everything is as it was before.
+    """
+    held = [p for p in model.parameters() if hasattr(p, MASTER)]
+    with unchanged_where_it_raises(model, held):
+        for parameter in held:
+            _hold(parameter, full_value(parameter))
+            delattr(parameter, MASTER)
+        for module in model.modules():
+            _remove(module._state_dict_hooks, _save_fp32)
+            _remove(module._load_state_dict_pre_hooks, _load_fp32)
+        yield
+
+
+@contextmanager
+def unchanged_where_it_raises(
+    model: Module, parameters: Iterable[Parameter], others: Sequence[dict[Any, Any]] = ()
+) -> Iterator[None]:
+    """Give ``model`` back as it was where the block raises: its attributes, ``parameters`` and hooks of checkpoints.
+
+    And the ``others``, which hold hooks too. Parameters get back their data, gradients and masters: what is rounded
+    meanwhile takes memory of its own for so long.
+    """
+    before = [(p, p.data, p.grad, p.__dict__.get(MASTER)) for p in parameters]
+    # The dicts stay the same objects: by them the handles of users' hooks find what to remove.
+    hooks = [h for m in model.modules() for h in (m._state_dict_hooks, m._load_state_dict_pre_hooks)]
+    dicts = [(held, held.copy()) for held in (*hooks, model.__dict__, *others)]
+    try:
+        yield
+    except BaseException:
+        for parameter, data, grad, master in before:
+            parameter.grad = None
+            parameter.data = data
+            parameter.grad = grad
+            put_master_back(parameter, master)
+        for held, known in dicts:
+            held.clear()
+            held.update(known)
+        raise
+
+
+def put_master_back(parameter: Tensor, master: Master | None) -> None:
+    """Let ``master`` stand behind ``parameter`` again, as before what raised."""
+    if master is not None:
+        setattr(parameter, MASTER, master)
+    else:
+        parameter.__dict__.pop(MASTER, None)
 
 
 def _hold(parameter: Parameter, data: Tensor) -> None:
@@ -133,7 +180,7 @@ def _kept(model: Module, policy: Policy) -> Iterator[Module]:
     for path, module in model.named_modules():
         named = policy.keep_fp32 and matches_path(policy.keep_fp32, path)
         # A cast has no sparse gradient.
-        if named or getattr(module, "sparse", False) is True or (policy.level == "O2" and _is_norm(module)):
+        if named or plain_attribute(module, "sparse") is True or (policy.level == "O2" and _is_norm(module)):
             yield module
 
 
@@ -295,6 +342,7 @@ def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
             master.version += len(names)  # of the copies that torch makes next
 
 
-def _without(hooks: Any, hook: Callable[..., None]) -> Any:
-    """Return ``hooks`` without ``hook``, which torch may have wrapped."""
-    return type(hooks)((k, h) for k, h in hooks.items() if hook not in (h, getattr(h, "hook", None)))
+def _remove(hooks: dict[int, Any], hook: Callable[..., None]) -> None:
+    """Remove ``hook``, which torch may have wrapped, from ``hooks``."""
+    for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "hook", None))]:
+        del hooks[key]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.master_weights import master_of
+from amp_graph.passes.read_modules import is_uninitialized
 
 
 def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Tensor] = ()) -> dict[str, int]:
@@ -20,7 +21,7 @@ def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Te
     Gradients are counted for every parameter that trains, in its dtype, whether they are there at the moment or not;
     ``copies`` are low-precision copies of weights that someone keeps.
     """
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if not is_uninitialized(p)]
     trained = [p for p in params if p.requires_grad]
     state = [t for s in optimizer.state.values() for t in s.values()] if optimizer is not None else []
     found = {

@@ -21,7 +21,7 @@ from amp_graph.grad_scaler import GradScaler
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.master_weights import make_master, master_of, share_master, write_back
 from amp_graph.policy import HALVES
-from amp_graph.update_masters import gradient_of_master
+from amp_graph.update_masters import gradient_of_master, groups_kept_where_it_raises
 
 OWN = ("optimizer", "scaler", "_pairs", "_plain", "_backward", "_unscaled")  # what an instance keeps
 
@@ -73,8 +73,9 @@ class MixedPrecisionOptimizer(Optimizer):
         self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters in low precision and their masters
         self._plain: list[Tensor] = []  # parameters that are fp32 themselves
-        for group in optimizer.param_groups:
-            self._put_masters_into(group)
+        with groups_kept_where_it_raises(optimizer):
+            for group in optimizer.param_groups:
+                self._put_masters_into(group)
         self._backward, self._unscaled = False, False
 
     def _put_masters_into(self, group: dict[str, Any]) -> None:

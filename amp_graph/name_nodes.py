@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.passes.facts import clean_path, with_parents
+from amp_graph.passes.read_modules import plain_attribute
 
 
 def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -24,7 +25,7 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
     """
     names = {str(id(m)): name for name, m in model.named_modules()}
     arguments = list(inspect.signature(forward).parameters)
-    wishes = {name: m.amp_precision for name, m in model.named_modules() if hasattr(m, "amp_precision")}
+    wishes = {name: wish for name, m in model.named_modules() if (wish := plain_attribute(m, "amp_precision"))}
     for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
         for node in part.graph.nodes:
             if node.op == "placeholder":

@@ -21,6 +21,7 @@ from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
+from amp_graph.passes.read_modules import plain_attribute
 from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, mode_without_capture
 from amp_graph.policy import Policy
@@ -222,8 +223,8 @@ def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
     hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
     if hang is None or not isinstance(error, torch._dynamo.exc.Unsupported) or "`lock`" not in str(error):
         return False
-    recording = [m for m in model.modules() if getattr(m, "_can_record_outputs", None)]
-    bare = [m for m in recording if not getattr(m, "_output_capturing_hooks_installed", False)]
+    recording = [m for m in model.modules() if plain_attribute(m, "_can_record_outputs")]
+    bare = [m for m in recording if not plain_attribute(m, "_output_capturing_hooks_installed")]
     for module in bare:
         hang(module)
     return bool(bare)

@@ -25,11 +25,12 @@ from amp_graph.cuda_graph import check_cuda_graph
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.loss_scale import LossScale, check_at_floor
+from amp_graph.master_weights import unchanged_where_it_raises
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, is_autocast_on
 from amp_graph.policy import HELD_LOW, Policy
-from amp_graph.reduce_gradients import default_group, make_equal, ranks_of
+from amp_graph.reduce_gradients import Ranks, default_group, make_equal, ranks_of
 from amp_graph.step_graph import StepGraph
 from amp_graph.step_inputs import (
     make_loss_scale,
@@ -45,7 +46,7 @@ from amp_graph.step_inputs import (
 from amp_graph.step_runs import StepRuns
 from amp_graph.step_state import StepState
 from amp_graph.variants import MOST, check_max_graphs
-from amp_graph.watch_optimizer import WatchedOptimizer
+from amp_graph.watch_optimizer import WatchedOptimizer, load_hooks_of
 
 # What a step is made for; options of the optimizer and the loss scale may change.
 MADE_FOR = (
@@ -129,20 +130,28 @@ class TrainStep:
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
             make_equal(model, process_group)
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        lowered = model.parameters() if self.policy.level in HELD_LOW and conversion_of(model) is None else ()
+        with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
+            self._make(ranks)
+            self._own = {*self.__dict__, "_own"} - others
+
+    def _make(self, ranks: Ranks | None) -> None:
+        """Make what captures and runs the graphs; converts the model at levels that hold parameters low."""
+        model, optimizer, compile = self.model, self.optimizer, self.compile
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
             convert(model, self.policy)
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
-        how = (self.policy, compile, update, self.loss_scale, clip_norm, clip_value, micro_batches, ranks, cuda_graph)
+        clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
+        how = (self.policy, compile, self.update, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
-        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), at_floor)
-        own = (model, loss_fn, outputs, self._steps, EscapedCode(model, self.policy), max_graphs)
+        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
+        own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)
         self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
-        self._own = {*self.__dict__, "_own"} - others
 
     # -- the loop -------------------------------------------------------------------------------------
 

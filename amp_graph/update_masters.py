@@ -7,7 +7,8 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
 from amp_graph.layout import laid_out_as
-from amp_graph.master_weights import updated_master, write_back
+from amp_graph.master_weights import MASTER, put_master_back, updated_master, write_back
 from amp_graph.passes.torch_private import load_optimizer_states_as, on_every_optimizer_step
 
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
@@ -64,6 +65,24 @@ class MastersInPlace:
         for old, new in pairs:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+
+@contextmanager
+def groups_kept_where_it_raises(optimizer: Optimizer) -> Iterator[None]:
+    """Give ``optimizer`` its parameters and their state back, and these their masters, where the block raises."""
+    groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
+    state = {**optimizer.state}
+    masters = [(p, p.__dict__.get(MASTER)) for _, params in groups for p in params]
+    try:
+        yield
+    except BaseException:
+        for held, params in groups:
+            held[:] = params
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for parameter, master in masters:
+            put_master_back(parameter, master)
+        raise
 
 
 def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:

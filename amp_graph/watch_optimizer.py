@@ -185,6 +185,11 @@ def _states(updates: Sequence[GroupUpdate]) -> Iterator[State]:
             yield p, tuple((name, values[n]) for name, values in zip(names, update.states, strict=True))
 
 
+def load_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return where ``optimizer`` keeps the hooks of ``load_state_dict``, in which a step hangs its own."""
+    return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+
+
 def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]) -> None:
     """Call ``forget``, while there is one, once the optimizer's state was replaced by a loaded one that fits."""
 

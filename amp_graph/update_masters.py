@@ -7,7 +7,7 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.errors import ScaleError
 from amp_graph.layout import laid_out_as
 from amp_graph.master_weights import MASTER, put_master_back, updated_master, write_back
 from amp_graph.passes.torch_private import load_optimizer_states_as, on_every_optimizer_step
@@ -29,8 +28,12 @@ class MastersInPlace:
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Find the parameters of ``optimizer`` that have masters."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         self.optimizer = optimizer
+        self.find()
+
+    def find(self) -> None:
+        """Find them again, and follow what was written into them since."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.pairs = [(p, full) for p in params if (full := updated_master(p)) is not None]
 
     def enter(self, inverse_scale: Tensor | None = None) -> None:
@@ -41,6 +44,25 @@ class MastersInPlace:
         if inverse_scale is not None:
             grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(grads, inverse_scale)
+
+    def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` for a step on masters: it finds the parameters in their places, with what they became.
+
+        Each call of it rounds the masters into the parameters, and hands the gradients that it computes to the masters.
+        """
+
+        def closure_on_parameters() -> Any:
+            self.leave()
+            try:
+                result = closure()
+                self.find()
+            except BaseException:  # nothing is left to leave: the step ends here
+                self.optimizer.__dict__.pop(INSIDE, None)
+                raise
+            self.enter()
+            return result
+
+        return closure_on_parameters
 
     def swap(self) -> None:
         """Put masters into the groups, with the state of their parameters."""
@@ -60,8 +82,8 @@ class MastersInPlace:
 
     def _swap(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         instead = {id(old): new for old, new in pairs}
-        for group in self.optimizer.param_groups:
-            group["params"] = [instead.get(id(p), p) for p in group["params"]]
+        for group in self.optimizer.param_groups:  # in place: LBFGS keeps the list
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
         for old, new in pairs:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
@@ -152,20 +174,20 @@ def let_optimizers_update_masters() -> None:
     load_optimizer_states_as(updated_master)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left_over: MastersInPlace | None = optimizer.__dict__.pop(INSIDE, None)
     if left_over is not None:  # of a step that raised
         left_over.leave()
     inside = MastersInPlace(optimizer)
     if not inside.pairs:
-        return
-    if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-        raise ScaleError(
-            f"{type(optimizer).__name__}.step: a closure would compute gradients of the low-precision parameters while "
-            "their fp32 masters are updated\n  fix:   level O1 for optimizers that need a closure"
-        )
+        return None
     inside.enter(optimizer.__dict__.pop(INVERSE, None))
     optimizer.__dict__[INSIDE] = inside
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], inside.outside(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": inside.outside(kwargs["closure"])}
+    return None
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

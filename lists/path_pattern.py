@@ -17,8 +17,8 @@ from typing import Any
 from amp_graph.lists.errors import ListError
 
 if sys.version_info >= (3, 11):
-    from re import _constants as c
-    from re import _parser as parser
+    from re import _constants as c  # type: ignore[attr-defined]
+    from re import _parser as parser  # type: ignore[attr-defined]
 else:
     import sre_constants as c
     import sre_parse as parser

@@ -46,8 +46,8 @@ def read_toml(text: str, file: str, fix: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        where = f"{file}:{line[1]}" if line else file
+        told = re.search(r"at line (\d+)", str(error))
+        where = f"{file}:{told[1]}" if told else file
         raise ListError(f"not TOML: {str(error)[:500]}", where=where, legal=LEGAL, fix=fix) from error
     except RecursionError as error:
         raise ListError("nested too deeply", where=file, legal=LEGAL, fix=fix) from error

@@ -8,6 +8,7 @@ Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2 and fig
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from amp_graph.demo.models import narrow_stack
 from amp_graph.demo.race import train
 from amp_graph.demo.tasks import Phase, Task, built, call
 from amp_graph.demo.variants import FP32, Trainee, Variant
+from amp_graph.errors import AmpGraphWarning
 
 NAME = "underflow"
 BATCH = 32
@@ -70,8 +72,10 @@ def underflow(chosen: Phase, advance: Callable[[], None]) -> list[Outcome]:
     task = Task(NAME, title, narrow_stack, Digits.load(), call, 3e-3, (chosen,), WEIGHT)
     start = built(task)
     trainees = [Trainee.of(task, chosen, variant, start) for variant in VARIANTS]
-    first = [_exponents(one, task.data.batch(0, BATCH)) for one in trainees]
-    train(trainees, chosen, advance)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "amp_graph: .*too small for fp16", AmpGraphWarning)  # which is what it shows
+        first = [_exponents(one, task.data.batch(0, BATCH)) for one in trainees]
+        train(trainees, chosen, advance)
     return [_outcome(one, found) for one, found in zip(trainees, first, strict=True)]
 
 

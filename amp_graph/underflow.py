@@ -64,6 +64,8 @@ class UnderflowWatch:
 
     def _at_end(self) -> None:
         self._seen = -1
+        if not self._arrived:  # of a backward in which another ran
+            return
         arrived, elements = [large for large, _ in self._arrived], max(count for _, count in self._arrived)
         self._arrived.clear()
         grads = [p.grad for p in self.said.model.parameters() if p.grad is not None and _is_plain(p.grad)]

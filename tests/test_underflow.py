@@ -210,3 +210,28 @@ def test_a_model_goes_when_it_is_let_go():
     del model
     gc.collect()
     assert there() is None
+
+
+def test_a_backward_inside_a_backward():
+    inner, outer = amp_graph.convert(mlp(), "fp16"), amp_graph.convert(mlp(), "fp16")
+
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                F.cross_entropy(inner(X) + outer(X), Y).backward()
+            return grad
+
+    F.cross_entropy(Reentrant.apply(outer(X)), Y).backward()
+    assert all(p.grad is not None for p in [*inner.parameters(), *outer.parameters()])
+
+
+def test_gradients_that_are_accumulated():
+    model = amp_graph.convert(mlp(), "fp16")
+    for _ in range(4):
+        (F.cross_entropy(model(X), Y) / 4).backward()

@@ -238,6 +238,13 @@ def test_a_folder_that_is_none_is_named(source, make):
         answer(source)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place that nobody can write to")
+def test_a_place_that_is_read_only(source, monkeypatch):
+    monkeypatch.setenv(native_code.FOLDER, "/proc/amp_graph")
+    with pytest.raises(CompilerError, match=rf"(?s)/proc/amp_graph.*fix:.*{native_code.FOLDER}"):
+        answer(source)
+
+
 def test_a_user_without_a_home(source, monkeypatch):
     def unknown():
         raise RuntimeError("Could not determine home directory.")

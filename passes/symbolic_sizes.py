@@ -23,11 +23,6 @@ def same(one: Any, other: Any) -> bool:
     return statically_known_true(one == other)
 
 
-def at_least(one: Any, other: Any) -> bool:
-    """Say whether the first of two numbers is known to be no smaller, whatever the symbols in them are."""
-    return statically_known_true(one >= other)
-
-
 def is_number(*sizes: Any) -> bool:
     """Say whether all ``sizes`` are numbers and none is a symbol."""
     return all(type(size) is int for size in sizes)

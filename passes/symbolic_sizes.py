@@ -19,7 +19,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) or isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is int and type(other) is int:
-        return one == other
+        return bool(one == other)
     return statically_known_true(one == other)
 
 

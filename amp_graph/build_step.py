@@ -35,7 +35,7 @@ from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.rewrite import rewrite_in_place
-from amp_graph.step_graph import NoGradient, StepGraph, StepParts, take_loss_mark, trace_step
+from amp_graph.step_graph import NoGradient, StepGraph, StepParts, refuse_sparse, take_loss_mark, trace_step
 from amp_graph.step_inputs import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step_state import Copy, StepState
 from amp_graph.step_update import StepOptions, lows_of
@@ -154,6 +154,10 @@ class StepBuilder:
     ) -> tuple[StepParts, str, list[Copy]]:
         """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
         state = self.state
+        names = captured.input_names()[: len(args)]
+        for i in captured.tables(sparse=True):  # tracing fails on sizes that data decide before it comes to see that
+            if i in trained:
+                refuse_sparse(names[i])
         known = dict(enumerate(args)) | absent
         parameters = [known[i] for i in trained]
         numbers = {id(p): i for i, p in zip(trained, parameters, strict=True)}
@@ -173,7 +177,6 @@ class StepBuilder:
         how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
         rates = [state.rate_of(u.group) for u in updates]
         options = self._options(captured.loss, last, one_pass)
-        names = captured.input_names()[: len(args)]
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
         copied = (hoisted, copies, masters, self.ranks, *beside, captured.depends_on_data())

@@ -62,9 +62,9 @@ class CapturedStep:
         """Return the names of the inputs."""
         return names_of(self.rewritten.gm)
 
-    def tables(self) -> Collection[int]:
-        """Return which inputs are read as tables of embeddings, and in no other way."""
-        return tables_of(self.rewritten.gm)
+    def tables(self, *, sparse: bool = False) -> Collection[int]:
+        """Return which inputs are read as tables of embeddings, and in no other way; ``sparse``: by sparse ones."""
+        return tables_of(self.rewritten.gm, sparse=sparse)
 
     def depends_on_data(self) -> bool:
         """Say whether sizes, or numbers, in the graph depend on data."""
@@ -123,7 +123,7 @@ class PlainCaptured(CapturedStep):
         """Return the names of the inputs."""
         return self.names
 
-    def tables(self) -> Collection[int]:
+    def tables(self, *, sparse: bool = False) -> Collection[int]:
         """Return none: gradients of tables are as autograd makes them."""
         return ()
 

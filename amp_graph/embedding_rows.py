@@ -52,11 +52,12 @@ class Table:
     dense: Node | None  # what they are added to
 
 
-def tables_of(gm: GraphModule) -> list[int]:
-    """Return which inputs of a captured graph its embeddings read as their tables."""
+def tables_of(gm: GraphModule, *, sparse: bool = False) -> list[int]:
+    """Return which inputs of a captured graph its embeddings read as their tables; those of ``sparse`` ones alone."""
     inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     calls = [(n, f) for f in (F.embedding, F.embedding_bag) for n in gm.graph.find_nodes(op="call_function", target=f)]
-    weights = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments["weight"] for n, f in calls]
+    given = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments for n, f in calls]
+    weights = [found["weight"] for found in given if not sparse or found.get("sparse") is True]
     return sorted({inputs[w] for w in weights if w in inputs})
 
 

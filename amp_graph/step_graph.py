@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -222,7 +222,8 @@ class StepParts:
         parts: dict[int, list[Tensor]] = {}
         for (i, _), grad in zip(sources, found, strict=True):
             if grad is not None:
-                self._refuse_sparse(i, grad)
+                if grad.layout is not torch.strided:
+                    refuse_sparse(self.names[i])
                 parts.setdefault(i, []).append(grad)
         if len(parts) < len(own):
             raise NoGradient([i for i in own if i not in parts])
@@ -276,13 +277,14 @@ class StepParts:
         bad = [i for i, grad in zip(self._own(), grads, strict=True) if not grad.isfinite().all()]
         return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
 
-    def _refuse_sparse(self, i: int, grad: Tensor) -> None:
-        if grad.layout is not torch.strided:
-            raise CaptureError(
-                f"TrainStep: the gradient of {self.names[i]} is sparse, which no fused update takes\n"
-                "  legal: dense gradients\n"
-                "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
-            )
+
+def refuse_sparse(name: str) -> NoReturn:
+    """Raise CaptureError for the parameter of that ``name``, whose gradient is sparse."""
+    raise CaptureError(
+        f"TrainStep: the gradient of {name} is sparse, which no fused update takes\n"
+        "  legal: dense gradients\n"
+        "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
+    )
 
 
 def _wide(grad: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.passes.read_modules import plain_attribute
+from amp_graph.passes.read_modules import is_uninitialized, plain_attribute
 from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, mode_without_capture
 from amp_graph.policy import Policy
@@ -201,13 +201,38 @@ def refuse_surroundings() -> None:
         )
 
 
-def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
-    """Raise what Dynamo's ``error`` means for a step, where that is known."""
+def refuse_what_is_ours(error: BaseException) -> None:
+    """Raise the error of ours that Dynamo's ``error`` is about."""
     if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
         refuse_loss(error)
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
         raise error.inner_exception from None
-    if isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, *DEPENDS_ON_DATA)):
+
+
+def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
+    """Make ``call``, the user's code that Dynamo traced, where ``error`` says that it raises: so it arrives as it is.
+
+    Buffers and random state are afterwards what they were.
+    """
+    raises = isinstance(error, torch._dynamo.exc.Unsupported) and "Observed exception" in str(error)
+    if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        return
+    plain = [b for b in model.buffers() if not is_uninitialized(b) and b.layout is torch.strided]
+    before = [(b, b.detach().clone()) for b in plain]
+    try:
+        with torch.random.fork_rng():
+            call()
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):  # a batch norm's version counters do not show it
+                    buffer.copy_(value)
+
+
+def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
+    """Raise what Dynamo's ``error`` means for a step, where that is known."""
+    kinds = torch._dynamo.exc
+    if isinstance(error, (kinds.Unsupported, kinds.UserError, kinds.TorchRuntimeError, *DEPENDS_ON_DATA)):
         raise CaptureError(
             f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
             "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"

@@ -6,6 +6,7 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,13 +34,18 @@ from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import Ranks, default_group, make_equal, ranks_of
 from amp_graph.step_graph import StepGraph
 from amp_graph.step_inputs import (
+    call_model,
+    forward_of,
+    loss_of,
     make_loss_scale,
     policy_of,
+    raise_what_the_code_raises,
     refuse,
     refuse_complex,
     refuse_options,
     refuse_surroundings,
     refuse_what_is_no_graph,
+    refuse_what_is_ours,
     set_up_outside,
     split_batch,
 )
@@ -47,6 +53,7 @@ from amp_graph.step_runs import StepRuns
 from amp_graph.step_state import StepState
 from amp_graph.variants import MOST, check_max_graphs
 from amp_graph.watch_optimizer import WatchedOptimizer, load_hooks_of
+from amp_graph.wrapped_optimizers import unwrapped
 
 # What a step is made for; options of the optimizer and the loss scale may change.
 MADE_FOR = (
@@ -113,6 +120,7 @@ class TrainStep:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             process_group = model.process_group if process_group is None else process_group
             model = model.module
+        optimizer = unwrapped(optimizer)
         self.policy = policy_of(model, policy)
         refuse(model, loss_fn, optimizer, self.policy)
         refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype, outputs)
@@ -179,15 +187,26 @@ class TrainStep:
 
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._steps.last = last
+        failed: BaseException | None = None
         try:
             result = self._runs(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
             return result
         except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
             if not set_up_outside(self.model, error):
-                refuse_what_is_no_graph(self.model, error)
-                raise
+                failed = error
+        if failed is not None:  # behind the handler: the user's own errors are not to be chained to Dynamo's
+            refuse_what_is_ours(failed)
+            raise_what_the_code_raises(self.model, functools.partial(self._as_written, *batch), failed)
+            refuse_what_is_no_graph(self.model, failed)
+            raise failed
         return self._once(batch, last)
+
+    def _as_written(self, *batch: Any) -> Any:
+        """Compute outputs and loss as the user's code does, for what it raises."""
+        model, loss_fn = forward_of(self.model), self.loss_fn
+        out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
+        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what the graphs were made for."""

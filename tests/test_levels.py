@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.errors import CaptureError
 from amp_graph.master_weights import master_of
 from tests.test_train_step import Net, Normalized, batches, build, parameters, same
 

@@ -59,7 +59,7 @@ def state_of(model, optimizer):
     """All that is to stay: tensors by identity and memory, gradients, masters, attributes, hooks, groups and state."""
     hooks = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
     return (
-        [(n, id(p), p.dtype, p.data_ptr(), id(p.grad), sorted(vars(p))) for n, p in model.named_parameters()],
+        [(n, id(p), p.dtype, p.data_ptr(), id(p.grad), _own(p)) for n, p in model.named_parameters()],
         [(n, id(b), b.data_ptr()) for n, b in model.named_buffers()],
         [(n, sorted(vars(m)), id(m.__dict__.get("forward"))) for n, m in model.named_modules()],
         [(id(vars(m)[kind]), [*vars(m)[kind].items()]) for m in model.modules() for kind in hooks],
@@ -69,6 +69,11 @@ def state_of(model, optimizer):
         [*optimizer._optimizer_load_state_dict_post_hooks.items()],
         sorted(vars(optimizer)),
     )
+
+
+def _own(parameter):
+    """Names of the attributes that are not Dynamo's."""
+    return sorted(name for name in vars(parameter) if not name.startswith("_dynamo"))
 
 
 def make(prepare=lambda model: None):

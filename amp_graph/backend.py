@@ -19,7 +19,7 @@ from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.custom_functions import call_custom_functions
 from amp_graph.passes.direct_calls import direct_calls
-from amp_graph.passes.inductor import compile_with_inductor
+from amp_graph.passes.inductor import compile_with_inductor, modes_of_inductor
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.regions import switches_modes
 from amp_graph.passes.torch_private import ModesOfThread
@@ -35,25 +35,45 @@ def amp_graph(
     example_inputs: Sequence[Any],
     *,
     policy: Policy | str | None = None,
-    compile: Compile = "eager",
+    compile: Compile | None = None,
+    mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Runner:
     """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``.
 
-    ``options`` is what ``torch.compile(options=...)`` passes on: "policy" and "compile" by name. Raises
-    PolicyError for another option.
+    ``options`` is what ``torch.compile(options=...)`` passes on: "policy", "compile" and "mode" by name. ``mode``:
+    one of Inductor's, which compiles then; ``compile`` is "eager" else. Raises PolicyError for another option or mode.
     """
-    given = {"policy": policy, "compile": compile, **(options or {})}
-    if set(given) - {"policy", "compile"}:
+    given = {"policy": policy, "compile": compile, "mode": mode, **(options or {})}
+    if unknown := sorted(set(given) - {"policy", "compile", "mode"}):
         raise PolicyError(
-            f"backend amp_graph: unknown option {sorted(set(given) - {'policy', 'compile'})[0]!r}\n"
-            "  legal: policy, compile\n"
+            f"backend amp_graph: unknown option {unknown[0]!r}\n"
+            "  legal: policy, compile, mode\n"
             "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
         )
-    check_compile("convert", given["compile"])
+    chosen = given["compile"] or ("eager" if given["mode"] in (None, "default") else "inductor")
+    check_compile("backend amp_graph", chosen)
+    _check_mode(given["mode"], chosen)
     read = Policy.parse(given["policy"])
-    rewrite_in_place(gm, read, eager=given["compile"] == "eager")
-    return lower(gm, example_inputs, given["compile"], read)
+    rewrite_in_place(gm, read, eager=chosen == "eager")
+    return lower(gm, example_inputs, chosen, read, mode=given["mode"])
+
+
+def _check_mode(mode: Any, compile: Compile) -> None:
+    """Raise PolicyError where ``mode`` is none of Inductor's, or not for Inductor."""
+    if mode in (None, "default"):
+        return
+    legal = modes_of_inductor()
+    if mode not in legal:
+        raise PolicyError(
+            f"backend amp_graph: unknown mode={mode!r}\n  legal: {', '.join(legal)}\n"
+            "  fix:   torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
+        )
+    if compile != "inductor":
+        raise PolicyError(
+            f"backend amp_graph: mode={mode!r} is one of Inductor's, and compile={compile!r}\n"
+            f"  fix:   options={{'mode': {mode!r}, 'compile': 'inductor'}}, or no mode"
+        )
 
 
 def check_compile(caller: str, compile: Compile) -> None:
@@ -68,10 +88,15 @@ def check_compile(caller: str, compile: Compile) -> None:
         )
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
-    """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it."""
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, *, mode: str | None = None
+) -> Runner:
+    """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it.
+
+    mode: of Inductor.
+    """
     switches = switches_modes(gm)  # read before a backend takes the graph apart
-    run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy), policy, device_of(gm))
+    run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy, mode), policy, device_of(gm))
     return _restoring_modes(run) if switches else run
 
 
@@ -89,7 +114,9 @@ def _restoring_modes(run: Runner) -> Runner:
     return call
 
 
-def _lowered(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy) -> Runner:
+def _lowered(
+    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, mode: str | None
+) -> Runner:
     if compile == "eager":
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
@@ -97,7 +124,7 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, p
         return direct_calls(gm)
     tag_checkpoints(gm)
     run_passes(gm, passes_for_compilers(policy))
-    return compiler_of(compile, policy, device_of(gm))(gm, list(example_inputs))
+    return compiler_of(compile, policy, device_of(gm), mode=mode)(gm, list(example_inputs))
 
 
 def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
@@ -109,13 +136,16 @@ def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
     return accumulating_in_fp32(run) if ours else run
 
 
-def compiler_of(compile: Compile, policy: Policy, device: str, *, whole: bool = False) -> Callable[..., Runner]:
+def compiler_of(
+    compile: Compile, policy: Policy, device: str, *, whole: bool = False, mode: str | None = None
+) -> Callable[..., Runner]:
     """Return what compiles a graph: Inductor with our own passes, another backend of Dynamo, or the function given.
 
-    whole: the graphs are those of steps.
+    whole: the graphs are those of steps. mode: of Inductor.
     """
     if compile == "inductor":
-        return functools.partial(compile_with_inductor, passes=passes_in_inductor(policy, device), whole=whole)
+        passes = passes_in_inductor(policy, device)
+        return functools.partial(compile_with_inductor, passes=passes, whole=whole, mode=mode)
     return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
 
 

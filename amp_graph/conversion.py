@@ -48,6 +48,7 @@ from amp_graph.passes.torch_private import (
     own_code_object,
     parameters_as_inputs,
     plain_forward,
+    refused_under_fx,
     weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
@@ -151,11 +152,10 @@ class Conversion:
             if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
                 return self._wide(one)
         if being_traced():
-            raise CaptureError(
-                f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
-                "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
-            )
+            raise self._not_to_be_traced()
         if is_autocast_on():
+            if EscapedCode.is_running():  # as a part of another converted model, put there after that was converted
+                return self._wide(*args, **kwargs)
             self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
@@ -164,6 +164,17 @@ class Conversion:
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)
+
+    def _not_to_be_traced(self) -> CaptureError:
+        return CaptureError(
+            f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
+            "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
+        )
+
+    @property
+    def __globals__(self) -> Any:
+        """What ``torch.jit.script`` asks of a forward whose source it compiles: this one has none."""
+        raise self._not_to_be_traced()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
@@ -198,7 +209,9 @@ class Conversion:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, RuntimeError) and refused_under_fx(error):
+                raise self._not_to_be_traced() from error
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._escaping() if self._whole is not None else self._capturing()
             raise

@@ -6,6 +6,7 @@ the modules that stay fp32 kept out of it, and its result goes through ``finishe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from amp_graph.devices import device_of_model
 from amp_graph.escape import autocast_region, widened_outputs
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.policy import Policy
+
+_here = threading.local()  # whether this thread is in a region
 
 
 class EscapedCode:
@@ -59,8 +62,18 @@ class EscapedCode:
         kind, dtype = self.kind()
         if self._kept is None:
             self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
-        with self._kept.standing(), autocast_region(kind, dtype):
-            yield kind, dtype
+        outer = getattr(_here, "is_running", False)
+        _here.is_running = True
+        try:
+            with self._kept.standing(), autocast_region(kind, dtype):
+                yield kind, dtype
+        finally:
+            _here.is_running = outer
+
+    @staticmethod
+    def is_running() -> bool:
+        """Say whether this thread runs code that escaped the capture of some converted model."""
+        return bool(getattr(_here, "is_running", False))
 
     def finished(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what the user sees its captured dtype: fp32, where it is no input, parameter or buffer."""

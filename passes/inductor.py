@@ -23,12 +23,18 @@ HOOK = "post_grad_custom_pre_pass"
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], *, passes: Sequence[Pass] = (), whole: bool = False
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    passes: Sequence[Pass] = (),
+    whole: bool = False,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Return what Inductor makes of ``gm``, and of its backward later on, with ``passes`` over its flat graphs.
 
     whole: ``gm`` is the flat graph of a step, which has no backward, and which is called where Dynamo is off. Options
-    of Inductor that the user has set hold; a pass of the user's own in the place of ours, too.
+    of Inductor that the user has set hold; a pass of the user's own in the place of ours, too. mode: whose options are
+    added.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -38,8 +44,16 @@ def compile_with_inductor(
     ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
     if whole:
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
+    ours |= modes_of_inductor().get(mode or "default", {})
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
     return undisabled(compiled) if whole else compiled
+
+
+def modes_of_inductor() -> dict[str, dict[str, Any]]:
+    """Return the options of each mode of ``torch.compile``."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
 
 
 def _lower_linear_bias() -> None:

@@ -126,6 +126,7 @@ __all__ = [
     "plain_forward",
     "plain_step",
     "reads_of_dtype",
+    "refused_under_fx",
     "saved_tensors_hooks_are_enabled",
     "set_sums_of_products",
     "softmax_backward",
@@ -887,6 +888,11 @@ _tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording what is called now."""
     return _tracing_state() is not None or _compiler._is_exporting_flag
+
+
+def refused_under_fx(error: RuntimeError) -> bool:
+    """Say whether Dynamo refused a call amid ``torch.fx.symbolic_trace`` or ``make_fx``; eval_frame.py, 2.11 - 2.13."""
+    return "FX to symbolically trace" in str(error)
 
 
 def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:

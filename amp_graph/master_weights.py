@@ -123,8 +123,9 @@ def unchanged_where_it_raises(
     """
     before = [(p, p.data, p.grad, p.__dict__.get(MASTER)) for p in parameters]
     # The dicts stay the same objects: by them the handles of users' hooks find what to remove.
-    hooks = [h for m in model.modules() for h in (m._state_dict_hooks, m._load_state_dict_pre_hooks)]
-    dicts = [(held, held.copy()) for held in (*hooks, model.__dict__, *others)]
+    holders: list[dict[Any, Any]] = [model.__dict__, *others]
+    holders += [h for m in model.modules() for h in (m._state_dict_hooks, m._load_state_dict_pre_hooks)]
+    dicts = [(held, held.copy()) for held in holders]
     try:
         yield
     except BaseException:

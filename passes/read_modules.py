@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 
 def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
@@ -26,7 +26,7 @@ def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
 
 def is_uninitialized(tensor: Tensor) -> bool:
     """Say whether ``tensor`` has no shape yet: a parameter or buffer of a lazy module before its first call."""
-    return isinstance(tensor, UninitializedTensorMixin)
+    return is_lazy(tensor)
 
 
 def weights_of(module: Module) -> Iterator[Tensor]:

@@ -186,7 +186,7 @@ VIEWS = {
 
 
 def _set_row(m: Any, t: Any, s: Any) -> None:
-    t[0] = s[0]
+    t[0] = s[0].clone()
 
 
 def _set_masked(m: Any, t: Any, s: Any) -> None:
@@ -202,16 +202,17 @@ def _out(m: Any, t: Any, s: Any) -> None:
 
 
 def _out_matmul(m: Any, t: Any, s: Any) -> None:
-    torch.mm(s, m.square, out=t)
+    torch.mm(s.clone(), m.square, out=t)
 
 
-# Of the module, the tensor that is written, and a value of its shape and dtype.
+# Of the module, the tensor that is written, and a value of its shape and dtype, which may be a view of the same memory:
+# a copy where torch does not say what a write to an operand of its own gives.
 WRITES = {
     "mul_": lambda m, t, s: t.mul_(-0.5),
     "add_": lambda m, t, s: t.add_(0.75),
     "add_source": lambda m, t, s: t.add_(s),
     "mul_source": lambda m, t, s: t.mul_(torch.tanh(s)),
-    "copy_": lambda m, t, s: t.copy_(s),
+    "copy_": lambda m, t, s: t.copy_(s.clone()),
     "fill_": lambda m, t, s: t.fill_(0.5),
     "zero_": lambda m, t, s: t.zero_(),
     "relu_": lambda m, t, s: t.relu_(),
@@ -229,7 +230,7 @@ WRITES = {
     "set_row": _set_row,
     "set_masked": _set_masked,
     "add_slice": _add_slice,
-    "addmm_": lambda m, t, s: t.addmm_(s, m.square),
+    "addmm_": lambda m, t, s: t.addmm_(s.clone(), m.square),
     "flip_signs": lambda m, t, s: t.view(torch.int32).bitwise_xor_(-(1 << 31)),
     "int_fill": lambda m, t, s: t.view(torch.int32).fill_(1065353216),
     "turn": lambda m, t, s: torch.view_as_complex(t.view(-1, 2)).mul_(1j),

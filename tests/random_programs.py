@@ -370,6 +370,8 @@ def main(argv: list[str]) -> int:
     for seed in range(asked.seed, asked.seed + asked.count):
         verdict = check(grow(seed, data_dependent=asked.data_dependent, breaks=asked.breaks))
         worst.append(verdict.worst)
+        if len(worst) % 100 == 0:
+            print(f"{len(worst)} programs, {failed} wrong", file=sys.stderr, flush=True)
         if verdict.wrong:
             failed += 1
             plan = shrink(verdict.plan) if asked.shrink else verdict.plan

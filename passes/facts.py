@@ -15,6 +15,10 @@ from amp_graph.lists.path_pattern import matches
 from amp_graph.passes.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Functions of Python's ``operator`` that write to their first argument, where that is a tensor.
+IN_PLACE = frozenset(
+    ("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +52,7 @@ def written_by_name(node: Node) -> list[Node]:
         name = getattr(node.target, "__name__", str(node.target))
         module = getattr(node.target, "__module__", None) or "torch"
         known = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator", "builtins", "math")
-        in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
+        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
         written = [node.kwargs.get("out"), node.args[:1] if in_place else None] if known else node.all_input_nodes
     found: list[Node] = []
     torch.fx.node.map_arg(written, found.append)

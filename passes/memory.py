@@ -8,7 +8,7 @@ too: what their fake kernels return may be new memory where the real ones return
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,11 +16,12 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
-from amp_graph.passes.node_value import captured, is_eligible, tensors
+from amp_graph.passes.node_value import adopt_values, captured, is_eligible, tensors
 from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.torch_private import storage_key
 
+MANY = 64  # values of one storage that leave the graph: of more it is not asked which of them overlap
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
 
 
@@ -88,11 +89,16 @@ def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
         for target in targets:
             for key in storages.get(target, ()):
                 writers.setdefault(key, []).append(order[node])
-    return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order, _leaving(gm, storages))
+    return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order)
+
+
+def observe_with_caller(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
+    """Observe, and find what the caller sees by two overlapping values: two outputs, or an input and an output."""
+    memory = observe(gm, writes)
+    return replace(memory, leaving=_leaving(gm, memory.storages))
 
 
 def _leaving(gm: GraphModule, storages: Mapping[Node, frozenset[int]]) -> frozenset[int]:
-    """Return the storages that the caller sees by two overlapping values: two outputs, or an input and an output."""
     shown: dict[int, list[Node]] = {}
     outputs = gm.graph.output_node().all_input_nodes
     for node in outputs:
@@ -101,20 +107,17 @@ def _leaving(gm: GraphModule, storages: Mapping[Node, frozenset[int]]) -> frozen
     for node in gm.graph.find_nodes(op="placeholder"):
         for key in storages[node] & shown.keys():
             shown[key].append(node)
-    return frozenset(
-        key
-        for key, nodes in shown.items()
-        if any(_overlap(a, b, key) for i, a in enumerate(nodes) for b in nodes[:i] if a is not b)
-    )
+    return frozenset(key for key, nodes in shown.items() if len(nodes) > MANY or _overlap(nodes))
 
 
-def _overlap(a: Node, b: Node, key: int) -> bool:
-    one, other = ([t for t in tensors(captured(n)) if storage_key(t) == key] for n in (a, b))
-    return not one or not other or any(may_overlap(x, y) for x in one for y in other)
+def _overlap(nodes: list[Node]) -> bool:
+    """Say whether two of several values of one storage may overlap."""
+    pairs = ((a, b) for i, a in enumerate(nodes) for b in nodes[:i] if a is not b)
+    return any(may_overlap(x, y) for a, b in pairs for x in tensors(captured(a)) for y in tensors(captured(b)))
 
 
 def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
-    """Return the inputs that a higher-order operator may write to: all of them, where anything in its bodies writes."""
+    """Return the inputs that a higher-order operator may write to: all of them, where a body of it writes to one."""
     if not facts.is_higher_order(node):
         return frozenset()
     bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -123,10 +126,13 @@ def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
 
 
 def _writes(body: object) -> bool:
-    """Say whether any call in ``body``, the graph of a higher-order operator, writes to a tensor."""
+    """Say whether a call in ``body``, the graph of a higher-order operator, may write to what the body is given."""
     if not isinstance(body, GraphModule):
         return False
-    return any(facts.written_by_name(n) or written_inside(body, n) for n in body.graph.nodes)
+    adopt_values(body)
+    given = frozenset().union(*(_keys(n) for n in body.graph.find_nodes(op="placeholder")))
+    written = {s for n in body.graph.nodes for s in (*facts.written_by_name(n), *written_inside(body, n))}
+    return any(not keys or keys & given for keys in map(_keys, written))
 
 
 def _keys(node: Node) -> frozenset[int]:

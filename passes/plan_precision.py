@@ -104,7 +104,9 @@ class PlanPrecision(Pass):
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
         classes = {node: left_full(node, _decided(classified(node, self.lists, mode))) for node in nodes}
         classes = self._constrained(gm, classes)
-        return Problem(gm, classes, memory.observe(gm, classes), self.lists, self.accuracy, self.keep_outputs)
+        return Problem(
+            gm, classes, memory.observe_with_caller(gm, classes), self.lists, self.accuracy, self.keep_outputs
+        )
 
     def _choices(self, problem: Problem) -> dict[Node, Choice]:
         """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""

@@ -12,7 +12,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import observe
 from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.plan_precision import PlanPrecision, marks
-from tests.passes.graphs import capture_function, node_named, passes_until
+from tests.passes.graphs import capture_function, node_named, passes_until, standard_passes
 
 ROWS, WIDTH = 8, 16
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -133,15 +133,9 @@ def recurrent(s, x):
 def test_writes_of_other_kinds(function):
     graph = capture_function(function, X, w=W, v=V)
     with torch.no_grad():
-        rewritten, _ = graph.through([*passes_until(PlanPrecision), *rest()])
+        rewritten, _ = graph.through(standard_passes())
         got, want = rewritten(*graph.given), graph.gm(*graph.given)
     assert error(got, want) < 0.012
-
-
-def rest():
-    from tests.passes.graphs import standard_passes
-
-    return standard_passes()[len(passes_until(PlanPrecision)) :]
 
 
 def broken(x, w, v, view):
@@ -150,6 +144,29 @@ def broken(x, w, v, view):
     torch._dynamo.graph_break()
     seen.mul_(2)
     return F.linear(h, v)
+
+
+def copied(through_copy, read):
+    def run(s, x):
+        h = F.linear(x, s.w)
+        low = read(h)
+        (low if through_copy else h).mul_(2)
+        return F.linear(h, s.v), low.float()
+
+    return run
+
+
+@pytest.mark.parametrize("through_copy", [True, False])
+@pytest.mark.parametrize(
+    "read", [lambda h: h.bfloat16(), lambda h: h.to(torch.bfloat16), lambda h: h.type(torch.bfloat16)]
+)
+def test_a_conversion_that_copied_at_capture_copies_still(through_copy, read):
+    """Of a value that is bfloat16 already, ``.bfloat16()`` would be the value itself."""
+    graph = capture_function(copied(through_copy, read), X, w=W, v=V)
+    with torch.no_grad():
+        rewritten, _ = graph.through(standard_passes())
+        got, want = rewritten(*graph.given), graph.gm(*graph.given)
+    assert error(got, want) < 0.012
 
 
 class Broken(nn.Module):

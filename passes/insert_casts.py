@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
-from amp_graph.passes.identify_ops import is_part, names_of
+from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import (
     CAPTURED,
@@ -34,7 +33,8 @@ from amp_graph.passes.pieces import GIVEN, LEAVES, TAKES
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
 from amp_graph.passes.problem import FULL, LOW
 from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
-from amp_graph.passes.torch_private import FakeTensorMode, storage_key, tracing_fake
+from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
+from amp_graph.passes.user_copies import keep_copy
 
 CAST = "amp_cast"  # meta key: why the cast is there
 KEPT = ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT, GRAD)
@@ -111,7 +111,8 @@ class _Insertion:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
-        self._keep_copy(node)
+        if keep_copy(node, self.memory, self.mode):
+            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or what it copies, is written"))
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             self._convert_result(node)
 
@@ -210,21 +211,6 @@ class _Insertion:
         except Exception as refusal:  # whatever a kernel raises for operands of two precisions
             self._retreat(node, refusal)
 
-    def _keep_copy(self, node: Node) -> None:
-        """Let a user's conversion that made a copy at capture make one still, where either of the two is written.
-
-        ``h.bfloat16()`` of an ``h`` that was lowered would be ``h`` itself, and a write to one be seen in the other.
-        """
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or not (is_conversion_target(node) or set(names_of(node)) & CONVERSIONS):
-            return
-        became = not _share(captured(node), captured(source)) and _share(value(node), value(source))
-        if became and (self.memory.is_written(node) or self.memory.is_written(source)):
-            node.op, node.target = "call_method", "to"
-            node.args, node.kwargs = (source, value(node).dtype), {"copy": True}
-            set_value(node, run_node(node, self.mode))
-            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or what it copies, is written"))
-
     def _retreat(self, node: Node, refusal: Exception) -> None:
         first = (str(refusal).splitlines() or [""])[0]
         for source in _sources(node):
@@ -266,11 +252,6 @@ def _eligible(node: Node) -> list[Node]:
 
 def _sources(node: Node) -> list[Node]:
     return [s for s in node.all_input_nodes if tensors(value(s))]
-
-
-def _share(one: Any, other: Any) -> bool:
-    keys = {storage_key(t) for t in tensors(one)} & {storage_key(t) for t in tensors(other)}
-    return bool(keys - {None})
 
 
 def _dtypes(val: Any) -> list[torch.dtype]:

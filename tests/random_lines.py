@@ -70,6 +70,13 @@ def _without_gradients(m: Any, x: Any, y: Any) -> Any:
     return y * gate
 
 
+def _without_versions(x: Any) -> Any:
+    """Return ``x`` for a view with a version counter of its own, which hides writes from autograd's checks."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a write through this view would be unseen by autograd")
+    return x
+
+
 # Of the module, and of two values of shape [ROWS, WIDTH].
 OPERATIONS = {
     "first": lambda m, x, y: m.first(x),
@@ -163,7 +170,7 @@ VIEWS = {
     "reshape_rows": lambda x: x.reshape(WIDTH, -1),
     "view": lambda x: x.view(-1),
     "view_as": lambda x: x.view_as(x.reshape(2, -1)),
-    "unsafe_view": lambda x: torch.ops.aten._unsafe_view(x, (x.numel(),)),
+    "unsafe_view": lambda x: torch.ops.aten._unsafe_view(_without_versions(x), (x.numel(),)),
     "flatten": lambda x: x.flatten(),
     "ravel": lambda x: x.ravel(),
     "unflatten": lambda x: x.unflatten(-1, (2, -1)),
@@ -179,7 +186,7 @@ VIEWS = {
     "no_padding": lambda x: F.pad(x, (0, 0)),
     "resolve_conj": lambda x: x.resolve_conj(),
     "identity": lambda x: torch.nn.Identity()(x),
-    "set": lambda x: torch.empty(0).set_(x.detach()),
+    "set": lambda x: torch.empty(0).set_(_without_versions(x)),
     "meshgrid": lambda x: torch.meshgrid(x.reshape(-1)[:4], x.detach().reshape(-1)[:3], indexing="ij")[0],
     "same": lambda x: x,
 }

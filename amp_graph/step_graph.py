@@ -333,9 +333,10 @@ def trace_step(
 
 
 def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
-    """Trace ``step`` on fake tensors; or, where these have no kernel for a batch without elements, on copies.
+    """Trace ``step`` on fake tensors; or, where an operator's fake fails for tensors without elements, on copies.
 
-    The fake ``mse_loss_backward`` divides by the number of elements, that of ``upsample_nearest2d`` refuses none: 2.13.
+    Of 2.13 those of ``mse_loss_backward`` and ``native_group_norm_backward``, which divide by the number of elements,
+    and that of ``upsample_nearest2d``. The kernels themselves take what is empty.
     """
     with torch.no_grad():
         try:

@@ -98,10 +98,9 @@ def _forward(
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=LAST)
-    stats = torch.empty((2, x.shape[1]), dtype=torch.float32)
+    stats, out = torch.empty((2, x.shape[1]), dtype=torch.float32), empty_like(x)
     if not x.numel():
-        return empty_like(x), stats.zero_()
-    out = empty_like(x)
+        return out, stats.zero_()
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
     _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
     return out, stats

@@ -103,7 +103,7 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     args, kwargs = argument_values(node)
     given = [value(source) for source in node.all_input_nodes]
     numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
-    # Some of torch's kernels for fake tensors (upsample_nearest2d's) refuse empty ones, which its Python ones take.
+    # Of empty tensors, too: upsample_nearest2d's fake refuses them, where its decomposition in Python takes them; 2.13.
     symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.target in TAKEN_APART and not symbolic:

@@ -29,6 +29,7 @@ from amp_graph.complaints import Complaints
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.escape import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.escaped_code import EscapedCode
+from amp_graph.graph_limits import GraphLimits
 from amp_graph.left_alone import CallsLeftAlone
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.passes.measure_influence import Measured
@@ -54,8 +55,7 @@ from amp_graph.passes.torch_private import (
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.sparse_operands import with_sparse_in_full
-from amp_graph.variants import MOST, Bare, NoGraph, Variants
-from amp_graph.varied import called
+from amp_graph.variants import MOST, NoGraph, Variants
 
 # They call the model inside, whose forward is what there is to convert.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -91,10 +91,8 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
-        symbols = self.dynamic is not False
-        how = (OWN, self.max_graphs, symbols, self.captured.budget)
-        self.variants = [Variants(*how, of=called(self.forward)) for _ in range(2)]  # of whole calls, and of pieces
-        self._bare = Bare()  # calls for which there is no graph
+        how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
+        self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
         self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
 
     @property
@@ -189,8 +187,7 @@ class Conversion:
             )
             return self.escaped.run(self._wide, args, kwargs)
         before, alone = self.runs, self.captured.runs_left_alone
-        if self._bare.passes(self.model.training):
-            self.captured.budget.calls += 1
+        if self.limits.passes():
             return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -203,7 +200,7 @@ class Conversion:
         try:
             result = (found or self._looked_up)(*args, **kwargs)
         except NoGraph as stopped:
-            if stopped.owner not in self.variants:
+            if not self.limits.has_none(stopped):
                 raise
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
@@ -217,38 +214,18 @@ class Conversion:
             raise
         else:
             return self._ran(result, args, kwargs, before, alone)
-        self._has_no_graph()
         return self.escaped.run(self._wide, args, kwargs)
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return the ``result`` of a call, after a look at what ran in it; the numbers are those of runs before it."""
-        self._bare.hit(self.model.training)
-        self.captured.budget.calls += 1
+        self.limits.ran()
         if self.runs == before:
             self._nothing_ran()
         elif self.log.events:
             self._look_for_what_escaped()
         elif self.captured.runs_left_alone - alone == self.runs - before == 1:
             self._leave_alone(args, kwargs)
-        if any(one.why is not None for one in self.variants):
-            self._say_what_varies()
         return result
-
-    def _has_no_graph(self) -> None:
-        """Take note of a call for which no graph is captured any more."""
-        self._bare.missed(self.model.training)
-        self.captured.budget.calls += 1
-        self._say_what_varies()
-
-    def _say_what_varies(self) -> None:
-        """Say, once, which calls are captured no more, as they go on to differ in what was constant in each graph."""
-        why = next(one.why for one in self.variants if one.why is not None)
-        rarely = "" if why.captures >= self.max_graphs else ", and further ones are captured ever more rarely"
-        self.said.complain(
-            f"captured {why.captures} times, and calls still differ: those without a graph run {self.escaped.how} from "
-            f"now on{rarely}",
-            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept",
-        )
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run by way of Dynamo, which captures what it does not know; copies are of parameters, not of constants."""
@@ -317,13 +294,12 @@ class Conversion:
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
-        for variants in self.variants:  # of which Dynamo knows nothing any more
-            variants.forget()
+        self.limits.whole.forget()  # of which Dynamo knows nothing any more
         if not self.escaped.is_cast:
-            return self._captured_by(own, self.captured.take, self.log, self.variants[0])
+            return self._captured_by(own, self.captured.take, self.log, self.limits.whole)
         self._whole = WholeOnly(own.__code__)
         self._own = own
-        self._as_whole = self._captured_by(own, self._take_whole, self._whole, self.variants[0])
+        self._as_whole = self._captured_by(own, self._take_whole, self._whole, self.limits.whole)
         return self._escaping()
 
     def _escaping(self) -> Escaping:
@@ -331,8 +307,8 @@ class Conversion:
         assert self._whole is not None, "asked for where code that escapes runs under autocast"
         again = own_code_object(self._own)
         many = InPieces(again.__code__, self.log)
-        self.variants[1].forget()
-        pieces = self._captured_by(again, self.captured.take_piece, many, self.variants[1])
+        self.limits.pieces.forget()
+        pieces = self._captured_by(again, self.captured.take_piece, many, self.limits.pieces)
         pieces = with_sparse_in_full(pieces, self._wide, self.model, self._whole, self.log)
         whole = (self._as_whole, self._whole)
         return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)

@@ -707,7 +707,7 @@ class _CompileTimeConfig:
 
 def _as_written_once() -> Any:
     """Return what has a frame run as it was written, this time, and what it calls on what is compiled; 2.11 - 2.13."""
-    types_of = torch._dynamo.types
+    types_of: Any = torch._dynamo.types  # exports these names, but does not say so
     run = types_of.FrameExecStrategy(types_of.FrameAction.SKIP, types_of.FrameAction.RUN_ONLY)
     return types_of.ConvertFrameReturn(frame_exec_strategy=run, apply_to_code=False)
 

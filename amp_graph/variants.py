@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_private import CHANGING_INTS, CaptureChoice, failed_guards
+from amp_graph.passes.torch_private import CHANGING_INTS, CaptureChoice, failed_guards, is_remembered
 from amp_graph.varied import Called, Varied, varied_by
 
 MOST = 16  # graphs of the same code
@@ -116,6 +116,8 @@ class Variants(CaptureChoice):
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
         """Return Dynamo's settings for a capture of ``frame``; None, or NoGraph, where there were enough."""
+        if self.captures and self._is_own(frame) and not is_remembered(frame.f_code):
+            self.forget()
         count = self.captures[self._place(frame)]
         if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
             if self.why is None:

@@ -101,6 +101,7 @@ __all__ = [
     "is_dense_fp32",
     "is_in_mode",
     "is_recorded",
+    "is_remembered",
     "is_seen",
     "is_sharded",
     "is_wrapper",
@@ -610,6 +611,11 @@ def failed_guards(frame: Any) -> list[tuple[str, Any]]:
             continue
         found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
     return found
+
+
+def is_remembered(code: types.CodeType) -> bool:
+    """Say whether Dynamo has met ``code`` since ``torch._dynamo.reset()`` was last called; 2.11 - 2.13."""
+    return code in torch._dynamo.convert_frame.input_codes
 
 
 def _is_false(part: str, manager: Any, local: dict[str, Any]) -> bool:

@@ -323,3 +323,30 @@ def test_users_errors_take_no_graphs():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(X, 2)
+
+
+def test_what_dynamo_forgets_is_not_counted():
+    torch.manual_seed(0)
+    conversion, _ = called(Repeated(), [(X, n) for n in range(3)], max_graphs=2)
+    torch._dynamo.reset()
+    for _ in range(2):  # the first may not be looked up
+        conversion.model(X, 5)
+    assert len(conversion.graphs) == 3
+
+
+def test_modes_and_orders_are_few_graphs():
+    class Options(Net):
+        def forward(self, x, options):
+            total = sum(value for value in options.values())
+            return self.b(nn.functional.dropout(self.a(x), 0.0, self.training)) * total
+
+    torch.manual_seed(0)
+    model = Options()
+    converted = amp_graph.convert(copy.deepcopy(model), "bf16")
+    for n in range(8):
+        options = {"a": 1.0, "b": 2.0} if n % 2 else {"b": 2.0, "a": 1.0}
+        for one in (model, converted):
+            one.train(n % 4 < 2)
+        found, wanted = converted(X, options), model(X, options)
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+    assert len(conversion_of(converted).graphs) <= 4

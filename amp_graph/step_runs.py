@@ -127,7 +127,10 @@ class StepRuns:
                 found = self._forward(*batch)
             loss, *others = found if self.outputs else (found,)
             refuse_what_is_no_loss(loss)
-            return (loss.float() if loss.itemsize < 4 else loss, *(escaped.finished(one, batch, {}) for one in others))
+            return (
+                loss.float() if loss.itemsize < 4 else loss,
+                *(escaped.finished(one, tuple(batch), {}) for one in others),
+            )
 
         found = self.steps.run_as_written(compute)
         return tuple(found) if self.outputs else found[0]

@@ -15,6 +15,7 @@ DEMO_ARGS ?=
 FUZZ_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
+PROGRAM_ARGS ?= --count 5000
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
@@ -22,10 +23,10 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long guard fuzz check format bench clean
+.PHONY: help demo test test-long conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train small models on real data, side by side with torch.autocast (under 5 minutes)
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
@@ -35,6 +36,12 @@ test: $(STAMPS)/test  ## run the test-suite without the long sweeps
 
 test-long: $(STAMPS)/test  ## run the long sweeps
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
+conformance: $(STAMPS)/test  ## run every operator of PyTorch's own database, converted, against eager and autocast
+	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)
+
+programs: $(STAMPS)/test  ## run 5,000 random programs, converted, against eager and autocast
+	$(VENV)/bin/python -m tests.random_programs $(PROGRAM_ARGS)
 
 guard: $(STAMPS)/test  ## run all compiled C between pages that nobody may touch, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)

@@ -209,12 +209,23 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         choice.reason,
         found.origin,
         found.names,
-        choice.wants,
+        {**_parameters_in_full(node, found), **choice.wants},
         choice.converts_result,
         found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
         found.written,
         choice.asks_dtype,
     )
+
+
+def _parameters_in_full(node: Node, found: Classification) -> dict[Node, str]:
+    """Return what computed parameters of a norm must be: its kernels take low ones beside no full input.
+
+    Fake tensors do not say so.
+    """
+    if not found.partial or found.cls is OpClass.NEUTRAL:
+        return {}
+    others = [n for n in node.all_input_nodes if n not in found.applies and n not in found.written]
+    return {n: FULL for n in others if is_eligible(captured(n))}
 
 
 def refuse_mixed(node: Node) -> None:

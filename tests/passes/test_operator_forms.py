@@ -204,6 +204,7 @@ def adjacency_inside():
     return torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.ones(3), (3, 3), check_invariants=True)
 
 
+TAKE_SPARSE = ("given", "by its function", "added")
 SPARSE = {
     "given": lambda m, x, a: a @ m[0](x),
     "by its function": lambda m, x, a: torch.sparse.mm(a, m[0](x)),

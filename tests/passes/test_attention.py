@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes import attention_backward, dropout_in_bits, what_pays
+from amp_graph.passes import attention_backward, derivatives, dropout_in_bits, what_pays
 from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes.attention import Attention
 from amp_graph.passes.attention_backward import attention_low
@@ -400,7 +400,7 @@ def test_inductor_runs_it():
 def test_tensors_that_stand_for_others_go_to_torch(monkeypatch):
     """Wrapper subclasses have no memory of their own; calls inside of transforms are torch's, too."""
     seen = []
-    monkeypatch.setattr(attention_backward, "is_wrapper", lambda t: True)
+    monkeypatch.setattr(derivatives, "is_wrapper", lambda t: True)
     monkeypatch.setattr(attention_backward.kernel, "forward", lambda *a: seen.append(a))
     given = [t.bfloat16() for t in operands("plain")]
     assert torch.equal(attention_low(*given), F.scaled_dot_product_attention(*given))

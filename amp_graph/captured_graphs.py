@@ -38,6 +38,7 @@ from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.read_modules import is_uninitialized
 from amp_graph.passes.torch_private import bytes_of, weakly
+from amp_graph.passes.watched_memory import look_at_parts_of
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
@@ -230,14 +231,15 @@ class CapturedGraphs:
         """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
         if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
             return None
-        made = WeightCopies(self.escaped.kind()[1], weakly(self._written_in_secret), is_verifying())
+        made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying())
+        look_at_parts_of(self.model)
         # Dynamo may keep compiled code, and with it what that reads, for longer than the model lives.
         weakref.finalize(self, made.drop).atexit = False
         return made
 
-    def _written_in_secret(self, weight: torch.Tensor) -> None:
+    def _held(self, weight: torch.Tensor, why: str) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
-        self.said.written_in_secret(name)
+        self.said.note(f"{name} is cast at each call, for {why}")
 
 
 def break_of(gm: GraphModule) -> Place | None:

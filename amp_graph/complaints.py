@@ -55,15 +55,3 @@ class Complaints:
         if what not in self.notes:
             self.note(what)
             warn_of_full_precision(self.model, gm, dtype)
-
-    def written_in_secret(self, name: str) -> None:
-        """Warn that the parameter ``name`` was written where its version counter did not show it."""
-        self.note(
-            f"{name} was written without a trace in its version counter (through .data, say): weights are cast at each "
-            "call from now on, until amp_graph.drop_weight_copies(model)"
-        )
-        warn(
-            f"amp_graph: {type(self.model).__name__}: {self.notes[-1]}\n"
-            "  fix:   write under torch.no_grad() to the parameter itself, call amp_graph.drop_weight_copies(model) "
-            "behind a write, or policy 'weight_copies=false'",
-        )

@@ -132,15 +132,16 @@ def revert(model: Model) -> Model:
 def drop_weight_copies(model: torch.nn.Module) -> int:
     """Forget the low-precision copies of the weights of a converted ``model``; the next call makes them anew.
 
-    To be called after a write that neither a version counter nor an optimizer's step shows (to a parameter's
-    ``.data``, through ``numpy``), or to have the memory, with that kept for gradients of tables and for large results.
+    To be called to have the memory, with that kept for gradients of tables and for large results; behind a write that
+    nothing in Python shows, by an extension in C that holds a parameter's address; and to say that nobody writes any
+    more by an address that ``data_ptr()`` gave out, for whose sake a parameter is cast at each call.
     Returns how many bytes all that had. Raises CaptureError if ``model`` is not converted.
     """
     found = conversion_of(model)
     if found is None:
         raise CaptureError("drop_weight_copies: the model is not converted\n  fix:   amp_graph.convert(model)")
     if found.copies is not None:
-        return found.copies.drop()
+        return found.copies.drop(model.parameters())
     return POOL.drop() if found.compile == "inductor" else 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.torch_private import address_of
 
 WARM_UP = 3  # steps before recording, as torch.cuda.make_graphed_callables has: libraries allocate, kernels are chosen
 Run = Callable[..., Any]
@@ -75,7 +76,7 @@ class Replayed:
         return (*kept, *recorded.outputs[self.returned :])
 
     def _addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(a.data_ptr() for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.batch)
+        return tuple(address_of(a) for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.batch)
 
 
 @dataclass(frozen=True)

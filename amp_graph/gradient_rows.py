@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_graph.one_pass_ops import addresses, library, place
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
+from amp_graph.passes.torch_private import address_of
 
 
 def gradient_rows(
@@ -39,7 +40,7 @@ def gradient_rows(
     kernel, used = _gather(rule), 0
     for one in zip(grads, ids, offsets, paddings, strict=True):
         words, _kept = _read(*one)
-        used = kernel(place(words), width, table, used, slots.data_ptr(), rows.data_ptr())
+        used = kernel(place(words), width, table, used, address_of(slots), address_of(rows))
     return slots, rows
 
 
@@ -58,7 +59,7 @@ def _read(grad: Tensor, ids: Tensor, offsets: Tensor | None, padding: int) -> tu
     begins = None if offsets is None else offsets.long().contiguous()
     count = 0 if begins is None else len(begins)
     sizes = (count, flat.numel(), padding)
-    words = (given.data_ptr(), given.stride(0), len(given), *addresses((begins, flat)), *sizes)
+    words = (address_of(given), given.stride(0), len(given), *addresses((begins, flat)), *sizes)
     return array("q", words), (flat, given, begins)
 
 

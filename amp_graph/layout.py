@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amp_graph.passes.torch_private import address_of, storage_of
+
 PAGE = 4096  # bytes
 
 
@@ -49,6 +51,6 @@ def zeros_beside(parameter: Tensor) -> Tensor:
     if not plain or parameter.device.type != "cpu" or parameter.numel() * size < 4 * PAGE:
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
     room = torch.zeros(parameter.numel() + PAGE // size, dtype=parameter.dtype)
-    start = (parameter.data_ptr() - room.data_ptr()) % PAGE // size
+    start = (address_of(parameter) - address_of(room)) % PAGE // size
     made = torch.empty(0, dtype=parameter.dtype)
-    return made.set_(room.untyped_storage(), start, parameter.shape, parameter.stride())
+    return made.set_(storage_of(room), start, parameter.shape, parameter.stride())

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 
 from amp_graph.passes.facts import matches_path
 from amp_graph.passes.read_modules import plain_attribute
-from amp_graph.passes.torch_private import StorageWeakRef, storage_key, with_parameters
+from amp_graph.passes.torch_private import StorageWeakRef, address_of, storage_key, storage_of, with_parameters
 from amp_graph.policy import HALVES, Policy
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
@@ -35,11 +35,11 @@ class Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         """Take note of the place; the weak reference keeps its name, not its bytes."""
-        self.storage, self.address = StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()
+        self.storage, self.address = StorageWeakRef(storage_of(tensor)), address_of(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Say whether ``tensor`` lies there."""
-        return tensor.data_ptr() == self.address and storage_key(tensor) == self.storage.cdata
+        return address_of(tensor) == self.address and storage_key(tensor) == self.storage.cdata
 
 
 @dataclass

@@ -21,6 +21,7 @@ from amp_graph.layout import laid_out_as
 from amp_graph.passes.native_code import load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("update_kernel.c")
 RULES = ("adam", "sgd", "adagrad")
@@ -76,7 +77,7 @@ def one_pass_update_(
     kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]
     copies = [0] * count
     for i, low in zip(with_low, lows, strict=True):
-        copies[i] = low.data_ptr()
+        copies[i] = address_of(low)
     columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), addresses(steps) if steps else repeat(0), copies)
     added = Rows(rows, with_rows, alone)
     laid = _laid_as(params, grads, added)  # kept until C has read it
@@ -136,7 +137,7 @@ class Rows:
         if number not in self.by_number:
             return 0, 0, 0
         slots, rows = self.by_number[number]
-        return slots.data_ptr(), rows.data_ptr(), rows.shape[1]
+        return address_of(slots), address_of(rows), rows.shape[1]
 
     def size(self, number: int, like: Tensor) -> int:
         """Return how many elements the gradient has: those of ``like``, or of the whole table."""
@@ -154,7 +155,7 @@ def _laid_as(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows) -> l
 def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *columns: Iterable[int]) -> array[int]:
     """Return what C calls an array of Parameter: twelve words each."""
     columns = columns or (repeat(0),) * 5
-    places = (0 if i in rows.alone else g.data_ptr() for i, g in enumerate(grads))
+    places = (0 if i in rows.alone else address_of(g) for i, g in enumerate(grads))
     sizes, are_low = (rows.size(i, p) for i, p in enumerate(params)), (g.dtype.itemsize < 4 for g in grads)
     own = zip(addresses(params), places, *columns, sizes, are_low, strict=False)
     return array("q", chain.from_iterable((*words, *rows.words(i)) for i, words in enumerate(own)))
@@ -162,7 +163,7 @@ def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *colum
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
     """Return where tensors lie, 0 for None."""
-    return [0 if t is None else t.data_ptr() for t in tensors]
+    return [0 if t is None else address_of(t) for t in tensors]
 
 
 def place(words: array[Any]) -> ctypes.c_void_p:
@@ -171,7 +172,7 @@ def place(words: array[Any]) -> ctypes.c_void_p:
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+    return ctypes.c_void_p(address_of(tensor))
 
 
 def _threads(tensors: Sequence[Tensor]) -> int:

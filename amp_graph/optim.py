@@ -19,14 +19,14 @@ from amp_graph.errors import CompilerError, ScaleError
 from amp_graph.fused_update import GroupUpdate, group_updates, why_no_kernel
 from amp_graph.one_pass_ops import OPS, library
 from amp_graph.one_pass_update import GroupTensors, options_of, rule_of, why_not_flat
-from amp_graph.passes.kept_copy import KeptCopy
-from amp_graph.passes.torch_private import not_captured, plain_step, steps_otherwise
+from amp_graph.passes.kept_copy import KeptCopy, Signs
+from amp_graph.passes.torch_private import not_captured, plain_step
 from amp_graph.passes.weight_copies import WeightCopies, copies_of_models
 from amp_graph.passes.what_pays import one_pass_pays
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
-Copies = dict[int, tuple[WeightCopies, KeptCopy]]  # by parameter's id
+Copies = dict[int, tuple[WeightCopies, KeptCopy, Signs]]  # by parameter's id
 
 
 class OnePassOptimizer(Optimizer):
@@ -38,13 +38,13 @@ class OnePassOptimizer(Optimizer):
     than a million weights, and without a C compiler. ``how``: "one pass", or "torch's kernels" and why, of the last.
 
     The step shows in version counters, which torch's fused kernels leave alone, and copies are not made anew for its
-    sake: what writes into ``.data`` behind it (``p.data[0] = 0``) is not seen. Write to the parameter itself, under
-    ``torch.no_grad()``, or call ``amp_graph.drop_weight_copies(model)``.
+    sake.
     Raises ScaleError for ``fused=False``; else what torch's raise.
     """
 
     updates_as: ClassVar[type[Optimizer]]
     how: str = "no step yet"
+    update_shows: bool = False  # whether version counters show the last step, and copies were written along
     _step_supports_amp_scaling = True
     _no_compiler: str = ""
 
@@ -85,20 +85,20 @@ class OnePassOptimizer(Optimizer):
         updates = [] if why else group_updates(self, trained)
         why = why or next(filter(None, map(why_not_flat, updates)), "")
         copies = {} if why else _copies_of(trained)
-        low = next((kept.low.dtype for _, kept in copies.values()), torch.bfloat16)
+        low = next((kept.low.dtype for _, kept, _ in copies.values()), torch.bfloat16)
         why = why or self._compiled([rule_of(update, low) for update in updates])
         self.how = f"torch's kernels: {why}" if why else "one pass"
+        self.update_shows = not why
         if why:
             plain_step(self.updates_as)(self)
         elif not self._is_bad():
             self._unscale(trained)
             _in_one_pass(updates, copies, low)
-            increment_version([*trained, *(kept.low for _, kept in copies.values())])
-            alone = not steps_otherwise(self)  # else a hook may write to them behind this
+            increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
             for p in trained:
                 if id(p) in copies:
-                    model, kept = copies[id(p)]
-                    model.was_written(p, kept, shows=alone)
+                    model, *written = copies[id(p)]
+                    model.was_written(p, *written)
 
     def _compiled(self, rules: Sequence[str]) -> str:
         """Return why the pass cannot be compiled, or "" once it is."""
@@ -137,7 +137,7 @@ def _copies_of(params: Sequence[Tensor]) -> Copies:
     found: Copies = {}
     for model in copies_of_models():
         if not found or model.dtype == next(iter(found.values()))[0].dtype:
-            found |= {id(p): (model, kept) for p in params if (kept := model.to_be_written(p)) is not None}
+            found |= {id(p): (model, *kept) for p in params if (kept := model.to_be_written(p)) is not None}
     return found
 
 

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from amp_graph.master_weights import follow, master_of, updated_master, were_written_back
-from amp_graph.passes.weight_updates import last_update
+from amp_graph.passes.kept_copy import Signs, signs_of
+from amp_graph.passes.torch_private import address_of
+from amp_graph.passes.watched_memory import watch_of
+from amp_graph.passes.weight_updates import hear_of_updates
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Copy:
 
     parameter: Tensor
     low: Tensor
-    seen: tuple[int, int, object]
+    seen: tuple[int, Signs]
 
 
 @dataclass
@@ -36,12 +39,17 @@ class StepState:
     rates: dict[int, Tensor] = field(default_factory=dict)
     read: dict[int, float] = field(default_factory=dict)  # the numbers that ``rates`` were last filled with
 
+    def __post_init__(self) -> None:
+        """Have whoever writes weights unseen say so."""
+        hear_of_updates()
+
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
         """Return the copy of ``parameter`` in ``dtype``, made where there is none."""
         key = (id(parameter), dtype)
         if key not in self.copies or not _fits(self.copies[key].low, parameter):
+            seen = _signs(parameter)
             low = parameter.detach().to(dtype)
-            self.copies[key] = Copy(parameter, low, _version(parameter, last_update()))
+            self.copies[key] = Copy(parameter, low, seen)
         return self.copies[key]
 
     def target_of(self, parameter: Tensor) -> Tensor:
@@ -88,24 +96,23 @@ class StepState:
     def refresh(self, copies: Iterable[Copy]) -> None:
         """Bring ``copies``, and all masters, up to date with parameters that someone else has written since.
 
-        Seen by version counter, address, and any optimizer's step; writes through ``.data`` bump no counter, and are
-        what ``TrainStep.refresh`` is for.
+        Seen by version counter, address, any access to its memory from Python, and optimizers' steps; where somebody
+        may have its memory, it is cast at each step.
         """
         for parameter in self.held.values():
             master_of(parameter)
-        update = last_update()
         for copy in copies:
-            if copy.seen != _version(copy.parameter, update):
+            now = signs_of(copy.parameter, watch_of(copy.parameter))
+            if copy.seen != (address_of(copy.parameter), now):
+                copy.seen = _signs(copy.parameter)  # before the values: a write in between makes the copy old
                 with torch.no_grad():
                     copy.low.copy_(copy.parameter)
-                copy.seen = _version(copy.parameter, update)
 
     def was_updated(self, copies: Iterable[Copy]) -> None:
         """Take note that a step has written parameters, these ``copies`` of them, and masters."""
         were_written_back(list(self.held.values()))
-        update = last_update()
         for copy in copies:
-            copy.seen = _version(copy.parameter, update)
+            copy.seen = _signs(copy.parameter)
 
     def forget_copies(self) -> None:
         """Make every copy anew, whatever the counters say."""
@@ -139,6 +146,8 @@ def _fits(kept: Tensor, parameter: Tensor) -> bool:
     return (kept.shape, kept.device) == (parameter.shape, parameter.device)
 
 
-def _version(parameter: Tensor, update: object) -> tuple[int, int, object]:
-    """Return what changes when ``parameter`` is written; fused optimizers leave the version counter alone."""
-    return parameter._version, parameter.data_ptr(), update
+def _signs(parameter: Tensor) -> tuple[int, Signs]:
+    """Return what changes when ``parameter`` is written; a sign that never is, where that may show in nothing."""
+    watch = watch_of(parameter)
+    signs = signs_of(parameter, watch)
+    return address_of(parameter), signs._replace(mark=None) if watch.why_not_free(parameter) else signs

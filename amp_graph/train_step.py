@@ -30,6 +30,7 @@ from amp_graph.master_weights import unchanged_where_it_raises
 from amp_graph.one_pass_update import check_way
 from amp_graph.passes.text import graph_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, is_autocast_on
+from amp_graph.passes.watched_memory import look_at_parts_of
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.reduce_gradients import Ranks, default_group, make_equal, ranks_of
 from amp_graph.step_graph import StepGraph
@@ -154,6 +155,7 @@ class TrainStep:
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
+        look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
         how = (self.policy, compile, self.update, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)

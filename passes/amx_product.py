@@ -20,7 +20,7 @@ from torch import Tensor
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.tiled_code import MATRIX_UNITS, built
-from amp_graph.passes.torch_private import is_batched, is_seen
+from amp_graph.passes.torch_private import address_of, is_batched, is_seen
 from amp_graph.passes.what_pays_for_products import amx_product_pays
 
 SOURCE = Path(__file__).with_name("amx_product.c")
@@ -87,8 +87,8 @@ def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
     assert compiled is not None, "asked where there is a kernel"
     (rows, columns), depth = made.shape, a.shape[1]
     threads = threads_at_once(rows * columns * depth // OF_AN_ELEMENT)
-    others = (0 if t is None else t.data_ptr() for t in (bias, sums))
-    table = array("q", (a.data_ptr(), b.data_ptr(), *others, made.data_ptr(), rows, columns, depth))
+    others = (0 if t is None else address_of(t) for t in (bias, sums))
+    table = array("q", (address_of(a), address_of(b), *others, address_of(made), rows, columns, depth))
     table.extend((*a.stride(), *b.stride(), wide, threads))
     if compiled.product(table.tobytes()):
         raise MemoryError(f"a product of {rows} x {depth} by {depth} x {columns}: no memory to lay it out")

@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import PARTS, CompilerError, threads_for
 from amp_graph.passes.tiled_code import best
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
 FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
@@ -141,9 +142,9 @@ def _run(
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
     sums = None if mask_sums is None else mask_sums.expand(batch, heads, length, keys)
     for t in (*tensors, mask, sums):
-        numbers += (0, 0, 0, 0) if t is None else (t.data_ptr(), *t.stride()[:3])
+        numbers += (0, 0, 0, 0) if t is None else (address_of(t), *t.stride()[:3])
     kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
-    numbers += (kind, 0 if mask is None else mask.stride(3), 0 if kept is None else kept.data_ptr())
+    numbers += (kind, 0 if mask is None else mask.stride(3), 0 if kept is None else address_of(kept))
     table = array("q", numbers).tobytes() + struct.pack("dd", scale, 1 / (1 - dropped))
     if compiled.attention(table, threads_for(batch * heads * length * keys)):
         raise MemoryError(f"attention of {batch} x {heads} x {length} x {keys}: no memory for its rows")

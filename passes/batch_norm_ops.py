@@ -19,6 +19,7 @@ from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("batch_norm_kernel.c")
 LOW = 2  # what C calls low precision
@@ -116,10 +117,10 @@ def _table(
     *running: Tensor | None,
     other: Tensor | None = None,
 ) -> array[int]:
-    width, place = x.shape[1], stats.data_ptr()
+    width, place = x.shape[1], address_of(stats)
     moved = (0 if t is None else _places(t) for t in running or (None, None))
-    rows = (x.numel() // max(1, width), width, relu, x.data_ptr(), LOW, out.data_ptr(), LOW)
-    added = (0, 0) if other is None else (other.data_ptr(), LOW)
+    rows = (x.numel() // max(1, width), width, relu, address_of(x), LOW, address_of(out), LOW)
+    added = (0, 0) if other is None else (address_of(other), LOW)
     return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved, *added))
 
 
@@ -127,7 +128,7 @@ def _places(given: Tensor) -> int:
     """Return where the numbers of a parameter or of running statistics lie, one behind the other."""
     if not given.is_contiguous() or given.dtype != torch.float32:
         raise ValueError(f"batch_norm_relu: {given.dtype} of strides {given.stride()}; legal: contiguous fp32")
-    return given.data_ptr()
+    return address_of(given)
 
 
 def batch_norm_relu_backward(
@@ -170,11 +171,11 @@ def _gradients(
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
     dx = empty_like(x) if wants_x else None
     masked = None if out is None else empty_like(x)
-    place = stats.data_ptr()
-    rows = (x.numel() // max(1, width), width, relu, x.data_ptr(), LOW, grad.data_ptr(), LOW)
+    place = address_of(stats)
+    rows = (x.numel() // max(1, width), width, relu, address_of(x), LOW, address_of(grad), LOW)
     given = (_places(weight), _places(bias), place, place + 4 * width)
-    others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (t.data_ptr(), LOW))]
-    table = array("q", (*rows, *others[:2], *given, *(t.data_ptr() for t in sums), *others[2:]))
+    others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (address_of(t), LOW))]
+    table = array("q", (*rows, *others[:2], *given, *(address_of(t) for t in sums), *others[2:]))
     _check(library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel())))
     return sums[:2], dx, masked
 

@@ -25,7 +25,7 @@ from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import is_batched, is_in_mode, is_seen
+from amp_graph.passes.torch_private import address_of, is_batched, is_in_mode, is_seen
 
 ATEN: Any = torch.ops.aten
 SOURCE = Path(__file__).with_name("table_kernel.c")
@@ -90,7 +90,7 @@ def activation_by_table(x: Tensor, form: str) -> Tensor:
         return FORMS[form][0](x)
     x = x if is_dense(x) else x.contiguous()
     made, count = empty_like(x), x.numel()
-    table = array("q", (count, x.data_ptr(), 0, _values(form).data_ptr(), made.data_ptr()))
+    table = array("q", (count, address_of(x), 0, address_of(_values(form)), address_of(made)))
     found.look_up(table.tobytes(), threads_for(count))
     return made
 
@@ -104,7 +104,7 @@ def gradient_by_table(grad: Tensor, x: Tensor, form: str) -> Tensor:
     made, count = empty_like(x), x.numel()
     if grad.stride() != x.stride():
         grad = torch.empty_like(x).copy_(grad)
-    table = array("q", (count, x.data_ptr(), grad.data_ptr(), _slopes(form).data_ptr(), made.data_ptr()))
+    table = array("q", (count, address_of(x), address_of(grad), address_of(_slopes(form)), address_of(made)))
     found.times_slope(table.tobytes(), threads_for(count))
     return made
 

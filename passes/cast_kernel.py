@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
-from amp_graph.passes.torch_private import is_in_mode
+from amp_graph.passes.torch_private import address_of, is_in_mode
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
 LARGE = 1 << 18  # elements: of fewer, caches keep the result until it is read
@@ -94,7 +94,7 @@ def _lays_out(made: Tensor, source: Tensor) -> bool:
     if found is None:
         return False
     from_low, threads = source.dtype != torch.float32, threads_for(made.numel())
-    table = array("q", (outputs, channels, places, source.data_ptr(), from_low, made.data_ptr()))
+    table = array("q", (outputs, channels, places, address_of(source), from_low, address_of(made)))
     (found.channels_first if made is first else found.channels_last)(table.tobytes(), threads)
     return True
 
@@ -121,7 +121,7 @@ def is_dense(t: Tensor) -> bool:
 
 def _run(function: ctypes._NamedFuncPointer, made: Tensor, terms: Sequence[Tensor], past: bool) -> None:
     count = made.numel()
-    table = array("q", (count, past, len(terms), made.data_ptr()))
+    table = array("q", (count, past, len(terms), address_of(made)))
     for term in terms:
-        table.extend((term.data_ptr(), term.dtype != torch.float32))
+        table.extend((address_of(term), term.dtype != torch.float32))
     function(table.tobytes(), threads_for(count))

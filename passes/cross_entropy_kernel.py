@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # what C calls low precision, and nothing
@@ -36,7 +37,7 @@ def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:
         return None
     flat, target = flat.contiguous(), _places(target, ignore)
     losses = torch.empty(flat.shape[0], dtype=torch.float32)
-    table = (*flat.shape, flat.data_ptr(), LOW, 0, NONE, target.data_ptr(), 0, 0, 0, losses.data_ptr())
+    table = (*flat.shape, address_of(flat), LOW, 0, NONE, address_of(target), 0, 0, 0, address_of(losses))
     return None if _fails(found.rows, table, flat) else losses
 
 
@@ -58,8 +59,14 @@ def write_gradient_of_rows(
         at_target.contiguous(),
     )
     others = None if others is None else others.contiguous()
-    given = (target.data_ptr(), whole.data_ptr(), at_target.data_ptr(), 0 if others is None else others.data_ptr(), 0)
-    table = (*flat.shape, flat.data_ptr(), LOW, made.data_ptr(), LOW, *given)
+    given = (
+        address_of(target),
+        address_of(whole),
+        address_of(at_target),
+        0 if others is None else address_of(others),
+        0,
+    )
+    table = (*flat.shape, address_of(flat), LOW, address_of(made), LOW, *given)
     return not _fails(found.backward, table, flat)
 
 

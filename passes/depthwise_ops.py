@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("depthwise_kernel.c")
 LAST = torch.channels_last
@@ -72,7 +73,7 @@ def _table(
     dx: Tensor | None = None,
 ) -> array[int]:
     """Return what the C code calls a Depthwise."""
-    places = (0 if t is None else t.data_ptr() for t in (x, grad, weight, dx))
+    places = (0 if t is None else address_of(t) for t in (x, grad, weight, dx))
     return array("q", (*size, *grad.shape[2:], *kernel, *stride, *padding, *places, 0))
 
 

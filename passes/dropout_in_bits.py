@@ -26,7 +26,7 @@ from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.torch_private import is_seen
+from amp_graph.passes.torch_private import address_of, is_seen
 
 SOURCE = Path(__file__).with_name("dropout_kernel.c")
 STATE = 5056  # bytes of what ``torch.Generator.get_state`` returns; 2.11 - 2.13
@@ -66,7 +66,7 @@ def _drawn(found: ctypes.CDLL, count: int, p: float, generator: torch.Generator)
     kept = torch.zeros(-(-count // 8) + PADDING, dtype=torch.uint8, device="cpu")
     with _drawing[0]:
         state = generator.get_state()
-        found.draw(state.data_ptr(), math.ceil(p * 2.0**53), count, kept.data_ptr())
+        found.draw(address_of(state), math.ceil(p * 2.0**53), count, address_of(kept))
         generator.set_state(state)
     return kept
 
@@ -100,7 +100,7 @@ def scaled_by_bits(x: Tensor, bits: Tensor, p: float) -> Tensor:
     assert found is not None, "asked where there is a kernel"
     x = x if is_dense(x) else torch.empty_like(x).copy_(x)
     made, count = empty_like(x), x.numel()
-    work = struct.pack("qqqqf", count, x.data_ptr(), made.data_ptr(), bits.data_ptr(), _scale_of(p, x.dtype))
+    work = struct.pack("qqqqf", count, address_of(x), address_of(made), address_of(bits), _scale_of(p, x.dtype))
     (found.scale_full if x.dtype == torch.float32 else found.scale_low)(work, threads_for(count))
     return made
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.torch_private import StorageWeakRef, is_in_mode
+from amp_graph.passes.torch_private import StorageWeakRef, is_in_mode, storage_of
 
 AllFinite = Callable[..., bool]
 
@@ -49,7 +49,7 @@ class FiniteWeights:
         if finite:
             self._bad.pop(key, None)
         else:
-            self._bad[key] = StorageWeakRef(weight.untyped_storage())
+            self._bad[key] = StorageWeakRef(storage_of(weight))
 
     @property
     def is_all_finite(self) -> bool:

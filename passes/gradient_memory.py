@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_graph.passes.cast_kernel import clear
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
-from amp_graph.passes.torch_private import bytes_of, storage_holders
+from amp_graph.passes.torch_private import bytes_of, storage_holders, storage_of
 from amp_graph.passes.what_pays import adding_by_place_pays
 
 _SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
@@ -82,11 +82,11 @@ def _rows(
 
 
 def is_free(own: Tensor) -> bool:
-    """Say whether no other tensor has the memory, and it is what it was: private and whole."""
-    storage = own.untyped_storage()
-    return (
-        storage_holders(own) == _SOLE and not own.is_shared() and storage.nbytes() == own.element_size() * own.numel()
-    )
+    """Say whether no other tensor, storage or array has the memory, and it is what it was: private and whole."""
+    storage = storage_of(own)
+    whole = storage.nbytes() == own.element_size() * own.numel()
+    del storage  # which would be counted
+    return whole and storage_holders(own) == _SOLE and not storage_of(own).is_shared()
 
 
 def has_own_backward(weight: Tensor, ids: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("group_norm_kernel.c")
 LAST = torch.channels_last
@@ -87,9 +88,9 @@ def group_norm_backward(
     sums = torch.empty(images, 2, channels, dtype=torch.float64)
     scratch = torch.empty(images, 3, channels)
     dx = torch.empty_like(x) if wants_x else None
-    rows = (n for t in (x, grad, dx) for n in ((0, 0) if t is None else (t.data_ptr(), LOW)))
+    rows = (n for t in (x, grad, dx) for n in ((0, 0) if t is None else (address_of(t), LOW)))
     places = x.shape[2] * x.shape[3]
-    others = (t.data_ptr() for t in (weight, mean, invstd, sums, scratch))
+    others = (address_of(t) for t in (weight, mean, invstd, sums, scratch))
     table = array("q", (images, places, channels, groups, *rows, *others))
     library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel()))
     deep = channels // groups

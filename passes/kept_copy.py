@@ -1,21 +1,50 @@
 """One low-precision copy of a parameter, and the signs by which a write to that parameter shows.
 
-Before: ``low = weight.bfloat16()``. After: ``KeptCopy(low, weight._version, ...)``, which is that of ``weight`` for as
-long as its storage, address, strides, version counter and some words of its memory are what they were.
+Before: ``low = weight.bfloat16()``. After: ``KeptCopy(low, signs, ...)``, which is that of ``weight`` for as long as
+its storage, address, strides and version counter are what they were, and nobody has got its memory otherwise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_graph.passes import cast_kernel
-from amp_graph.passes.torch_private import StorageWeakRef, borrow, holders, is_batched, storage_key
+from amp_graph.passes.torch_private import (
+    address_of,
+    borrow,
+    exchange_memory,
+    holders,
+    is_batched,
+    storage_key,
+    storage_of,
+)
+from amp_graph.passes.watched_memory import Watch
+from amp_graph.passes.weight_updates import UPDATES
 
 LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+
+
+class Signs(NamedTuple):
+    """What a write to a parameter changes: its version counter, or one of the marks of what no counter shows."""
+
+    version: int
+    mark: object  # of its storage's ``Watch``; None, which that never is, where the memory may be written unseen
+    update: object  # of ``UPDATES``
+
+
+def signs_of(weight: Tensor, watch: Watch) -> Signs:
+    """Return what shows a write from now on; to be read before the values: a write in between makes a copy old."""
+    return Signs(weight._version, watch.mark, UPDATES.mark)
+
+
+def is_unwritten(kept: KeptCopy, weight: Tensor) -> bool:
+    """Say whether no sign of a write to ``weight`` has shown since ``kept`` was made."""
+    version, mark, update = kept.signs
+    return mark is kept.watch.mark and update is UPDATES.mark and version == weight._version
 
 
 @dataclass(eq=False, slots=True)
@@ -23,28 +52,23 @@ class KeptCopy:
     """One copy, and what the parameter looked like when it was made: replaced as a whole, for threads read it."""
 
     low: Tensor
-    version: int
-    mark: object
-    # Held weakly, so that no other storage gets this one's identity, and none is kept from being freed.
-    storage: StorageWeakRef
-    key: int
+    signs: Signs
+    watch: Watch
+    # Of a storage that is held weakly by ``watch``: no other gets its identity, and none is kept from being freed.
+    key: int | None
     pointer: int
     stride: tuple[int, ...]
-    words: memoryview
-    values: bytes
     given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
     reused: bool = False  # whether the copy was of any use
     passed: object = None  # the mark of an update after which no copy was made
-    asked: int = 0  # how often it was to be read packed
-    for_packing: bool = False  # made for nothing but to be packed
     beside: Any = None  # what was made along with it
-    proven: int = 0  # behind how many updates in a row it was found as it was: see frozen_weights.py
+    held: Tensor | None = None  # what ``low`` was packed from, where that is to be compared at each call
 
-    def again(self, low: Tensor, version: int, mark: object) -> KeptCopy:
+    def again(self, low: Tensor, signs: Signs) -> KeptCopy:
         """Return what is known once the same parameter was cast anew, to ``low``."""
-        stable = (self.storage, self.key, self.pointer, self.stride, self.words)
         given = self.given if low is self.low else None
-        return KeptCopy(low, version, mark, *stable, self.words.tobytes(), given, self.passed is mark)
+        passed = self.passed is signs.mark
+        return KeptCopy(low, signs, self.watch, self.key, self.pointer, self.stride, given, passed)
 
 
 def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
@@ -55,7 +79,7 @@ def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
 def is_of(kept: KeptCopy, weight: Tensor) -> bool:
     """Say whether ``kept`` was made of ``weight``, and that is where it was."""
     same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
-    return same and weight.data_ptr() == kept.pointer and weight.stride() == kept.stride
+    return same and address_of(weight) == kept.pointer and weight.stride() == kept.stride
 
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:
@@ -75,7 +99,7 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
         ctx.weight = weight  # for its layout alone
         given = low[0].new_empty(0)
-        given.data = low[0]  # no view, and with a version counter of its own
+        exchange_memory(given, low[0])  # no view, and with a version counter of its own
         return given
 
     @staticmethod
@@ -112,7 +136,7 @@ def may_be_kept(weight: Any) -> bool:
         and weight.device.type == "cpu"
         and weight.layout is torch.strided
         and not weight.is_inference()
-        and not weight.is_shared()
+        and not storage_of(weight).is_shared()
         and not getattr(weight, "_fsdp_flattened", False)
-        and 0 < weight.numel() * weight.element_size() == weight.untyped_storage().nbytes()
+        and 0 < weight.numel() * weight.element_size() == storage_of(weight).nbytes()
     )

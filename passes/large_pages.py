@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_graph.passes.cast_kernel import copy_into
 from amp_graph.passes.gradient_memory import is_free
 from amp_graph.passes.native_code import of_c_library
-from amp_graph.passes.torch_private import bytes_of, in_forward_mode, in_transform, is_batched, is_in_mode
+from amp_graph.passes.torch_private import address_of, bytes_of, in_forward_mode, in_transform, is_batched, is_in_mode
 from amp_graph.passes.what_pays import large_pages_pay
 
 
@@ -114,8 +114,8 @@ def is_torchs(x: Tensor) -> bool:
 def _ask(made: Tensor) -> None:
     """Ask for large pages for the whole pages that ``made`` has to itself. What the system answers is its business."""
     advise, size = _madvise(), mmap.PAGESIZE
-    start = -(-made.data_ptr() // size) * size
-    length = (made.data_ptr() + bytes_of(made)) // size * size - start
+    start = -(-address_of(made) // size) * size
+    length = (address_of(made) + bytes_of(made)) // size * size - start
     if advise is not None and length > 0:
         advise(start, length, mmap.MADV_HUGEPAGE)
 

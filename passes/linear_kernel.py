@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import define_as_typed
 from amp_graph.passes.tiled_code import best
+from amp_graph.passes.torch_private import address_of
 
 OF_AN_ELEMENT = 8  # multiplications in the time that one element of other kernels takes
 SOURCE = Path(__file__).with_name("linear_kernel.c")
@@ -46,7 +47,7 @@ def panels_of(weight: Tensor) -> Tensor:
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     made = weight.new_empty(_up(outputs, compiled.panel()) * _up(inputs, compiled.deep()))
-    compiled.lay_out(weight.data_ptr(), outputs, inputs, made.data_ptr())
+    compiled.lay_out(address_of(weight), outputs, inputs, address_of(made))
     return made
 
 
@@ -113,10 +114,10 @@ def _run(
     assert compiled is not None, "asked where there is a kernel"
     if bias is not None and not (bias.numel() == sizes[1] and bias.is_contiguous()):
         bias = bias.expand(sizes[1]).contiguous()
-    added = 0 if bias is None else bias.data_ptr()
+    added = 0 if bias is None else address_of(bias)
     threads = threads_at_once(sizes[1] * sizes[2] * max(OF_AN_ELEMENT, sizes[0]) // OF_AN_ELEMENT)
     steps = (*a.stride(), *b_steps)
-    table = (a.data_ptr(), b.data_ptr(), added, made.data_ptr(), *sizes, *steps, in_panels, relu, kind, threads)
+    table = (address_of(a), address_of(b), added, address_of(made), *sizes, *steps, in_panels, relu, kind, threads)
     if compiled.product(array("q", table).tobytes()):
         raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")
 

@@ -20,6 +20,7 @@ from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
 from amp_graph.passes.tiled_code import best
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
@@ -90,7 +91,7 @@ def _run(name: str, sizes: tuple[int, ...], *tensors: Tensor) -> None:
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
     threads = threads_at_once(sizes[1] * GATES * sizes[-1] * sizes[-1] // OF_AN_ELEMENT)
-    if getattr(compiled, name)(array("q", (*sizes, *(t.data_ptr() for t in tensors), threads)).tobytes()):
+    if getattr(compiled, name)(array("q", (*sizes, *(address_of(t) for t in tensors), threads)).tobytes()):
         raise MemoryError(f"an LSTM of {sizes[1]} x {sizes[-1]}: no memory for a step's gates")
 
 

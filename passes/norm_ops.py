@@ -19,6 +19,7 @@ from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, PARTS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
+from amp_graph.passes.torch_private import address_of
 
 SOURCE = Path(__file__).with_name("norm_kernel.c")
 
@@ -54,7 +55,7 @@ def residual_norm(
     total = None if branch is None else empty_like(x if x.dtype.itemsize > 2 else branch)
     cast = empty_like(x, dtype=low) if wants_low else None
     wide = empty_like(x, dtype=torch.float32) if wants_full else None
-    place = stats.data_ptr()
+    place = address_of(stats)
     table = array(
         "q", (rows, width, centered, *_rows(x, branch, weight, bias, total, cast, wide), place, place + 4 * rows)
     )
@@ -90,10 +91,10 @@ def residual_norm_backward(
     dweight, dbias = (
         torch.empty(width, dtype=torch.float32) if wanted else None for wanted in (wants_weight, wants_bias)
     )
-    more, place = array("q", _rows(*grads[1:])), stats.data_ptr()
+    more, place = array("q", _rows(*grads[1:])), address_of(stats)
     table = array("q", (rows, width, centered, len(grads) - 1, more.buffer_info()[0]))
     table.extend(_rows(grads[0], grad_sum, total, weight, dsum, dlow))
-    table.extend((place, place + 4 * rows, *(0 if t is None else t.data_ptr() for t in (dweight, dbias))))
+    table.extend((place, place + 4 * rows, *(0 if t is None else address_of(t) for t in (dweight, dbias))))
     _run(library(low, True).backward, table, _threads(total))
     return [t for t in (dsum, dlow, dweight, dbias) if t is not None]
 
@@ -107,7 +108,7 @@ def _rows(*tensors: Tensor | None) -> list[int]:
     """Return what C calls Rows of each: two words."""
     found: list[int] = []
     for t in tensors:
-        found += (0, 0) if t is None else (t.data_ptr(), 1 if t.dtype == torch.float32 else 2)
+        found += (0, 0) if t is None else (address_of(t), 1 if t.dtype == torch.float32 else 2)
     return found
 
 

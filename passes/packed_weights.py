@@ -31,8 +31,8 @@ def packed_reader(
 
     ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
     ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite.
-    The first calls after an update return a plain copy, the next one packs it: weights that are read once or twice an
-    update are not worth it. A copy that nobody else reads goes when it is packed: memory is that of one.
+    It is packed from the first call on: two calls with the same weights have the same bits, since sums in another order
+    have others. The plain copy that it is made of goes, unless others read it: memory is that of one.
     """
     store = ((PACKED, TRANSPOSED), (PANELS, TRANSPOSED_PANELS))[in_panels][transposed]
     known = copies.packed[store]  # one dictionary for as long as the copies live
@@ -57,18 +57,21 @@ def packed_reader(
         return (dense.t() if transposed else dense).view(weight.shape)
 
     def _pack(weight: Tensor) -> Tensor:
-        known.pop(id(weight), None)
-        low, kept = copies.for_packing(weight)
-        low = low.t() if transposed else low.flatten(1)
-        if kept is None or not (in_panels or torch.backends.mkldnn.enabled):
-            if noted:  # looking at a weight that is updated every few calls takes longer than it spares
+        before = known.pop(id(weight), None)
+        low, plain = copies.for_packing(weight)
+        if plain is None or not (in_panels or torch.backends.mkldnn.enabled):
+            if noted:
                 _note(weight, False)
-            return low
+            return low.t() if transposed else low.flatten(1)
+        if before is not None and copies.same_as_packed(weight, plain, before):
+            known[id(weight)] = before
+            return before.low
+        low = low.t() if transposed else low.flatten(1)
         if noted:
             _note(weight, is_finite(low))
         with torch.inference_mode(False), torch.no_grad():
             packed = panels_of(low) if in_panels else pack_linear_weight(low.contiguous())
-        copies.keep_packed(weight, kept, packed, store, beside=NOTED if noted else None)
+        copies.keep_packed(weight, plain, packed, store, beside=NOTED if noted else None)
         return packed
 
     return packed_weight

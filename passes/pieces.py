@@ -17,7 +17,7 @@ from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.identify_ops import identify, is_tensor_call
 from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
-from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, tracing_fake
+from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, storage_of, tracing_fake
 
 PIECE = "amp_piece"  # meta key of a graph: it is a piece
 GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
@@ -164,6 +164,6 @@ class _Widening:
         if key is None:
             return torch.empty_like(low, dtype=torch.float32)
         if key not in self.bases:
-            count = low.untyped_storage().nbytes() // low.element_size()
+            count = storage_of(low).nbytes() // low.element_size()
             self.bases[key] = torch.empty(count, dtype=torch.float32, device=low.device)
         return self.bases[key].as_strided(low.shape, low.stride(), low.storage_offset())

@@ -71,6 +71,7 @@ __all__ = [
     "ModesOfThread",
     "OpOverload",
     "StorageWeakRef",
+    "address_of",
     "all_bytes_of",
     "allow_in_graph",
     "any_branch_of_backward",
@@ -91,8 +92,10 @@ __all__ = [
     "dispatch_for_data",
     "dispatch_has_kernel",
     "dynamo_listens",
+    "exchange_memory",
     "failed_guards",
     "flash_attention_cpu",
+    "forget_what_can_be_overridden",
     "free_unbacked_symbols",
     "holders",
     "in_forward_mode",
@@ -100,6 +103,7 @@ __all__ = [
     "is_batched",
     "is_dense_fp32",
     "is_in_mode",
+    "is_private_mapping",
     "is_recorded",
     "is_remembered",
     "is_seen",
@@ -110,7 +114,9 @@ __all__ = [
     "linear_pointwise",
     "load_optimizer_states_as",
     "make_fx",
+    "memory_owner",
     "mode_without_capture",
+    "modules_with_accesses",
     "multiplies_bf16",
     "not_captured",
     "number_of_backward",
@@ -130,10 +136,13 @@ __all__ = [
     "refused_under_fx",
     "saved_tensors_hooks_are_enabled",
     "set_sums_of_products",
+    "slices_alive",
     "softmax_backward",
     "statically_known_true",
     "storage_holders",
+    "storage_id",
     "storage_key",
+    "storage_of",
     "stream_of",
     "sums_of_products",
     "takes_fp32",
@@ -145,7 +154,6 @@ __all__ = [
     "unset_fake_temporarily",
     "weakly",
     "with_parameters",
-    "words_of",
 ]
 
 # Tensors that no subclass looks after.
@@ -254,10 +262,19 @@ def numel(tensor: torch.Tensor) -> int:
     return math.prod(map(concrete_size, tensor.shape))
 
 
+# torch's own accesses to a tensor's memory, which ``watched_memory`` overrides for everybody else; 2.11 - 2.13.
+_BASE: Any = torch._C.TensorBase
+storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _BASE.untyped_storage
+address_of: Callable[[torch.Tensor], int] = _BASE.data_ptr
+exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = _BASE.data.__set__  # ``tensor.data = other``
+# What identifies the storage of a tensor; raises where it has none. No mode and no subclass hears of it.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what identifies the storage of ``tensor``; None where it has none (sparse, subclasses)."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(storage_of(tensor)._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -266,7 +283,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
     """Return the size of the storage of ``tensor``; of what has none (packed tensors), of its elements."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
-    return tensor.untyped_storage().nbytes()
+    return storage_of(tensor).nbytes()
 
 
 unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
@@ -283,7 +300,7 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     ``source`` lives as long as the result.
     """
     given = unsafe_view(source, source.shape)
-    given.data = low
+    exchange_memory(given, low)
     return given
 
 
@@ -296,35 +313,92 @@ def takes_fp32(ctx: Any, place: int) -> bool:
     return node is not None and node._input_metadata[output].dtype == torch.float32
 
 
-def holders(owner: Any, name: str) -> tuple[int, int, int]:
+def holders(owner: Any, name: str) -> tuple[tuple[int, int], int, int]:
     """Count who holds the tensor ``owner.name``: its memory (aliases), the tensor (autograd), the object (Python)."""
     tensor = getattr(owner, name)
     counted = storage_holders(tensor)
     return counted, tensor._use_count(), sys.getrefcount(tensor)
 
 
-def storage_holders(tensor: torch.Tensor) -> int:
-    """Count the tensors that have the memory of ``tensor``, and what of them is counted along; 2.11 - 2.13."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def storage_holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """Count the tensors, storages, arrays and capsules that have the memory of ``tensor``; 2.11 - 2.13.
 
-
-WORDS = 32
-
-
-def words_of(tensor: torch.Tensor) -> memoryview:
-    """Return a few 32-bit words spread over the memory of a dense fp32 ``tensor`` on the CPU, all of a small one.
-
-    Reading them is only safe while the tensor's storage is alive and where it was. The step is odd, so that the
-    words are not all of one column.
+    The first number is of those that the memory knows, the second of who has its storage as an object of Python: that
+    object is one, whoever asks for it. Numbers mean something only beside those of memory that is known to be alone.
     """
-    count = tensor.numel()
-    words = (ctypes.c_uint32 * count).from_address(tensor.data_ptr())
-    return memoryview(words).cast("B").cast("I")[:: 1 if count <= 8 * WORDS else (count // WORDS - 1) | 1]
+    storage = storage_of(tensor)
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+
+
+def _memory_of(storage: int) -> tuple[int, int, int]:
+    """Return three words of a storage in C++: its memory, what will free that, and what it frees; 2.13.
+
+    c10::StorageImpl begins with a table of methods and a count; then a c10::DataPtr. ``memory_owner`` checks that.
+    """
+    return tuple((ctypes.c_uint64 * 5).from_address(storage)[2:])  # type: ignore[return-value]
+
+
+@functools.lru_cache
+def _how_freed() -> tuple[int, int] | None:
+    """Return what frees memory of torch's allocator on the CPU, and a part of another storage; None: cannot be told."""
+    whole = torch.empty(64, device="cpu").untyped_storage()
+    part = whole[:64]
+    place, by_allocator, freed = _memory_of(whole._cdata)
+    place_of_part, by_part, other = _memory_of(part._cdata)
+    as_known = (place, freed, place_of_part, other) == (*[whole.data_ptr()] * 2, part.data_ptr(), whole._cdata)
+    return (by_allocator, by_part) if as_known and by_allocator != by_part else None
+
+
+def memory_owner(storage: torch.UntypedStorage) -> bool | int:
+    """Say whether torch's allocator made the memory for ``storage`` alone; or of which storage it is a part; 2.13."""
+    known = _how_freed()
+    if known is None:
+        return False
+    place, by, other = _memory_of(storage._cdata)
+    if by == known[1]:
+        return other
+    return by == known[0] and other == place
+
+
+def slices_alive(storage: int) -> int:
+    """Count who has a storage, given by its key: its parts, tensors, and who read it; 2.11 - 2.13."""
+    return int(torch._C._storage_Use_Count(storage))
+
+
+def is_private_mapping(storage: torch.UntypedStorage) -> bool:
+    """Say whether what is written in the file behind ``storage`` is this process's alone; False where unknown."""
+    try:
+        with open("/proc/self/maps") as maps:
+            lines = [line.split()[:2] for line in maps]
+    except OSError:
+        return False
+    place = storage.data_ptr()
+    for span, rights in lines:
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= place < end:
+            return rights.endswith("p") and place + storage.nbytes() <= end
+    return False
+
+
+def modules_with_accesses() -> tuple[types.ModuleType, ...]:
+    """Return the modules whose functions give out memory, or write it unseen, beside methods of tensors; 2.11 - 2.13."""
+    return torch, torch.utils.dlpack, torch._C, torch._C._autograd  # type: ignore[return-value]
+
+
+def forget_what_can_be_overridden() -> None:
+    """Have torch look anew which of its functions ``__torch_function__`` is told of; 2.11 - 2.13.
+
+    It keeps them by identity, in caches that may have been filled before one of them was replaced.
+    """
+    names = ("get_ignored_functions", "get_default_nowrap_functions", "get_testing_overrides",
+             "_get_overridable_functions", "_get_tensor_methods")  # fmt: skip
+    for name in names:
+        getattr(getattr(torch.overrides, name, None), "cache_clear", int)()
 
 
 def all_bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the memory of a tensor for which ``is_dense_fp32`` holds."""
-    return ctypes.string_at(tensor.data_ptr(), 4 * tensor.numel())
+    return ctypes.string_at(address_of(tensor), 4 * tensor.numel())
 
 
 def is_dense_fp32(tensor: torch.Tensor) -> bool:

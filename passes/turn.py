@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from amp_graph.passes.native_code import load_if_possible, threads_for
-from amp_graph.passes.torch_private import is_seen
+from amp_graph.passes.torch_private import address_of, is_seen
 
 SOURCE = Path(__file__).with_name("turn_kernel.c")
 
@@ -34,6 +34,6 @@ def turned(x: Tensor) -> Tensor:
     if not plain or found.is_contiguous() or library() is None:
         return found.contiguous()
     made = x.new_empty(found.shape)
-    table = array("q", (x.data_ptr(), made.data_ptr(), *x.shape))
+    table = array("q", (address_of(x), address_of(made), *x.shape))
     library().turn(table.tobytes(), threads_for(x.numel()))  # type: ignore[union-attr]
     return made

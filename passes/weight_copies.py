@@ -15,17 +15,28 @@ from torch import Tensor
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.cast_kernel import copy_into, is_last
 from amp_graph.passes.finite_values import FiniteWeights
-from amp_graph.passes.frozen_weights import FrozenWeights
 from amp_graph.passes.gradient_memory import GradientMemory
-from amp_graph.passes.kept_copy import LARGE, KeptCopy, is_nobody_elses, is_of, is_passed_over, lend, may_be_kept
+from amp_graph.passes.kept_copy import (
+    LARGE,
+    KeptCopy,
+    Signs,
+    is_nobody_elses,
+    is_of,
+    is_passed_over,
+    is_unwritten,
+    lend,
+    may_be_kept,
+    signs_of,
+)
 from amp_graph.passes.large_pages import LargeResults
-from amp_graph.passes.torch_private import StorageWeakRef, borrow, bytes_of, storage_key, words_of
+from amp_graph.passes.torch_private import address_of, borrow, bytes_of, storage_key
+from amp_graph.passes.watched_memory import forget_addresses, watch_of
 from amp_graph.passes.weight_groups import WeightGroup
-from amp_graph.passes.weight_updates import SHOWN, UPDATES, hear_of_updates
+from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
-PLAIN_READS = 2  # of a copy in graphs without gradients; then it pays to pack it, which costs several products
+COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where what is packed is kept for a copy with the same bits
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
@@ -33,28 +44,26 @@ _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this p
 class WeightCopies:
     """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
 
-    A copy is read as long as the parameter has the same storage, address, strides and version counter, some words
-    spread over it are what they were, and no optimizer has stepped since, but for frozen weights (``FrozenWeights``).
-    Only parameters in the memory of the CPU whose whole storage is theirs have copies: shared memory and flat buffers
-    (FSDP) are written by others.
+    A copy is read as long as the parameter has the same storage, address, strides and version counter, and nobody has
+    written to it, or got its memory, otherwise: kernels that move no counter say so (``weight_updates``), accesses are
+    noticed (``memory_access``). Only parameters in the memory of the CPU whose whole storage is theirs have copies:
+    shared memory and flat buffers (FSDP) are written by others.
 
-    ``found_written`` hears of a parameter whose words changed without a trace (a write to ``.data``, ``numpy``,
-    another process): every parameter is cast at each call from then on, until ``drop``.
+    ``found_held`` hears of a parameter that is cast at each call, and why: somebody may write its memory at any time.
     ``checked``: compare each copy with its parameter, bit by bit, whenever it is read; raises VerifyError.
     """
 
     def __init__(
-        self, dtype: torch.dtype, found_written: Callable[[Tensor], None] | None = None, checked: bool = False
+        self, dtype: torch.dtype, found_held: Callable[[Tensor, str], None] | None = None, checked: bool = False
     ) -> None:
         self.dtype = dtype
-        self.enabled = True
-        self._found_written = found_written or (lambda weight: None)
+        self._found_held = found_held or (lambda weight, why: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
+        self._held: dict[int, str] = {}  # parameters that were cast at their last call for such a reason, by id
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, widened_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
-        self.frozen = FrozenWeights(self._kept)
         self._room = FEW  # how many copies there may be before those of freed parameters are looked for
         self.read = self._reader()
         self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
@@ -63,25 +72,26 @@ class WeightCopies:
         hear_of_updates()
         _MODELS.add(self)
 
-    def drop(self) -> int:
-        """Forget every copy and return how many bytes they had; the next call makes them anew."""
-        size = self.bytes + self.gradients.drop() + self.results.drop()
-        self._forget(enabled=True)
-        return size
+    def drop(self, weights: Iterable[Tensor] = ()) -> int:
+        """Forget every copy and return how many bytes they had; the next call makes them anew.
 
-    def _forget(self, enabled: bool) -> None:
-        self.enabled = enabled
+        weights: of which nobody has an address any more.
+        """
+        size = self.bytes + self.gradients.drop() + self.results.drop()
         for store in (self._kept, *self.packed):
             store.clear()  # the very object that graphs look into
         self.finite.drop()
         for group in self.groups:
             group.drop()
+        forget_addresses(weights)
+        return size
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies of parameters that are still there."""
         self._purge()
-        return [kept.low for kept in self._all()] + [low for group in self.groups for low in group.kept]
+        kept = [low for kept in self._all() for low in (kept.low, kept.held) if low is not None]
+        return kept + [low for group in self.groups for low in group.kept]
 
     def _all(self) -> list[KeptCopy]:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
@@ -96,43 +106,65 @@ class WeightCopies:
         return sum(bytes_of(low) for low in self.tensors)
 
     def is_current(self, weight: Tensor, kept: KeptCopy) -> bool:
-        """Say whether ``kept`` is of ``weight`` as it is now. A write without a trace is told to who asked for it."""
-        if not is_of(kept, weight) or weight._version != kept.version:
-            return False
-        if kept.mark not in (UPDATES.mark, SHOWN):
-            return self.frozen.stays(kept, weight)
-        if kept.words.tobytes() != kept.values:
-            self._written_in_secret(weight)
-            return False
-        return True
+        """Say whether ``kept`` is of ``weight`` as it is now."""
+        return is_of(kept, weight) and is_unwritten(kept, weight)
 
     def for_packing(self, weight: Tensor) -> tuple[Tensor, KeptCopy | None]:
-        """Return ``weight`` in low precision, without gradient; and its copy, if that has been read often enough."""
+        """Return ``weight`` in low precision, without gradient; and what to keep beside what is packed of that.
+
+        None where nothing is ever kept of such a weight, which then is not packed. Where somebody may write it at any
+        time, what is packed is not read again but for a copy with the same bits: ``same_as_packed``.
+        """
         kept = self._kept.get(id(weight))
-        if kept is None or not self.is_current(weight, kept):
-            low = self.read(weight)
-            kept = self._kept.get(id(weight))
-            if kept is None:
-                return low, None
-            kept.for_packing = True
-        kept.asked += 1
-        return kept.low, kept if kept.asked > PLAIN_READS else None
+        if kept is not None and self.is_current(weight, kept):
+            return kept.low, kept
+        self._look_for_freed()
+        if not may_be_kept(weight):
+            return self._cast(weight, False)[1], None
+        signs = self._trusted_signs(weight)
+        low = self._cast(weight, False)[1]
+        return low, self._new(weight, low, signs) if type(low) is Tensor else None
 
     def keep_packed(
-        self, weight: Tensor, kept: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
+        self, weight: Tensor, made_of: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
     ) -> KeptCopy:
-        """Keep what was made of the copy ``kept``, and the copy itself where something else reads it."""
-        made = kept.again(packed, kept.version, kept.mark)
-        made.beside, made.proven = beside, kept.proven
-        self.packed[store][key or id(weight)] = made
-        if kept.for_packing and not kept.reused:
-            self._kept.pop(id(weight), None)
+        """Keep what was packed of a copy that ``for_packing`` returned; the copy goes, unless something else reads it."""
+        made = made_of.again(packed, made_of.signs)
+        made.beside = beside
+        if made.signs.mark is None:
+            made.held = made_of.low
+        if made.held is None or store in COMPARED:
+            self.packed[store][key or id(weight)] = made
         return made
+
+    def same_as_packed(self, weight: Tensor, made_of: KeptCopy, packed: KeptCopy | None) -> bool:
+        """Say whether ``packed`` is of the very bits of ``made_of``, a copy of memory that may be written unseen."""
+        if packed is None or packed.held is None or not is_of(packed, weight):
+            return False
+        return _are_same(packed.held, made_of.low)
+
+    def _trusted_signs(self, weight: Tensor) -> Signs:
+        """Return what shows any write to ``weight`` from now on; with no mark, so that no copy of it is current, where
+        nothing would show some, which is told.
+        """
+        watch = watch_of(weight)
+        signs = signs_of(weight, watch)
+        why = watch.why_not_free(weight)
+        if not why:
+            self._held.pop(id(weight), None)
+            return signs
+        if self._held.get(id(weight)) == why:  # at two calls in a row: not only for a moment
+            self._found_held(weight, why)
+        self._held[id(weight)] = why
+        return signs._replace(mark=None)
+
+    def _new(self, weight: Tensor, low: Tensor, signs: Signs) -> KeptCopy:
+        watch = watch_of(weight)
+        return KeptCopy(low, signs, watch, storage_key(weight), address_of(weight), weight.stride())
 
     def _reader(self) -> WeightCopy:
         """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
-        updates, grad_enabled, known, frozen = UPDATES, torch.is_grad_enabled, self._kept, self.frozen
-        lowered = torch.Tensor.bfloat16 if self.dtype == torch.bfloat16 else torch.Tensor.half
+        updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
 
         def weight_copy(
             weight: Tensor, once: bool = False, wide: bool = False, last: bool = False, bare: bool = False
@@ -144,33 +176,24 @@ class WeightCopies:
             """
             kept = known.get(id(weight))
             if kept is None:
-                return self._first(weight, last)
-            mark = SHOWN if kept.mark is SHOWN else updates.mark
-            if (
-                kept.mark is not mark
-                and not frozen.stays(kept, weight)
-                and kept.passed is not mark
-                and is_passed_over(kept, weight)
-                and not frozen.may_stay(weight, kept.mark)
-                and (bare or grad_enabled())
-            ):
-                kept.passed = mark
-                if wide and weight.requires_grad and grad_enabled():
-                    return borrow(weight, lowered(weight.detach()))
-                return lowered(weight)
+                return self._first(weight, wide, last)
+            version, mark, update = kept.signs
+            now = kept.watch.mark
+            is_old = mark is not now or update is not updates.mark
+            if is_old and kept.passed is not now and is_passed_over(kept, weight) and (bare or grad_enabled()):
+                kept.passed = now
+                return self._plain(weight, wide)
             if (
                 storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
-                or weight.data_ptr() != kept.pointer
+                or address_of(weight) != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                return self._first(weight, last)
-            if weight._version != kept.version or mark is not kept.mark:
+                return self._first(weight, wide, last)
+            if is_old or weight._version != version:
                 cast = self._again(weight, kept, wide)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
-            elif kept.words.tobytes() != kept.values:
-                return self._written_in_secret(weight)
             else:
                 kept.reused = True
             if self.checked:
@@ -184,31 +207,40 @@ class WeightCopies:
 
         return weight_copy
 
-    def to_be_written(self, weight: Tensor) -> KeptCopy | None:
-        """Return the copy of ``weight`` where an update may write it along: it lies alike, and nobody else has it."""
+    def _plain(self, weight: Tensor, wide: bool) -> Tensor:
+        """Cast ``weight`` for this call alone."""
+        if wide and weight.requires_grad and torch.is_grad_enabled():
+            return borrow(weight, weight.detach().to(self.dtype))
+        return weight.to(self.dtype)
+
+    def to_be_written(self, weight: Tensor) -> tuple[KeptCopy, Signs] | None:
+        """Return the copy of ``weight`` where an update may write it along: it lies alike, and nobody else has it.
+
+        And what is to be handed to ``was_written``.
+        """
         kept = self._kept.get(id(weight))
         if kept is None or not is_of(kept, weight) or kept.low.stride() != weight.stride():
             return None
-        return kept if is_nobody_elses(kept) else None
+        signs = signs_of(weight, kept.watch)
+        return (kept, signs) if is_nobody_elses(kept) and not kept.watch.why_not_free(weight) else None
 
-    def was_written(self, weight: Tensor, kept: KeptCopy, shows: bool) -> None:
-        """Take note that the copy is ``weight`` as it is now; ``shows``: any later write shows in its version."""
-        self._kept[id(weight)] = kept.again(kept.low, weight._version, SHOWN if shows else UPDATES.mark)
+    def was_written(self, weight: Tensor, kept: KeptCopy, before: Signs) -> None:
+        """Take note that the copy is ``weight`` as it is now, which an update has written with a trace."""
+        self._kept[id(weight)] = kept.again(kept.low, before._replace(version=weight._version))
 
-    def _first(self, weight: Tensor, last: bool = False) -> Tensor:
+    def _first(self, weight: Tensor, wide: bool = False, last: bool = False) -> Tensor:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
         if (old := self._kept.pop(id(weight), None)) is not None:
             old.given = None  # with its way back for gradients, whose shape is the one that the parameter had
-        if not self.enabled or not may_be_kept(weight):
+        if not may_be_kept(weight):
             return weight.to(self.dtype)
-        if not FEW < len(self._kept) < self._room:
-            self._purge()
-        version, mark = weight._version, UPDATES.mark  # before the values: a write in between makes the copy old
+        self._look_for_freed()
+        signs = self._trusted_signs(weight)  # before the values: a write in between makes the copy old
+        if signs.mark is None:
+            return self._plain(weight, wide)
         low, own = self._cast(weight, last)
         if type(own) is Tensor:  # not where a mode that traces is at work
-            storage, words = StorageWeakRef(weight.untyped_storage()), words_of(weight)
-            place = (storage.cdata, weight.data_ptr(), weight.stride())
-            self._kept[id(weight)] = KeptCopy(own, version, mark, storage, *place, words, words.tobytes())
+            self._kept[id(weight)] = self._new(weight, own, signs)
         return low
 
     def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
@@ -220,9 +252,10 @@ class WeightCopies:
         """
         if not weight.is_leaf:
             return self._first(weight)
-        version, mark = weight._version, UPDATES.mark
-        may_have_stayed = version == kept.version and self.frozen.may_stay(weight, kept.mark)
-        if weight.numel() >= LARGE and not may_have_stayed and is_nobody_elses(kept):
+        signs = self._trusted_signs(weight)
+        if signs.mark is None:
+            return self._plain(weight, wide)
+        if weight.numel() >= LARGE and is_nobody_elses(kept):
             with torch.no_grad():
                 copy_into(kept.low, weight)
             low, own = None, kept.low
@@ -230,9 +263,7 @@ class WeightCopies:
             low, own = self._cast(weight, is_last(kept.low))
         if type(own) is not Tensor:  # a mode that traces is at work
             return low
-        made = self._kept[id(weight)] = kept.again(own, version, mark)
-        if may_have_stayed:
-            self.frozen.compare(kept, made)
+        self._kept[id(weight)] = kept.again(own, signs)
         return None if wide else low
 
     def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
@@ -245,31 +276,34 @@ class WeightCopies:
             low = weight.to(self.dtype, memory_format=layout)
         return low, low.detach() if low.requires_grad else low
 
+    def _look_for_freed(self) -> None:
+        if not FEW < len(self._kept) < self._room:
+            self._purge()
+
     def _purge(self) -> None:
         """Let go of the copies of parameters that were freed or replaced."""
         for copies in (self._kept, *self.packed):
             for key, kept in list(copies.items()):
                 kept.given = None  # which would hold the parameter
-                if kept.storage.expired():
+                if kept.watch.is_gone():
                     copies.pop(key, None)
         self._room = len(self._kept) * 5 // 4
-
-    def _written_in_secret(self, weight: Tensor) -> Tensor:
-        self._forget(enabled=False)
-        self._found_written(weight)
-        return weight.to(self.dtype)
 
     def check(self, weight: Tensor, low: Tensor, fresh: Tensor | None = None) -> None:
         """Raise VerifyError unless ``low`` is ``weight`` as it is now, or what is made ``fresh`` of it."""
         with torch.no_grad():
             fresh = weight.detach().to(self.dtype) if fresh is None else fresh
-        if not torch.equal(fresh.contiguous().view(torch.int16), low.contiguous().view(torch.int16)):
+        if not _are_same(fresh, low):
             raise VerifyError(
-                f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and neither its version counter "
-                "nor an optimizer's step shows it\n"
-                "  legal: writes under torch.no_grad() to the parameter itself, not to its .data\n"
+                f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and nothing shows it: not its "
+                "version counter, no access from Python to its memory, no optimizer's step\n"
+                "  legal: writes under torch.no_grad() to the parameter itself\n"
                 "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
             )
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
 
 
 def copies_of_models() -> list[WeightCopies]:

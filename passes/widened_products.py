@@ -23,8 +23,8 @@ Parts = tuple[Tensor, ...]
 def parts_reader(copies: WeightCopies) -> Callable[[Tensor, int], Tensor | Parts]:
     """Return what graphs call for a weight that only ``linear_widened`` reads: ``packed_parts(weight, outputs)``.
 
-    weight: [outputs, inputs]; outputs: how many each part has but the last. The first calls after an update return a
-    plain copy, as those of ``packed_weight`` do.
+    weight: [outputs, inputs]; outputs: how many each part has but the last. Packed from the first call on, as by
+    ``packed_weight``.
     """
     known = copies.packed[PARTS]
 

@@ -14,6 +14,7 @@ import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.passes import gradient_memory, what_pays
 from amp_graph.passes.what_pays import reusing_gradients_pays
+from tests.memory_holders import SEEN
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -131,6 +132,18 @@ def test_a_gradient_that_is_held_is_left_alone(held):
     gc.collect()
     step(model, IDS + 1)
     assert torch.equal(kept, before)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("hold", SEEN.values(), ids=SEEN)
+def test_a_gradient_whose_memory_is_held_without_a_tensor_is_left_alone(hold):
+    model = converted()
+    grad = step(model)[0]
+    place, kept = grad.data_ptr(), hold(grad.detach())
+    del grad
+    model.zero_grad()
+    assert step(model, IDS + 1)[0].data_ptr() != place
+    del kept
 
 
 def test_control_memory_that_somebody_has_is_seen(monkeypatch):

@@ -1,5 +1,6 @@
 """Large results in memory that is used again, made in parts: never while somebody has it, and the same numbers."""
 
+import ctypes
 import gc
 import threading
 
@@ -13,7 +14,8 @@ from amp_graph.errors import VerifyError
 from amp_graph.passes import large_pages, pack_weights, what_pays, widen_products, widened_products
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import multiplies_bf16, pack_linear_weight
-from amp_graph.passes.weight_copies import PARTS, PLAIN_READS
+from amp_graph.passes.weight_copies import PARTS
+from tests.memory_holders import SEEN
 
 pytestmark = pytest.mark.skipif(
     not multiplies_bf16(), reason="no weight is packed on a CPU that does not multiply bf16"
@@ -49,7 +51,7 @@ def pair(**how):
 
 
 @torch.no_grad()
-def called(model, x=X, times=PLAIN_READS + 2):
+def called(model, x=X, times=4):
     for _ in range(times):
         out = model(x)
     return out
@@ -70,7 +72,7 @@ def test_parts_are_the_whole(x, bias, verify, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", verify)
     monkeypatch.setattr(what_pays, "LEAST_MAPPED", 1024)
     ours, theirs = pair(bias=bias)
-    for _ in range(PLAIN_READS + 2):
+    for _ in range(4):
         found, expected = called(ours, x, 1), called(theirs, x, 1)
         assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
@@ -109,6 +111,19 @@ def test_what_somebody_has_is_not_written_over(hold):
         assert torch.equal(kept, known)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("hold", SEEN.values(), ids=SEEN)
+def test_memory_that_somebody_has_without_a_tensor_is_not_written_over(hold):
+    ours, _ = pair()
+    called(ours)
+    out = called(ours, times=1)
+    known, place, kept = out.clone(), out.data_ptr(), hold(out)
+    del out
+    places = {called(ours, Y, times=1).data_ptr() for _ in range(4)}
+    assert place not in places
+    assert ctypes.string_at(place, 4 * known.numel()) == known.numpy().tobytes()
+
+
 def test_control_what_looks_free_is_written_over(monkeypatch):
     monkeypatch.setattr(large_pages, "is_free", lambda own: True)
     ours, _ = pair()
@@ -137,7 +152,7 @@ def test_what_nobody_has_is_used_again():
 
 def test_two_results_of_a_call_are_apart():
     ours, theirs = pair(twice=True)
-    for _ in range(PLAIN_READS + 2):
+    for _ in range(4):
         for found, expected in zip(called(ours, times=1), called(theirs, times=1), strict=True):
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
@@ -162,7 +177,7 @@ def test_writes_are_seen(write):
     ours, theirs = pair()
     before = called(ours).clone()
     write(ours), write(theirs)
-    for _ in range(PLAIN_READS + 2):
+    for _ in range(4):
         found = called(ours, times=1)
         assert not torch.allclose(found, before, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(found, called(theirs, times=1), rtol=2**-7, atol=2**-7)
@@ -199,7 +214,7 @@ def test_memory_is_given_back():
 
 def test_results_of_inference_mode_are_usable():
     ours, _ = pair()
-    for _ in range(PLAIN_READS + 2):
+    for _ in range(4):
         with torch.inference_mode():
             out = ours(X)
     out.mul_(2.0)

@@ -16,7 +16,6 @@ from amp_graph.errors import AmpGraphWarning, VerifyError
 from amp_graph.passes import pack_weights
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.torch_private import multiplies_bf16, pack_linear_weight
-from amp_graph.passes.weight_copies import PLAIN_READS
 from tests.test_weight_copies import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16")
@@ -78,14 +77,14 @@ def assert_close(ours, theirs, x=X):
 
 @torch.no_grad()
 def pack_all(ours, theirs, x=X):
-    for _ in range(PLAIN_READS + 2):
+    for _ in range(4):
         assert_close(ours, theirs, x)
 
 
 def test_every_form_is_packed_and_gives_what_plain_copies_give():
     ours, theirs = pair()
     with torch.no_grad():
-        for call in range(PLAIN_READS):
+        for call in range(2):
             assert_close(ours, theirs, X + call)
             assert packed(ours) == 0
         for call in range(3):
@@ -99,7 +98,7 @@ def test_inputs_of_any_shape(shape):
     ours, theirs = pair(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 32, bias=False)))
     x = torch.randn(shape)
     with torch.no_grad():
-        for _ in range(PLAIN_READS + 2):
+        for _ in range(4):
             a, b = ours(x), theirs(x)
             assert a.shape == b.shape
             torch.testing.assert_close(a, b, atol=2**-8, rtol=2**-7)
@@ -113,7 +112,7 @@ def test_results_are_as_exact_as_those_of_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         theirs = reference(X)
     with torch.no_grad():
-        for _ in range(PLAIN_READS + 2):
+        for _ in range(4):
             found = ours(X)
     assert packed(ours)
     assert (found - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -209,7 +208,7 @@ class EnablesGradients(nn.Linear):
 def test_a_region_that_enables_gradients_has_them():
     ours, theirs = pair(lambda: EnablesGradients(WIDTH, WIDTH), "bf16,keep_outputs=false", "keep_outputs=false")
     with torch.no_grad():
-        for _ in range(PLAIN_READS + 2):
+        for _ in range(4):
             results = [model(X) for model in (ours, theirs)]
     for result in results:
         result.sum().backward()
@@ -255,7 +254,7 @@ def test_writes_are_seen(write, mode):
     ours, theirs = pair()
     for turn in range(2):
         with mode():
-            for _ in range(PLAIN_READS + 2):
+            for _ in range(4):
                 assert_close(ours, theirs)
             before = ours(X)
         write(ours), write(theirs)
@@ -347,7 +346,7 @@ def test_a_copy_of_the_model_packs_its_own():
 def test_lists_of_autocast_run_what_was_written():
     ours, theirs = pair(on="bf16,lists=autocast_cpu")
     with torch.no_grad():
-        for _ in range(PLAIN_READS + 2):
+        for _ in range(4):
             ours(X), theirs(X)
     assert packed(ours) == 0
 

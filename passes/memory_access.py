@@ -1,0 +1,157 @@
+"""Notices, at the access, who gets the memory of a parameter behind the back of its version counter.
+
+Before: ``weight.data[3] = 0``, or ``weight.detach().numpy()[3] = 0``, which leaves no trace. After: the same, and
+``watched_memory`` has been told before the caller has got the memory. What an access returns or raises is as before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.torch_private import forget_what_can_be_overridden, modules_with_accesses, storage_of
+from amp_graph.passes.watched_memory import WATCHED, handed_out, were_written
+
+Access = Callable[..., Any]
+# Methods of torch.Tensor whose result, or which themselves, write to its memory where no counter moves.
+METHODS = (
+    "numpy", "untyped_storage", "__dlpack__", "set_", "apply_", "map_", "map2_", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes",
+)  # fmt: skip
+FUNCTIONS = ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned", *METHODS[-3:])
+WRITERS = (
+    "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_unsafe_set_version_counter",
+)  # fmt: skip
+# Their code reads addresses to tell whether two tensors are one, and to save them: torch 2.13, transformers 5.23,
+# safetensors 0.8, as far as memory on the CPU goes.
+READERS = ("torch", "transformers", "safetensors")
+PASSED_THROUGH = ("torch.storage", "torch._tensor")  # the caller is who called these
+_undo: list[tuple[Any, str, Any]] = []  # (object, name, what stood there, or _NOTHING)
+_NOTHING = object()
+
+
+def notice_accesses() -> None:
+    """Notice from now on, in the whole process; again and again is once."""
+    if _undo:
+        return
+    _put(Tensor, "data", _data())
+    for name in METHODS:
+        _put(Tensor, name, _noticing(getattr(Tensor, name), f"Tensor.{name}"))
+    _put(Tensor, "data_ptr", _address(Tensor.data_ptr, "Tensor.data_ptr"))
+    _put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr, "UntypedStorage.data_ptr"))
+    for module in modules_with_accesses():
+        for name in (name for name in (*FUNCTIONS, *WRITERS) if hasattr(module, name)):
+            wrapper = _noticing if name in FUNCTIONS else _writing
+            _put(module, name, wrapper(getattr(module, name), name, module.__name__))
+    forget_what_can_be_overridden()
+
+
+def leave_accesses_alone() -> None:
+    """Undo ``notice_accesses``: for tests."""
+    while _undo:
+        owner, name, before = _undo.pop()
+        if before is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+    forget_what_can_be_overridden()
+
+
+def _put(owner: Any, name: str, access: Any) -> None:
+    _undo.append((owner, name, vars(owner).get(name, _NOTHING)))
+    setattr(owner, name, access)
+
+
+def _data() -> property:
+    """Return ``Tensor.data`` that notices: who reads it gets an alias with a counter of its own, who sets it too."""
+    plain: Any = Tensor.data
+    get, put = plain.__get__, plain.__set__
+
+    def data(tensor: Tensor) -> Any:
+        found = get(tensor)
+        if WATCHED:
+            handed_out(tensor)
+        return found
+
+    def set_data(tensor: Tensor, other: Tensor) -> None:
+        put(tensor, other)
+        if WATCHED:
+            handed_out(tensor)
+
+    return property(data, set_data, plain.__delete__, plain.__doc__)
+
+
+def _named(access: Access, plain: Access, name: str, module: str) -> Access:
+    found = wraps(plain)(access)
+    found.__module__, found.__qualname__ = module, name
+    return found
+
+
+def _noticing(plain: Access, name: str, module: str = "torch") -> Access:
+    """Return ``plain``, an access to the memory of its first argument, that notices."""
+
+    def access(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        found = plain(*args, **kwargs)
+        if WATCHED and args:
+            handed_out(args[0])
+        return found
+
+    return _named(access, plain, name, module)
+
+
+def _writing(plain: Access, name: str, module: str) -> Access:
+    """Return ``plain``, which writes the tensors of its first argument, that notices."""
+
+    def access(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        found = plain(*args, **kwargs)
+        if WATCHED and args:
+            were_written((args[0],) if isinstance(args[0], Tensor) else [t for t in args[0] if isinstance(t, Tensor)])
+        return found
+
+    return _named(access, plain, name, module)
+
+
+def _address(plain: Access, name: str) -> Access:
+    """Return ``plain``, which gives out an address as a number, that notices who is no known reader."""
+
+    def access(memory: Any) -> int:
+        found: int = plain(memory)
+        if WATCHED:
+            _note_address(memory)
+        return found
+
+    return _named(access, plain, name, "torch")
+
+
+def _note_address(memory: Any) -> None:
+    try:
+        storage = memory if isinstance(memory, torch.UntypedStorage) else storage_of(memory)
+        watch = WATCHED.get(storage._cdata)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return
+    if watch is not None and not _is_reader(next(_callers())):
+        watch.address = True
+        watch.was_handed_out()
+
+
+def _callers() -> Iterator[str]:
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in PASSED_THROUGH:
+            yield name
+        frame = frame.f_back  # type: ignore[assignment]
+    yield ""
+
+
+def _is_reader(module: str) -> bool:
+    return module.partition(".")[0] in READERS or module.startswith("amp_graph.")

@@ -14,13 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_private import forget_what_can_be_overridden, modules_with_accesses, storage_of
+from amp_graph.passes.torch_private import (
+    forget_what_can_be_overridden,
+    modules_with_accesses,
+    never_compiled,
+    storage_of,
+)
 from amp_graph.passes.watched_memory import WATCHED, handed_out, were_written
 
 Access = Callable[..., Any]
 # Methods of torch.Tensor whose result, or which themselves, write to its memory where no counter moves.
 METHODS = (
-    "numpy", "untyped_storage", "__dlpack__", "set_", "apply_", "map_", "map2_", "unsafe_chunk", "unsafe_split",
+    "numpy", "__dlpack__", "set_", "apply_", "map_", "map2_", "unsafe_chunk", "unsafe_split",
     "unsafe_split_with_sizes",
 )  # fmt: skip
 FUNCTIONS = ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned", *METHODS[-3:])
@@ -31,6 +36,8 @@ WRITERS = (
 # safetensors 0.8, as far as memory on the CPU goes.
 READERS = ("torch", "transformers", "safetensors")
 PASSED_THROUGH = ("torch.storage", "torch._tensor")  # the caller is who called these
+# They ask which storage a tensor has, at each capture, and keep weak references alone; 2.11 - 2.13.
+LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch.fx.")
 _undo: list[tuple[Any, str, Any]] = []  # (object, name, what stood there, or _NOTHING)
 _NOTHING = object()
 
@@ -41,7 +48,8 @@ def notice_accesses() -> None:
         return
     _put(Tensor, "data", _data())
     for name in METHODS:
-        _put(Tensor, name, _noticing(getattr(Tensor, name), f"Tensor.{name}"))
+        _put(Tensor, name, _method(getattr(Tensor, name), name))
+    _put(Tensor, "untyped_storage", _storage())
     _put(Tensor, "data_ptr", _address(Tensor.data_ptr, "Tensor.data_ptr"))
     _put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr, "UntypedStorage.data_ptr"))
     for module in modules_with_accesses():
@@ -83,20 +91,53 @@ def _data() -> property:
         if WATCHED:
             handed_out(tensor)
 
+    never_compiled(data)
+    never_compiled(set_data)
     return property(data, set_data, plain.__delete__, plain.__doc__)
 
 
 def _named(access: Access, plain: Access, name: str, module: str) -> Access:
+    never_compiled(access)
     found = wraps(plain)(access)
     found.__module__, found.__qualname__ = module, name
     return found
 
 
-def _noticing(plain: Access, name: str, module: str = "torch") -> Access:
+def _method(plain: Access, name: str) -> Access:
+    """Return the method ``plain`` of tensors that notices."""
+
+    def access(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return getattr(self, name)(*args, **kwargs)  # by name: so Dynamo knows methods
+        found = plain(self, *args, **kwargs)
+        if WATCHED:
+            handed_out(self)
+        return found
+
+    return _named(access, plain, f"Tensor.{name}", "torch")
+
+
+def _storage() -> Access:
+    """Return ``Tensor.untyped_storage`` that notices, but for those who capture graphs."""
+    plain = Tensor.untyped_storage
+
+    def access(self: Tensor) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.untyped_storage()
+        found = plain(self)
+        watch = WATCHED.get(found._cdata) if WATCHED else None
+        if watch is not None and not sys._getframe(1).f_globals.get("__name__", "").startswith(LOOKERS):
+            watch.was_handed_out()
+        return found
+
+    return _named(access, plain, "Tensor.untyped_storage", "torch")
+
+
+def _noticing(plain: Access, name: str, module: str) -> Access:
     """Return ``plain``, an access to the memory of its first argument, that notices."""
 
     def access(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return plain(*args, **kwargs)
         found = plain(*args, **kwargs)
         if WATCHED and args:
@@ -110,7 +151,7 @@ def _writing(plain: Access, name: str, module: str) -> Access:
     """Return ``plain``, which writes the tensors of its first argument, that notices."""
 
     def access(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return plain(*args, **kwargs)
         found = plain(*args, **kwargs)
         if WATCHED and args:
@@ -124,6 +165,8 @@ def _address(plain: Access, name: str) -> Access:
     """Return ``plain``, which gives out an address as a number, that notices who is no known reader."""
 
     def access(memory: Any) -> int:
+        if torch.compiler.is_dynamo_compiling():
+            return memory.data_ptr()  # type: ignore[no-any-return]
         found: int = plain(memory)
         if WATCHED:
             _note_address(memory)

@@ -118,6 +118,7 @@ __all__ = [
     "mode_without_capture",
     "modules_with_accesses",
     "multiplies_bf16",
+    "never_compiled",
     "not_captured",
     "number_of_backward",
     "numel",
@@ -383,6 +384,13 @@ def is_private_mapping(storage: torch.UntypedStorage) -> bool:
 def modules_with_accesses() -> tuple[types.ModuleType, ...]:
     """Return the modules whose functions give out memory, or write it unseen, beside methods of tensors; 2.11 - 2.13."""
     return torch, torch.utils.dlpack, torch._C, torch._C._autograd  # type: ignore[return-value]
+
+
+def never_compiled(function: types.FunctionType | Callable[..., Any]) -> None:
+    """Have Dynamo run ``function``, and what that calls, as they are where it is not traced into; 2.11 - 2.13."""
+    types_: Any = torch._dynamo.types
+    skip = types_.FrameAction.SKIP
+    torch._dynamo.eval_frame.set_code_exec_strategy(function.__code__, types_.FrameExecStrategy(skip, skip))  # type: ignore[union-attr]
 
 
 def forget_what_can_be_overridden() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_graph.conversion import conversion_of
+from amp_graph.passes.torch_private import storage_of
 from tests.measure_dtypes import CASTS, MOVES, Watch, op_name, tensors
 
 # Autograd nodes that hand a weight's gradient on without computing: a cast of `w.t()` is a cast of w.
@@ -33,7 +34,7 @@ _VIEW_NODES = frozenset(
 
 def _storage(t: torch.Tensor) -> StorageWeakRef:
     """Identify the memory of a tensor; while the reference is held, nothing new gets the same identity."""
-    return StorageWeakRef(t.untyped_storage())
+    return StorageWeakRef(storage_of(t))
 
 
 @dataclass(eq=False)
@@ -194,7 +195,7 @@ def saved_bytes(fn: Callable[[], Any], model: nn.Module, *, weight_copies: bool 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = _storage(t)
         if storage not in known:
-            sizes[storage] = t.untyped_storage().nbytes()
+            sizes[storage] = storage_of(t).nbytes()
         return t
 
     with CastCounter(model) as casts, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -33,8 +33,8 @@ WRITERS = (
     "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_unsafe_set_version_counter",
 )  # fmt: skip
 # Their code reads addresses to tell whether two tensors are one, and to save them: torch 2.13, transformers 5.23,
-# safetensors 0.8, as far as memory on the CPU goes.
-READERS = ("torch", "transformers", "safetensors")
+# safetensors 0.8, huggingface_hub 2.4, as far as memory on the CPU goes.
+READERS = ("torch", "transformers", "safetensors", "huggingface_hub")
 PASSED_THROUGH = ("torch.storage", "torch._tensor")  # the caller is who called these
 # They ask which storage a tensor has, at each capture, and keep weak references alone; 2.11 - 2.13.
 LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch.fx.")

@@ -98,6 +98,7 @@ __all__ = [
     "forget_what_can_be_overridden",
     "free_unbacked_symbols",
     "holders",
+    "holders_of_storage",
     "in_forward_mode",
     "in_transform",
     "is_batched",
@@ -137,7 +138,6 @@ __all__ = [
     "refused_under_fx",
     "saved_tensors_hooks_are_enabled",
     "set_sums_of_products",
-    "slices_alive",
     "softmax_backward",
     "statically_known_true",
     "storage_holders",
@@ -361,9 +361,10 @@ def memory_owner(storage: torch.UntypedStorage) -> bool | int:
     return by == known[0] and other == place
 
 
-def slices_alive(storage: int) -> int:
-    """Count who has a storage, given by its key: its parts, tensors, and who read it; 2.11 - 2.13."""
-    return int(torch._C._storage_Use_Count(storage))
+def holders_of_storage(key: int) -> tuple[int, int]:
+    """Count who has a storage that exists, as ``storage_holders`` does: its parts, and tensors; 2.11 - 2.13."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(key)
+    return int(torch._C._storage_Use_Count(key)), sys.getrefcount(storage)
 
 
 def is_private_mapping(storage: torch.UntypedStorage) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from amp_graph.passes.torch_private import (
     StorageWeakRef,
+    holders_of_storage,
     is_private_mapping,
     memory_owner,
-    slices_alive,
     storage_holders,
     storage_id,
     storage_key,
@@ -158,12 +158,12 @@ def look_at_parts_of(model: torch.nn.Module) -> None:
     _MODELS.add(model)
 
 
-_counted: dict[int, tuple[int, bool]] = {}
+_counted: dict[int, tuple[tuple[int, int], bool]] = {}
 
 
 def _are_all_parts_ours(file: int) -> bool:
     """Say whether the parts of a mapped ``file`` that exist are the tensors of converted models, and no others."""
-    alive = slices_alive(file)
+    alive = holders_of_storage(file)
     known = _counted.get(file)
     if known is None or known[0] != alive:
         parts = {}
@@ -173,7 +173,7 @@ def _are_all_parts_ours(file: int) -> bool:
                 parts[key] = (storage_of(tensor).data_ptr(), storage_of(tensor).nbytes())
         ends = sorted(parts.values())
         apart = all(start + size <= following for (start, size), (following, _) in pairwise(ends))
-        known = _counted[file] = (alive, len(parts) == alive and apart)
+        known = _counted[file] = (alive, apart and alive == (_SOLE[0] - 1 + len(parts), _SOLE[1]))
     return known[1]
 
 

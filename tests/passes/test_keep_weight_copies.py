@@ -6,7 +6,6 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.kept_copy import may_be_kept
-from amp_graph.passes.torch_private import WORDS, words_of
 from amp_graph.passes.weight_copies import WeightCopies
 
 X = torch.randn(3, 4)
@@ -66,20 +65,6 @@ def test_rewrite_and_the_backend_keep_plain_casts():
     assert "weight_copy" not in gm.code
     compiled = torch.compile(nn.Linear(4, 2), backend="amp_graph", options={"policy": "bf16"})
     compiled(X)
-
-
-@pytest.mark.parametrize("shape", [(1,), (256,), (257,), (64, 64), (3, 5, 7, 11), (1024, 1024)])
-def test_the_words_are_spread_over_the_parameter(shape):
-    weight = nn.Parameter(torch.randn(shape))
-    words = words_of(weight)
-    assert min(WORDS, weight.numel()) <= len(words) <= 8 * WORDS
-    before = words.tobytes()
-    assert before[:4] == weight.detach().flatten()[:1].numpy().tobytes()
-    weight.data.add_(1.0)
-    assert all(a != b for a, b in zip(words, memoryview(before).cast("I"), strict=True))
-    if len(shape) > 1 and weight.numel() > 8 * WORDS:
-        step = words.strides[0] // 4
-        assert len({i * step % shape[-1] for i in range(len(words))}) > min(shape[-1], WORDS) // 2, "of one column"
 
 
 def not_kept():

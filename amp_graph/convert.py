@@ -44,6 +44,10 @@ def convert(
     O3 the same Parameter objects hold low precision, and ``state_dict`` stays fp32; ``step()`` of any torch optimizer
     over them, built before or after, updates their fp32 masters (O2).
 
+    Calls of one captured graph on the same input and weights have the same bits, the first included, whatever other
+    models do. They have other bits than calls with gradients, which read weights as they lie: without gradients, on a
+    CPU that multiplies bf16, weights are packed and batch norms folded; ``skip=pack_weights|fold_norms`` leaves it out.
+
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
     dynamic: as in torch.compile; None makes sizes symbolic once they are seen to change.

@@ -84,12 +84,9 @@ def pack_all(ours, theirs, x=X):
 def test_every_form_is_packed_and_gives_what_plain_copies_give():
     ours, theirs = pair()
     with torch.no_grad():
-        for call in range(2):
-            assert_close(ours, theirs, X + call)
-            assert packed(ours) == 0
         for call in range(3):
             assert_close(ours, theirs, X + call)
-    assert packed(ours) == len(PACKED)
+            assert packed(ours) == len(PACKED)
     assert packed(theirs) == 0
 
 

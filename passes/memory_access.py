@@ -114,7 +114,8 @@ def _method(plain: Access, name: str) -> Access:
             handed_out(self)
         return found
 
-    return _named(access, plain, f"Tensor.{name}", "torch")
+    # Dynamo has graphs call set_ as a function, which they print by module and name.
+    return _named(access, plain, f"Tensor.{name}", "torch.Tensor" if name == "set_" else "torch")
 
 
 def _storage() -> Access:

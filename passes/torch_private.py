@@ -383,7 +383,7 @@ def is_private_mapping(storage: torch.UntypedStorage) -> bool:
 
 
 def modules_with_accesses() -> tuple[types.ModuleType, ...]:
-    """Return the modules whose functions give out memory, or write it unseen, beside methods of tensors; 2.11 - 2.13."""
+    """Return the modules whose functions give out memory or write it unseen, beside tensors' methods; 2.11 - 2.13."""
     return torch, torch.utils.dlpack, torch._C, torch._C._autograd  # type: ignore[return-value]
 
 
@@ -397,8 +397,9 @@ def never_compiled(function: types.FunctionType | Callable[..., Any]) -> None:
 def forget_what_can_be_overridden() -> None:
     """Have torch look anew which of its functions ``__torch_function__`` is told of; 2.11 - 2.13.
 
-    It keeps them by identity, in caches that may have been filled before one of them was replaced.
+    It keeps them by identity, in caches that may have been filled before one of them was replaced; so does Dynamo.
     """
+    torch._dynamo.trace_rules.get_tensor_method.cache_clear()
     names = ("get_ignored_functions", "get_default_nowrap_functions", "get_testing_overrides",
              "_get_overridable_functions", "_get_tensor_methods")  # fmt: skip
     for name in names:

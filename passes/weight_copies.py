@@ -128,7 +128,7 @@ class WeightCopies:
     def keep_packed(
         self, weight: Tensor, made_of: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
     ) -> KeptCopy:
-        """Keep what was packed of a copy that ``for_packing`` returned; the copy goes, unless something else reads it."""
+        """Keep what was packed of a copy that ``for_packing`` returned; that copy goes, unless others read it."""
         made = made_of.again(packed, made_of.signs)
         made.beside = beside
         if made.signs.mark is None:

@@ -300,6 +300,44 @@ def test_memory_that_others_have_from_the_start_is_read_at_each_call(form):
     assert_reads_what_is_there(*form)
 
 
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "copies"], indirect=True)
+@packs
+def test_the_same_input_and_weights_have_the_same_bits(form):
+    """From the first call on; whatever another model's optimizer does; while somebody has the memory; and read anew."""
+    ours, _, x, _ = form
+    other = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(other.parameters(), 0.1), torch.optim.AdamW(other.parameters(), fused=True)]
+    with torch.no_grad():
+        first = ours(x)
+        for _ in range(3):
+            assert torch.equal(ours(x), first)
+    for optimizer in optimizers:
+        other(torch.randn(3, 2)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(ours(x), first)
+    held = [p.data for p in ours.parameters()]
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(ours(x), first)
+        del held
+        assert torch.equal(ours(x), first)
+        amp_graph.drop_weight_copies(ours)
+        assert torch.equal(ours(x), first)
+
+
+@packs
+def test_another_models_optimizer_makes_no_copy_old():
+    ours, other = amp_graph.convert(mlp().eval(), "bf16"), nn.Linear(2, 2)
+    called(ours, ROWS, False)
+    kept = conversion_of(ours).copies._all()
+    other(torch.randn(3, 2)).sum().backward()
+    torch.optim.AdamW(other.parameters(), fused=True).step()
+    called(ours, ROWS, False)
+    assert all(a is b for a, b in zip(kept, conversion_of(ours).copies._all(), strict=True))
+    assert kept
+
+
 @pytest.mark.parametrize("form", ["copies", pytest.param("packed", marks=packs)], indirect=True)
 def test_control_accesses_that_nobody_notices_are_found(form, monkeypatch):
     monkeypatch.setattr(memory_access, "handed_out", lambda tensor: None)

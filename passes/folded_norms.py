@@ -52,7 +52,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
     of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the activation;
     into: whether the result may take their place; finite: whether ``x`` and ``other`` are finite, if all weights are.
     The norm is folded into a copy of the weight that outlives the call, from the first call on: two with the same
-    weights have the same bits. It is made anew when the weight, any element of the vectors or the norm's eps is another.
+    weights have the same bits. It is made anew when the weight, any element of the vectors or the norm's eps changed.
     """
     known, weights = copies.packed[FOLDED], copies.finite
 

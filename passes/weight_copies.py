@@ -144,8 +144,9 @@ class WeightCopies:
         return _are_same(packed.held, made_of.low)
 
     def _trusted_signs(self, weight: Tensor) -> Signs:
-        """Return what shows any write to ``weight`` from now on; with no mark, so that no copy of it is current, where
-        nothing would show some, which is told.
+        """Return what shows any write to ``weight`` from now on.
+
+        With no mark, so that no copy of it is current, where some write would not show, which is told.
         """
         watch = watch_of(weight)
         signs = signs_of(weight, watch)

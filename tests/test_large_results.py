@@ -117,11 +117,12 @@ def test_memory_that_somebody_has_without_a_tensor_is_not_written_over(hold):
     ours, _ = pair()
     called(ours)
     out = called(ours, times=1)
-    known, place, kept = out.clone(), out.data_ptr(), hold(out)
+    known, place, kept = out.clone(), out.data_ptr(), [hold(out)]
     del out
     places = {called(ours, Y, times=1).data_ptr() for _ in range(4)}
     assert place not in places
     assert ctypes.string_at(place, 4 * known.numel()) == known.numpy().tobytes()
+    kept.clear()
 
 
 def test_control_what_looks_free_is_written_over(monkeypatch):

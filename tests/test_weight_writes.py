@@ -275,8 +275,8 @@ def test_an_address_is_never_taken_back_but_by_the_users_word(form, name):
 
 @ALL_FORMS
 def test_memory_that_others_have_from_the_start_is_read_at_each_call(form):
-    """An array of numpy, shared memory, a tensor that two parameters have, a buffer of which all are parts."""
-    ours, theirs, x, trains = form
+    """An array of numpy, and a buffer of which all are parts."""
+    ours, theirs, *_ = form
     for _ in range(2):
         assert_reads_what_is_there(*form)
     arrays = []

@@ -131,7 +131,7 @@ def edit_weight(model):
 
 def edit_norm(model):
     with torch.no_grad():
-        model.norm1.weight[1] = 5.0
+        model.norm1.weight[3] = 5.0
 
 
 def edit_bias(model):

@@ -119,7 +119,7 @@ def test_weights_are_cast_once_an_update_and_no_gradient_of_theirs(policy):
     for _ in range(3):
         forward, backward = weights_cast(model)
         optimizer.step()
-    assert forward[0] == 4
+    assert forward[0] == 3, "the frozen one stays"
     assert forward[-1] == 0
     assert backward == ([0] * 3 if policy == "bf16" else [3] * 3), "the control: with casts autograd's are there"
 

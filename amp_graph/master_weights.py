@@ -22,6 +22,8 @@ from torch.nn import Module, Parameter
 from amp_graph.passes.facts import matches_path
 from amp_graph.passes.read_modules import plain_attribute
 from amp_graph.passes.torch_private import StorageWeakRef, address_of, storage_key, storage_of, with_parameters
+from amp_graph.passes.watched_memory import watch_of
+from amp_graph.passes.weight_updates import hear_of_updates
 from amp_graph.policy import HALVES, Policy
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
@@ -48,6 +50,7 @@ class Master:
 
     full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
     version, memory: the parameter's version counter and memory when it was last equal to the rounded ``full``.
+    mark: what else shows a write to the parameter; None where some write may not show, and values are compared.
     late: whether there is to be a value once the parameter is updated (O2).
     """
 
@@ -56,6 +59,7 @@ class Master:
     memory: Memory | None = None
     of: weakref.ref[Tensor] | None = None
     late: bool = False
+    mark: object = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle as the value, which whoever unpickles it has for an equal one."""
@@ -204,6 +208,8 @@ def master_of(parameter: Tensor) -> Tensor | None:
         follow(parameter)
     elif master.memory is None or not master.memory.is_of(parameter):  # ``p.data = ...``, which bumps no counter
         _follow_move(parameter, master)
+    elif master.mark is None or master.mark is not watch_of(parameter).mark:  # ``p.data.mul_``, maybe
+        _follow_move(parameter, master)
     return master.full
 
 
@@ -235,13 +241,21 @@ def _follow_move(parameter: Tensor, master: Master) -> None:
 
 
 def _note_equal(parameter: Tensor, master: Master) -> None:
-    master.version = parameter._version
+    master.version, master.mark = parameter._version, _mark(parameter)
     if master.memory is None or not master.memory.is_of(parameter):
         master.memory = Memory(parameter)
 
 
+def _mark(parameter: Tensor) -> object:
+    watch = watch_of(parameter)
+    mark = watch.mark  # before it is asked whether anybody has the memory
+    return None if watch.why_not_free(parameter) else mark
+
+
 def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
-    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late)
+    hear_of_updates()
+    mark = None if full is None else _mark(parameter)
+    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late, mark)
     setattr(parameter, MASTER, made)
 
 

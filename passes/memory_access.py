@@ -182,7 +182,7 @@ def _note_address(memory: Any) -> None:
         watch = WATCHED.get(storage._cdata)
     except (RuntimeError, NotImplementedError, TypeError):
         return
-    if watch is not None and not _is_reader(next(_callers())):
+    if watch is not None and storage.device.type == "cpu" and not _is_reader(next(_callers())):
         watch.address = True
         watch.was_handed_out()
 

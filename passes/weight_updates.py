@@ -53,8 +53,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Make old the copies of what ``optimizer`` may have updated, by fused kernels or C of its own.
 
-    What has no gradient is not updated. Of parameters elsewhere than in the CPU's memory there are no copies, and a
-    step on a GPU waits for no look at them.
+    What has no gradient is not updated. Of parameters elsewhere than in the CPU's memory, or in half precision, there
+    are no copies: a step on a GPU waits for no look at them, and masters are rounded with a trace.
     """
     every = (p for group in optimizer.param_groups for p in group["params"])
-    were_written(p for p in every if p.is_cpu and (p.requires_grad or p.grad is not None))
+    were_written(p for p in every if p.is_cpu and p.itemsize > 2 and (p.requires_grad or p.grad is not None))

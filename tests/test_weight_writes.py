@@ -363,3 +363,28 @@ def test_a_step_graph_reads_what_is_written():
         assert torch.equal(ours(ROWS), theirs(ROWS)), name
         theirs.refresh()
         assert torch.equal(ours(ROWS), theirs(ROWS)), name
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "a storage"])
+def test_what_is_written_into_a_parameter_in_low_precision_outlasts_its_update(how):
+    """At O2 optimizers update fp32 masters: what was written counts, and else the masters keep their bits."""
+    torch.manual_seed(0)
+    model = amp_graph.convert(mlp().train(), "bf16-O2")
+    weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for turn in range(3):
+        if turn == 1:
+            before = model.state_dict()["0.weight"].clone()
+            if how == "data":
+                weight.data[3, 5] = 7.0
+            elif how == "numpy":
+                weight.detach().view(torch.int16).numpy()[3, 5] = torch.tensor(7.0).bfloat16().view(torch.int16)
+            else:
+                torch.empty(0, dtype=torch.bfloat16).set_(weight.untyped_storage())[3 * 32 + 5] = 7.0
+        model(ROWS).square().mean().backward()
+        optimizer.step()
+    assert weight[3, 5] == 7.0
+    after = model.state_dict()["0.weight"]
+    assert after[3, 5] == 7.0
+    assert (after != before).sum() == 1
+    assert not torch.equal(after, after.bfloat16().float())

@@ -179,8 +179,8 @@ class StepBuilder:
         options = self._options(captured.loss, last, one_pass)
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
-        copied = (hoisted, copies, masters, self.ranks, *beside, captured.depends_on_data())
-        parts = StepParts(captured.computed(), args, *own, names, *copied)
+        run, by_data = captured.computed(), captured.depends_on_data()
+        parts = StepParts(run, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:

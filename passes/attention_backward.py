@@ -6,6 +6,7 @@ bf16 than to run. After: ``attention_low(q, k, v)``, whose backward makes the pr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -159,7 +160,7 @@ class _Attention(torch.autograd.Function):
             if need[3]:
                 return *(OPS.attention_backward_with_mask if seen else kernel.backward_with_mask)(*given), *rest
             return *(OPS.attention_backward if seen else attention_backward)(*given), None, *rest
-        again = lambda *inputs: _by_products(*inputs, causal, scale, kept, dropped)  # noqa: E731
+        again = functools.partial(_by_products, causal=causal, scale=scale, kept=kept, dropped=dropped)
         return *gradients_by_torch(again, (query, key, value, mask), need, (grad,)), *rest
 
 

@@ -26,12 +26,13 @@ def without_false_products(
     left = [o for o in found.operations if _is_product_by_its_parts(o, lists)]
     if not left or len(left) < sum(_is_allowed(o, lists) for o in found.operations):
         return found, apart
-    more = apart
+    more, parts = apart, found
     while left:
         more |= {o.op for o in left}
-        parts = identify(node, mode, more)
-        if isinstance(parts, str):
+        again = identify(node, mode, more)
+        if isinstance(again, str):
             return found, apart
+        parts = again
         left = [o for o in parts.operations if o.op not in more and _comes_apart(o, lists)]
     return (found, apart) if any(_is_allowed(o, lists) for o in parts.operations) else (parts, more)
 

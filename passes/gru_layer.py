@@ -7,6 +7,7 @@ steps (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ class _GruLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> Any:
         *tensors, states, gates = ctx.saved_tensors
         if is_plain(dout, dlast):
-            again = lambda *given: _by_torch(*given, ctx.reverse)  # noqa: E731
+            again = functools.partial(_by_torch, reverse=ctx.reverse)
             return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:6], (dout, dlast)), None
         x, w_ih, w_hh, *_ = tensors
         made = OPS.gru_backward(dout, dlast, x, w_ih, w_hh, states, gates, ctx.reverse)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.node_value import RETURNED, captured, tensors
+from amp_graph.passes.torch_private import storage_key
 
 # Where each takes how much it drops, and whether it does, with what it takes for that where nothing is said.
 DROPOUTS: dict[Any, tuple[tuple[str, Any], tuple[str, Any]]] = {
@@ -39,6 +41,9 @@ class DropDropout(Pass):
             source = _given_back(node)
             if source is not None:
                 changes.append(Change(self.name, "left out", node.name, "it drops nothing"))
+                # Dynamo's fake dropout is a clone: what its memory is called there is that of the argument.
+                keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
+                source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys
                 node.replace_all_uses_with(source)
                 gm.graph.erase_node(node)
         return PassResult(gm, tuple(changes))

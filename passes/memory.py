@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
-from amp_graph.passes.node_value import adopt_values, captured, is_eligible, tensors
+from amp_graph.passes.node_value import RETURNED, adopt_values, captured, is_eligible, tensors
 from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.torch_private import storage_key
@@ -154,6 +154,8 @@ def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> d
         names.update(dict.fromkeys(others, one))
 
     for node, keys in storages.items():
+        if RETURNED in node.meta:
+            join((*keys, *node.meta[RETURNED]))
         for source in _aliased_by_schema(node):
             join((*keys, *storages.get(source, ())))
     for given in _given(storages):

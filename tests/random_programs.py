@@ -92,7 +92,8 @@ class Program(nn.Module):
         for line in self.plan.lines:
             values = [pool[i] for i in line.reads]
             if line.kind == "write":
-                WRITES[line.name](self, values[0], like(values[1], values[0]))
+                # A copy: torch does not say what a write to a part of its own operand gives.
+                WRITES[line.name](self, values[0], like(values[1], values[0]).clone())
             elif line.kind == "view":
                 pool.append(VIEWS[line.name](values[0]))
             elif line.kind == "cast":

@@ -192,3 +192,49 @@ def test_bodies_that_nobody_calls_are_dropped():
     stepped(model, x)
     (graph,) = conversion_of(model).graphs
     assert not any(isinstance(part, GraphModule) for part in graph.rewritten.gm.children())
+
+
+class Einsums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.einsum("bi,oi->bo", x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return torch.einsum("bo,oi->bi", grad, weight), torch.einsum("bo,bi->oi", grad, x)
+
+
+class Tensordots(Einsums):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.tensordot(x, weight, ([1], [1]))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return torch.tensordot(grad, weight, ([1], [0])), torch.tensordot(grad, x, ([0], [0]))
+
+
+class Sums(Einsums):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x[:, None] * weight[None]).sum(-1)
+
+
+class Inners(Einsums):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.inner(x, weight)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("function", [Einsums, Tensordots, Sums, Inners])
+def test_products_that_autocast_knows_by_their_parts(function, policy):
+    """Captured again under autocast, which casts what einsum is made of, backward met two precisions."""
+    plain, model, x = models(lambda s, x: function.apply(s.first(x), s.second.weight), policy)
+    assert near(stepped(model, x), stepped(plain, x))

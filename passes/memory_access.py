@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ WRITERS = (
 READERS = ("torch", "transformers", "safetensors", "huggingface_hub")
 PASSED_THROUGH = ("torch.storage", "torch._tensor")  # the caller is who called these
 # They ask which storage a tensor has, at each capture, and keep weak references alone; 2.11 - 2.13.
-LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch.fx.")
+LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 _undo: list[tuple[Any, str, Any]] = []  # (object, name, what stood there, or _NOTHING)
 _NOTHING = object()
 
@@ -167,7 +168,7 @@ def _address(plain: Access, name: str) -> Access:
 
     def access(memory: Any) -> int:
         if torch.compiler.is_dynamo_compiling():
-            return memory.data_ptr()  # type: ignore[no-any-return]
+            return memory.data_ptr()
         found: int = plain(memory)
         if WATCHED:
             _note_address(memory)
@@ -188,12 +189,12 @@ def _note_address(memory: Any) -> None:
 
 
 def _callers() -> Iterator[str]:
-    frame = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name not in PASSED_THROUGH:
             yield name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     yield ""
 
 

@@ -384,14 +384,15 @@ def is_private_mapping(storage: torch.UntypedStorage) -> bool:
 
 def modules_with_accesses() -> tuple[types.ModuleType, ...]:
     """Return the modules whose functions give out memory or write it unseen, beside tensors' methods; 2.11 - 2.13."""
-    return torch, torch.utils.dlpack, torch._C, torch._C._autograd  # type: ignore[return-value]
+    return torch, torch.utils.dlpack, torch._C, torch._C._autograd
 
 
-def never_compiled(function: types.FunctionType | Callable[..., Any]) -> None:
+def never_compiled(function: Callable[..., Any]) -> None:
     """Have Dynamo run ``function``, and what that calls, as they are where it is not traced into; 2.11 - 2.13."""
-    types_: Any = torch._dynamo.types
-    skip = types_.FrameAction.SKIP
-    torch._dynamo.eval_frame.set_code_exec_strategy(function.__code__, types_.FrameExecStrategy(skip, skip))  # type: ignore[union-attr]
+    kinds: Any = torch._dynamo.types
+    dynamo: Any = torch._dynamo.eval_frame
+    code: types.CodeType = function.__code__
+    dynamo.set_code_exec_strategy(code, kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP))
 
 
 def forget_what_can_be_overridden() -> None:

@@ -19,7 +19,7 @@ from amp_graph.passes.torch_private import (
     forget_what_can_be_overridden,
     modules_with_accesses,
     never_compiled,
-    storage_of,
+    storage_id,
 )
 from amp_graph.passes.watched_memory import WATCHED, handed_out, were_written
 
@@ -83,13 +83,13 @@ def _data() -> property:
 
     def data(tensor: Tensor) -> Any:
         found = get(tensor)
-        if WATCHED:
+        if WATCHED and not torch.compiler.is_dynamo_compiling():
             handed_out(tensor)
         return found
 
     def set_data(tensor: Tensor, other: Tensor) -> None:
         put(tensor, other)
-        if WATCHED:
+        if WATCHED and not torch.compiler.is_dynamo_compiling():
             handed_out(tensor)
 
     never_compiled(data)
@@ -178,12 +178,11 @@ def _address(plain: Access, name: str) -> Access:
 
 
 def _note_address(memory: Any) -> None:
-    try:
-        storage = memory if isinstance(memory, torch.UntypedStorage) else storage_of(memory)
-        watch = WATCHED.get(storage._cdata)
+    try:  # without a word to modes and subclasses
+        watch = WATCHED.get(memory._cdata if isinstance(memory, torch.UntypedStorage) else storage_id(memory))
     except (RuntimeError, NotImplementedError, TypeError):
         return
-    if watch is not None and storage.device.type == "cpu" and not _is_reader(next(_callers())):
+    if watch is not None and watch.is_on_cpu and not _is_reader(next(_callers())):
         watch.address = True
         watch.was_handed_out()
 

@@ -39,10 +39,11 @@ class Watch:
     memory. ``address``: somebody may have its address as a number, which nothing takes back.
     """
 
-    __slots__ = ("address", "mark", "out", "storage")
+    __slots__ = ("address", "is_on_cpu", "mark", "out", "storage")
 
-    def __init__(self, storage: StorageWeakRef | None) -> None:
+    def __init__(self, storage: StorageWeakRef | None, is_on_cpu: bool = False) -> None:
         """Begin as for memory that anybody may have."""
+        self.is_on_cpu = is_on_cpu
         self.storage, self.mark, self.out, self.address = storage, object(), True, False
 
     def is_gone(self) -> bool:
@@ -91,7 +92,7 @@ def watch_of(weight: Tensor) -> Watch:
     if found is None:
         if len(WATCHED) > _room:
             _purge()
-        found = WATCHED.setdefault(key, Watch(StorageWeakRef(storage_of(weight))))
+        found = WATCHED.setdefault(key, Watch(StorageWeakRef(storage_of(weight)), weight.is_cpu))
     return found
 
 

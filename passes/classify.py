@@ -219,8 +219,9 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
         if not more:
             rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
             told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
-            kept, taken = (found, apart) if told else (whole, frozenset())
-            return without_false_products(node, lists, mode, kept, taken)
+            if told or isinstance(whole, str):
+                return without_false_products(node, lists, mode, found, apart)
+            return without_false_products(node, lists, mode, whole, frozenset())
         apart = apart | frozenset(more)
 
 

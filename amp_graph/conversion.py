@@ -28,7 +28,7 @@ from amp_graph.captured_graphs import Captured, CapturedGraphs, break_of
 from amp_graph.complaints import Complaints
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.escape import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
-from amp_graph.escaped_code import EscapedCode
+from amp_graph.escaped_code import EscapedCode, FailsUnderAutocast
 from amp_graph.graph_limits import GraphLimits
 from amp_graph.left_alone import CallsLeftAlone
 from amp_graph.master_weights import copy_masters, widened
@@ -87,7 +87,7 @@ class Conversion:
         self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
         self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
-        self.escaped = EscapedCode(self.model, self.policy)
+        self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
         self._misses = 0  # calls in which nothing ran
@@ -202,6 +202,9 @@ class Conversion:
         except NoGraph as stopped:
             if not self.limits.has_none(stopped):
                 raise
+        except FailsUnderAutocast:
+            self._run = self._capturing()
+            return self._call(args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -311,7 +314,8 @@ class Conversion:
         pieces = self._captured_by(again, self.captured.take_piece, many, self.limits.pieces)
         pieces = with_sparse_in_full(pieces, self._wide, self.model, self._whole, self.log)
         whole = (self._as_whole, self._whole)
-        return Escaping(whole, (pieces, many), self.escaped.region, self.escaped.finished, self.escaped.asks_dtypes)
+        own = (self.escaped.region, self.escaped.finished, self.escaped.attempt, self.escaped.asks_dtypes)
+        return Escaping(whole, (pieces, many), *own)
 
     def _captured_by(
         self, function: Any, backend: Callable[..., Runner], heard: CaptureListener, variants: Variants

@@ -135,11 +135,12 @@ class Escaping:
         pieces: tuple[Runner, InPieces],
         region: Callable[[], AbstractContextManager[tuple[str, torch.dtype]]],
         finish: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        attempt: Callable[[Runner, tuple[Any, ...], dict[str, Any]], Any],
         asks_dtypes: bool,
     ) -> None:
         self.whole, self.one = whole
         self.pieces, self.many = pieces
-        self.region, self.finish = region, finish
+        self.region, self.finish, self.attempt = region, finish, attempt
         self.asks_dtypes = asks_dtypes  # whether no call is tried as a whole
         self.broken = False  # whether any call ran in pieces
         self.retries = 1  # a first call may break for what it sets up once, as transformers' hooks
@@ -170,7 +171,7 @@ class Escaping:
     def _in_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.region() as (kind, dtype):
             try:
-                result = self.pieces(*args, **kwargs)
+                result = self.attempt(self.pieces, args, kwargs)
             except (RuntimeError, TypeError) as error:
                 explain(error, kind, dtype)
                 raise
@@ -188,9 +189,14 @@ def autocast_region(kind: str, dtype: torch.dtype) -> Iterator[tuple[str, torch.
         torch.clear_autocast_cache()
 
 
+def is_of_precision(error: Exception) -> bool:
+    """Say whether ``error`` is of two precisions that meet, or of an operation that has no kernel for one of them."""
+    return not isinstance(error, torch._dynamo.exc.TorchDynamoException) and bool(MIXED.search(str(error)))
+
+
 def explain(error: Exception, kind: str, dtype: torch.dtype) -> None:
     """Say beside an error of two precisions meeting where the second comes from."""
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException) or not MIXED.search(str(error)):
+    if not is_of_precision(error):
         return
     text = HINT.format(kind=kind, dtype=dtype)
     if hasattr(error, "add_note"):  # Python 3.11

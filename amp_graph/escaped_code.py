@@ -8,31 +8,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.before_call import BeforeCall
 from amp_graph.devices import device_of_model
-from amp_graph.escape import autocast_region, widened_outputs
+from amp_graph.escape import autocast_region, is_of_precision, widened_outputs
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.policy import Policy
 
 _here = threading.local()  # whether this thread is in a region
 
 
-class EscapedCode:
-    """What of ``model`` is not captured: cast by autocast, or in fp32."""
+class FailsUnderAutocast(Exception):
+    """Code that escapes capture failed under autocast, and nothing that it wrote is left: it is to run in fp32."""
 
-    def __init__(self, model: torch.nn.Module, policy: Policy) -> None:
-        self.model, self.policy = model, policy
+
+class EscapedCode:
+    """What of ``model`` is not captured: cast by autocast, or in fp32. ``complain`` tells the user of the change."""
+
+    def __init__(
+        self, model: torch.nn.Module, policy: Policy, complain: Callable[[str, str], None] | None = None
+    ) -> None:
+        self.model, self.policy, self._complain = model, policy, complain
         self._kept: KeptModules | None = None
+        self._works = False  # whether a call has run under autocast
+        self._fails = False  # whether one has failed there, so that all run in fp32
 
     @property
     def is_cast(self) -> bool:
         """Whether it runs under autocast."""
-        return self.policy.runs_escaped == "autocast"
+        return self.policy.runs_escaped == "autocast" and not self._fails
 
     @property
     def asks_dtypes(self) -> bool:
@@ -87,8 +96,32 @@ class EscapedCode:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call without any capture."""
-        if not self.is_cast:
-            return forward(*args, **kwargs)
-        with self.region():
-            result = forward(*args, **kwargs)
-        return self.finished(result, args, kwargs)
+        if self.is_cast:
+            with suppress(FailsUnderAutocast), self.region():
+                return self.finished(self.attempt(forward, args, kwargs), args, kwargs)
+        return forward(*args, **kwargs)
+
+    def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in the region, the first of which may find that operations have no kernels for low precision.
+
+        Raises FailsUnderAutocast where such a call can run again in fp32: it has written to no input and no parameter,
+        and buffers and random state are as before it.
+        """
+        if self._works or self._complain is None:
+            return run(*args, **kwargs)
+        before, how = BeforeCall(self.model, (args, kwargs)), self.how
+        try:
+            result = run(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not is_of_precision(error) or before.is_written():
+                raise
+            before.restore()
+            self._fails = True
+            self._complain(
+                f"code that escapes capture fails {how}: it runs in fp32 from now on; what Python code changed before "
+                "it failed, but for tensors, it has changed twice",
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            )
+            raise FailsUnderAutocast from error
+        self._works = True
+        return result

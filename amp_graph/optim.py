@@ -97,8 +97,8 @@ class OnePassOptimizer(Optimizer):
             increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
             for p in trained:
                 if id(p) in copies:
-                    model, *written = copies[id(p)]
-                    model.was_written(p, *written)
+                    model, kept, before = copies[id(p)]
+                    model.was_written(p, kept, before)
 
     def _compiled(self, rules: Sequence[str]) -> str:
         """Return why the pass cannot be compiled, or "" once it is."""

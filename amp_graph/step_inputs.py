@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.before_call import BeforeCall
 from amp_graph.check_optimizer import refuse_closures
 from amp_graph.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.loss_scale import LossScale, loss_scale_of
 from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.passes.read_modules import is_uninitialized, plain_attribute
+from amp_graph.passes.read_modules import plain_attribute
 from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, mode_without_capture
 from amp_graph.policy import Policy
@@ -217,16 +218,11 @@ def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], 
     raises = isinstance(error, torch._dynamo.exc.Unsupported) and "Observed exception" in str(error)
     if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
         return
-    plain = [b for b in model.buffers() if not is_uninitialized(b) and b.layout is torch.strided]
-    before = [(b, b.detach().clone()) for b in plain]
+    before = BeforeCall(model, ())
     try:
-        with torch.random.fork_rng():
-            call()
+        call()
     finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):  # a batch norm's version counters do not show it
-                    buffer.copy_(value)
+        before.restore()
 
 
 def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:

@@ -21,6 +21,7 @@ from amp_graph.passes.custom_functions import call_custom_functions
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.inductor import compile_with_inductor, modes_of_inductor
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.memory_access import have_data_noticed
 from amp_graph.passes.regions import switches_modes
 from amp_graph.passes.torch_private import ModesOfThread
 from amp_graph.policy import Policy
@@ -121,6 +122,7 @@ def _lowered(
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
         call_custom_functions(gm)
+        have_data_noticed(gm)
         return direct_calls(gm)
     tag_checkpoints(gm)
     run_passes(gm, passes_for_compilers(policy))

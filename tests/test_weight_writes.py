@@ -388,3 +388,28 @@ def test_what_is_written_into_a_parameter_in_low_precision_outlasts_its_update(h
     assert after[3, 5] == 7.0
     assert (after != before).sum() == 1
     assert not torch.equal(after, after.bfloat16().float())
+
+
+class DecaysItself(nn.Module):
+    """Writes to a weight in its own forward, where it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        if self.training:
+            self.first.weight.data[3].mul_(5.0)
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_what_a_captured_graph_writes_through_data_is_seen():
+    model, x = DecaysItself(), torch.randn(16, 64)
+    plain = copy.deepcopy(model)
+    amp_graph.convert(model, "bf16")
+    for trains in (False, False, True, False, True, True, False):
+        for one in (model, plain):
+            one.train(trains)
+        with torch.set_grad_enabled(trains):
+            found, exact = model(x), plain(x)
+        assert (found - exact).norm() <= 0.02 * exact.norm()

@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
-from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import OPS, names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.linear_kernel import library
@@ -87,7 +86,7 @@ class PackWeights(Pass):
 def _product(node: Node, weight: Node) -> Product | None:
     """Read ``node`` as a linear with ``weight`` that pays to be packed; None where it is none."""
     names, args = names_of(node), node.args
-    if len(names) != 1 or REGION in node.meta or set(node.kwargs) - {"bias"} or not calls_torch(node):
+    if len(names) != 1 or REGION in node.meta or set(node.kwargs) - {"bias"}:
         return None
     if names[0] == "aten.linear" and len(args) in (2, 3):
         found = Product(args[0], args[1], args[2] if len(args) == 3 else node.kwargs.get("bias"), False)

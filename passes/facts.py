@@ -115,7 +115,7 @@ def is_higher_order(node: Node) -> bool:
 
 
 def calls_torch(node: Node) -> bool:
-    """Say whether ``node`` calls a function of torch's, whose arguments are in the order that torch documents.
+    """Say whether ``node`` calls a function of torch's, or of ours in its place, with arguments in torch's order.
 
     Not a function of somebody else's that Dynamo was told to leave alone, which may order them in any way, nor a
     reflected operator (``w.__rmatmul__(x)``), which turns them round.
@@ -123,7 +123,7 @@ def calls_torch(node: Node) -> bool:
     if node.op == "call_method":
         return not str(node.target).startswith("__r")
     module = getattr(node.target, "__module__", None) or "torch"  # builtins of torch's name none
-    return node.op == "call_function" and module.partition(".")[0] in ("torch", "_operator", "operator")
+    return node.op == "call_function" and module.partition(".")[0] in ("torch", "_operator", "operator", "amp_graph")
 
 
 def fits(value: float, dtype: torch.dtype) -> bool:

@@ -33,14 +33,14 @@ from amp_graph.passes.manager import is_strict, is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.node_value import has_symbols
-from amp_graph.passes.pieces import adopt_piece
+from amp_graph.passes.pieces import BITS, adopt_piece
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.read_modules import is_uninitialized
 from amp_graph.passes.torch_private import bytes_of, weakly
 from amp_graph.passes.watched_memory import look_at_parts_of
 from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.policy import Policy
+from amp_graph.policy import Policy, word_of
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 from amp_graph.underflow import UnderflowWatch
 from amp_graph.variants import Budget
@@ -202,6 +202,9 @@ class CapturedGraphs:
     def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
         """Run a graph as it was captured, under the autocast that it was captured under."""
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
+        if why == BITS:
+            what = f"{word_of(self.escaped.kind()[1])} values are shown as another dtype behind a graph break"
+            self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
         self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy))
 

@@ -17,7 +17,7 @@ from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.machine import Machine
 from amp_graph.passes.node_value import captured, is_eligible
 from amp_graph.passes.paint import Painting, without_scalars
-from amp_graph.passes.pieces import GIVEN, LEAVES
+from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.problem import FREE, LOW, Choice, Problem
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, work_of
@@ -248,7 +248,8 @@ class Formulation:
         if is_part(node) or (node.op == "output" and not self.problem.keep_outputs):
             return
         read = [n for n in node.all_input_nodes if is_eligible(captured(n))]
-        leaving = {n for n in read if node.op == "output" and LEAVES in n.meta}  # in low precision, as it is
+        leaves = self.permitted.ahead.leaving if node.op == "output" else {}
+        leaving = {n for n in read if n in leaves}  # in low precision, as it is
         self._widen(n for n in read if n not in leaving)
         for source in leaving:
             self.lowers.setdefault(source, []).append(LOW_ALWAYS)

@@ -29,7 +29,7 @@ from amp_graph.passes.node_value import (
     tensors,
     value,
 )
-from amp_graph.passes.pieces import GIVEN, LEAVES, TAKES
+from amp_graph.passes.pieces import GIVEN, TAKES, leaving
 from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
 from amp_graph.passes.problem import FULL, LOW
 from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
@@ -241,9 +241,10 @@ class _Insertion:
 
     def restore_outputs(self, output: Node) -> None:
         """Give every output of the graph its captured dtype back."""
+        low = leaving(self.gm)
         for source in list(output.all_input_nodes):
             if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):
-                self._give(output, source, source.meta.get(LEAVES, captured(source).dtype))
+                self._give(output, source, low.get(source, captured(source).dtype))
 
 
 def _eligible(node: Node) -> list[Node]:

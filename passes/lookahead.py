@@ -13,7 +13,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import written_inside
 from amp_graph.passes.node_value import captured, is_eligible
-from amp_graph.passes.pieces import LEAVES, PIECE
+from amp_graph.passes.pieces import PIECE, leaving
 from amp_graph.passes.problem import FREE, Problem
 from amp_graph.passes.torch_private import numel
 
@@ -27,6 +27,7 @@ class Lookahead:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.classes = problem, problem.classes
+        self.leaving = leaving(problem.gm)
         self.shown = self._shown()
         self.low = self._reached()
         self.full = self._written_in_full()
@@ -120,8 +121,8 @@ class Lookahead:
     def _follows(self, node: Node) -> bool:
         """Say whether ``node`` shows an input's memory in whatever precision that is."""
         kind = self.classes.get(node)
-        if kind is None or LEAVES in node.meta:  # a piece was captured with such a call in low precision
-            return is_part(node) or LEAVES in node.meta
+        if kind is None or node in self.leaving:  # a piece was captured with such a call in low precision
+            return is_part(node) or node in self.leaving
         return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
 
 

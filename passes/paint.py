@@ -21,7 +21,7 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.lookahead import Lookahead, is_leaf
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
-from amp_graph.passes.pieces import GIVEN, LEAVES, WHY
+from amp_graph.passes.pieces import GIVEN, WHY
 from amp_graph.passes.positions import exact
 from amp_graph.passes.problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
 
@@ -185,7 +185,7 @@ class Painting:
 
     def _takes_full(self, user: Node, node: Node) -> bool:
         kind = self.classes.get(user)
-        restored = user.op == "output" and self.problem.keep_outputs and LEAVES not in node.meta
+        restored = user.op == "output" and self.problem.keep_outputs and node not in self.ahead.leaving
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
 
     def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:

@@ -22,8 +22,10 @@ from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverloa
 PIECE = "amp_piece"  # meta key of a graph: it is a piece
 GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
 TAKES = "amp_takes"  # meta key of a call that runs as captured: the inputs that were of low precision then
-LEAVES = "amp_leaves"  # meta key: the dtype in which a value leaves the graph
+LEAVES = "amp_leaves"  # meta key of an output: the dtype in which each of its leaves has to leave the graph, or None
 WHY = "arrives in low precision, or is made so by the user's code"
+BITS = "it shows the bits of a low-precision value as another dtype"
+OWN_BITS = "it shows the bits of a value that the user converted to low precision"
 METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
 
 
@@ -43,10 +45,27 @@ def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:
     widening = _Widening(dtype, [t for node in gm.graph.nodes for t in tensors(value(node))])
     for node in filter(is_custom_function, gm.graph.nodes):
         node.meta[TAKES] = {s for s in node.all_input_nodes if any(t.dtype == dtype for t in tensors(value(s)))}
+    output = gm.graph.output_node()
+    output.meta[LEAVES] = tuple(dtype if _is_low(leaf, dtype) else None for leaf in tree_leaves(output.args))
     for node in gm.graph.nodes:
         if any(t.dtype == dtype for t in tensors(value(node))):
             _adopt(node, dtype, widening)
     return ""
+
+
+def leaving(gm: GraphModule) -> dict[Node, torch.dtype]:
+    """Return the values that leave ``gm`` in low precision, and in which: what the code behind a piece expects.
+
+    Passes put other nodes in the place of those that were captured: what is known is the place in the output.
+    """
+    output = gm.graph.output_node()
+    dtypes = output.meta.get(LEAVES, ())
+    return {n: d for n, d in zip(tree_leaves(output.args), dtypes, strict=False) if isinstance(n, Node) and d}
+
+
+def _is_low(leaf: Any, dtype: torch.dtype) -> bool:
+    val = value(leaf) if isinstance(leaf, Node) else None
+    return isinstance(val, torch.Tensor) and val.dtype == dtype
 
 
 def refusal(gm: GraphModule, dtype: torch.dtype) -> str:
@@ -59,12 +78,19 @@ def refusal(gm: GraphModule, dtype: torch.dtype) -> str:
             return "the user's torch.autocast(enabled=True) is inside of it"
         if name.endswith("_increment_nesting"):
             return "a torch.func transform is inside of it"
-        if any(t.dtype == dtype for t in bits_shown(node)):
-            return "it shows the bits of a low-precision value as another dtype"
+        shown = [t for t in bits_shown(node) if t.dtype == dtype]
+        if shown:
+            return OWN_BITS if {storage_key(t) for t in shown} <= _converted(gm, dtype) else BITS
         low = any(t.dtype == dtype for t in tensors(value(node)))
         if low and node.target == "type" and any(isinstance(a, str) for a in node.args):
             return "it names a dtype in words"
     return ""
+
+
+def _converted(gm: GraphModule, dtype: torch.dtype) -> set[Any]:
+    """Return the storages of what the user's own conversions make in ``dtype``."""
+    made = (n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and _is_low_by_itself(n, dtype))
+    return {storage_key(t) for n in made for t in tensors(value(n)) if t.dtype == dtype}
 
 
 def bits_shown(node: Node) -> list[torch.Tensor]:
@@ -124,8 +150,6 @@ def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:
     low, wide = value(node), widening.of(value(node))
     if _is_low_by_itself(node, dtype):
         node.meta[GIVEN] = low
-    if isinstance(low, torch.Tensor) and any(user.op == "output" for user in node.users):
-        node.meta[LEAVES] = dtype
     node.meta["val"] = node.meta[CAPTURED] = wide
     if "example_value" in node.meta:
         node.meta["example_value"] = wide

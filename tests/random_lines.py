@@ -248,6 +248,12 @@ WRITES = {
     "held_copy": lambda m, t, s: m.held.copy_(like(t.detach(), m.held)),
 }
 
+# Views and writes that are others where their operand is of low precision.
+DTYPED = frozenset(
+    "real complex_real complex_imag complex complex_and_back int32 float32 int32_and_back to type_as set"
+    " flip_signs int_fill turn".split()
+)
+
 # Shapes that depend on values; of the module and one value of shape [ROWS, WIDTH].
 DATA_DEPENDENT = {
     "rows_of_mask": lambda m, x: x[m.rows] * 1.0,

@@ -40,6 +40,9 @@ VIEWS = {
     "einsum": lambda h: torch.einsum("ij->ji", h),
     "set_": lambda h: torch.empty(0).set_(h.detach()),
     "eval dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "view of eval dropout": lambda h: F.dropout(h, 0.5, training=False).as_strided((4, 8), (8, 1)),
+    "part of no dropout": lambda h: F.dropout(h, 0.0)[1:4, 3:],
+    "dropouts": lambda h: F.dropout(F.dropout(h, 0.5, False), 0.1, False).view(-1),
     "contiguous": lambda h: h.contiguous(),
     "float": lambda h: h.float(),
 }
@@ -291,24 +294,24 @@ class Shared(nn.Module):
         super().__init__()
         self.view = view
 
-    def forward(self, x, y, w):
+    def forward(self, x, y, w, v):
         seen = self.view(y)
         before = F.linear(seen, w)
         x.mul_(2)
-        return before, F.linear(seen, w)
+        return before, F.linear(seen, v)
 
 
 @pytest.mark.parametrize("view", [lambda y: y, lambda y: y.t().contiguous().t(), lambda y: y.view(16, 8)[:, :4]])
 def test_a_graph_captured_for_tensors_apart_runs_for_a_tensor_and_its_view(view):
     """No guard of Dynamo's tells the two calls apart."""
     model = Shared(view)
-    weight = W[:, : view(X).shape[1]]
+    weights = [w[:, : view(X).shape[1]] for w in (W, V)]
     converted = amp_graph.convert(model, "bf16")
     with torch.no_grad():
-        converted(X.clone(), X.clone(), weight)
+        converted(X.clone(), X.clone(), *weights)
         for given in (lambda x: (x, x[:]), lambda x: (x.view(-1)[:64], x), lambda x: (x, x.clone())):
-            got = converted(*given(X.clone()), weight)
-            assert error(got, model(*given(X.clone()), weight)) < 0.012
+            got = converted(*given(X.clone()), *weights)
+            assert error(got, model(*given(X.clone()), *weights)) < 0.012
 
 
 def test_bits_are_those_of_fp32_where_code_reads_dtypes():

@@ -1,0 +1,122 @@
+"""Pieces of a broken model: what leaves one, leaves it in the dtype that autocast gave it at capture."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning
+from amp_graph.passes.node_value import value
+from amp_graph.passes.pieces import adopt_piece
+from amp_graph.policy import Policy
+from amp_graph.rewrite import rewrite_in_place
+
+BF16 = torch.bfloat16
+X, W, V = (torch.randn(8, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+
+
+def attention(x, w):
+    q = k = v = x[None] @ w
+    return (q @ k.transpose(-1, -2) / 3).softmax(-1) @ v
+
+
+# Their results are those of other nodes once passes have run: of the argument, of a fused call, of an expanded one.
+REPLACED = {
+    "dropout": lambda x, w: F.dropout(x, 0.5, False),
+    "two dropouts": lambda x, w: (F.dropout(x, 0.5, False), F.dropout(F.dropout(x, 0.0), 0.0)),
+    "dropout of a product": lambda x, w: F.dropout(F.linear(x, w), 0.5, False),
+    "einsum": lambda x, w: torch.einsum("ij,kj->ik", x, w),
+    "product": lambda x, w: x @ w.t(),
+    "gelu": lambda x, w: (h := F.linear(x, w)) * 0.5 * (1.0 + torch.erf(h / 2**0.5)),
+    "attention": attention,
+}
+
+
+def piece(function, *args):
+    found = []
+
+    def take(gm, inputs):
+        found.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        torch.compile(function, backend=take)(*args)
+    (gm,) = found
+    return gm
+
+
+def leaving(gm):
+    return [value(n).dtype for n in gm.graph.output_node().all_input_nodes]
+
+
+@pytest.mark.parametrize("function", REPLACED.values(), ids=REPLACED)
+def test_what_leaves_a_piece_has_the_dtype_it_was_captured_with(function):
+    given = X.to(BF16), W
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        want = function(*given)
+    gm = piece(function, *given)
+    assert not adopt_piece(gm, BF16)
+    rewrite_in_place(gm, Policy.parse("bf16"))
+    want = want if isinstance(want, tuple) else (want,)
+    assert set(leaving(gm)) == {t.dtype for t in want}
+
+
+class BrokenTwice(nn.Module):
+    """Between two breaks, a call that returns its argument; behind them, that is written."""
+
+    def __init__(self, same):
+        super().__init__()
+        self.same = same
+
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        torch._dynamo.graph_break()
+        seen = self.same(h)
+        torch._dynamo.graph_break()
+        seen.mul_(2)
+        return F.linear(h, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*graph")
+@pytest.mark.parametrize("same", [lambda h: F.dropout(h, 0.5, False), lambda h: F.dropout(h, 0.0), lambda h: h[:4]])
+def test_a_piece_returns_the_memory_that_it_was_given(same):
+    model = BrokenTwice(same)
+    with torch.no_grad():
+        want = model(X, W, V)
+        got = amp_graph.convert(model, "bf16")(X, W, V)
+    assert (got - want).norm() / want.norm() < 0.012
+
+
+class ShowsBits(nn.Module):
+    def __init__(self, convert):
+        super().__init__()
+        self.convert = convert
+
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        torch._dynamo.graph_break()
+        self.convert(h).view(torch.int16).bitwise_and_(-16)
+        return F.linear(h, v)
+
+
+def test_bits_of_low_values_behind_a_break_are_told():
+    """In pieces they are those of bfloat16, as under autocast; in fp32 by the word that the warning names."""
+    model = ShowsBits(lambda h: h)
+    with torch.no_grad():
+        want = model(X, W, V)
+        converted = amp_graph.convert(model, "bf16")
+        with pytest.warns(AmpGraphWarning, match="shown as another dtype behind a graph break.*escaped=fp32"):
+            converted(X, W, V)
+        amp_graph.revert(model)
+        got = amp_graph.convert(model, "bf16,escaped=fp32")(X, W, V)
+    assert (got - want).norm() / want.norm() < 0.012
+
+
+def test_bits_of_what_the_user_converted_need_no_word():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*another dtype")
+        amp_graph.convert(ShowsBits(lambda h: h.float().bfloat16()), "bf16")(X, W, V)

@@ -11,7 +11,7 @@ from amp_graph.passes.memory import Memory
 from tests.random_lines import VIEWS, WRITES
 from tests.random_programs import Line, Plan, check, compare, grow, shrink
 
-SEEDS = range(16)
+SEEDS = range(12)
 
 
 @cache

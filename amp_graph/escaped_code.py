@@ -18,7 +18,6 @@ from amp_graph.before_call import BeforeCall
 from amp_graph.devices import device_of_model
 from amp_graph.escape import autocast_region, is_of_precision, widened_outputs
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
-from amp_graph.kernels_in_fp32 import widen_where_no_kernel
 from amp_graph.policy import Policy
 
 _here = threading.local()  # whether this thread is in a region
@@ -72,7 +71,6 @@ class EscapedCode:
         kind, dtype = self.kind()
         if self._kept is None:
             self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
-        widen_where_no_kernel(kind, self.is_running)
         outer = getattr(_here, "is_running", False)
         _here.is_running = True
         try:

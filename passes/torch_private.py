@@ -412,33 +412,6 @@ def all_bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(address_of(tensor), 4 * tensor.numel())
 
 
-def call_below_autocast(op: OpOverload, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what a kernel of autocast's for ``op``, called with ``keys``, stands in front of; 2.11 - 2.13."""
-    return op.redispatch(keys - _autocast_keys(), *args, **kwargs)
-
-
-def without_rules_of_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Keep autocast from casting inside, as its own kernels do for what they call; 2.11 - 2.13."""
-    guard: Any = torch._C._ExcludeDispatchKeyGuard
-    return guard(_autocast_keys())  # type: ignore[no-any-return]
-
-
-def _autocast_keys() -> Any:
-    kinds: Any = torch._C.DispatchKey
-    return torch._C.DispatchKeySet(kinds.AutocastCPU) | torch._C.DispatchKeySet(kinds.AutocastCUDA)
-
-
-def written_places(op: OpOverload) -> tuple[int, ...]:
-    """Return the positions of the arguments that ``op`` writes; 2.11 - 2.13."""
-    given = op._schema.arguments
-    return tuple(i for i, a in enumerate(given) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def returns_its_argument(op: OpOverload) -> bool:
-    """Say whether ``op`` returns the argument that it writes; 2.11 - 2.13."""
-    return any(r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns)
-
-
 def is_dense_fp32(tensor: torch.Tensor) -> bool:
     """Say whether ``tensor`` is an ordinary fp32 one in the CPU's memory without gaps."""
     kind = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"

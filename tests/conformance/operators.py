@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,17 +100,6 @@ class Direct(Program):
         return tensor
 
 
-class Escaped(Program):
-    """The operator between captured products, itself not captured: it runs under autocast, as it was written."""
-
-    def __init__(self, function: Callable[..., Any], *rest: Any) -> None:
-        super().__init__(torch._dynamo.disable(function), *rest)
-
-
-# What stands in a finding behind the policy, for each kind of program.
-KINDS = {Program: "", Direct: ",direct", Escaped: ",escaped"}
-
-
 def _rounded(tensor: Tensor) -> Tensor:
     """Return ``tensor`` with values that both low precisions hold."""
     return tensor.detach().to(torch.bfloat16).to(torch.float16).to(torch.float32).requires_grad_(tensor.requires_grad)
@@ -174,26 +163,17 @@ def _gradients(results: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[
     return torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
 
 
-def kinds_for(op: OpInfo, policy: str) -> tuple[type[Program], ...]:
-    """Return the programs that tell most of ``op``: escaped where it has no kernel in low precision on the CPU."""
-    low = LOW[policy]
-    backward = not op.supports_autograd or low in op.supported_backward_dtypes("cpu")
-    return (Program, Direct) if backward and low in op.supported_dtypes("cpu") else (Program, Direct, Escaped)
-
-
-def findings(
-    name: str, op: OpInfo, policy: str, samples: int = SAMPLES, kinds: Iterable[type[Program]] = (Program, Direct)
-) -> Iterator[Finding]:
+def findings(name: str, op: OpInfo, policy: str, samples: int = SAMPLES) -> Iterator[Finding]:
     """Yield what differs where the first ``samples`` samples of ``op`` run under ``policy``."""
     torch.manual_seed(3)
     grads = op.supports_autograd
     for number, sample in zip(
         range(samples), op.sample_inputs("cpu", torch.float32, requires_grad=grads), strict=False
     ):
-        for kind in kinds:
+        for kind in (Program, Direct):
             program, given = program_of(op, sample, kind)
             for what, seen in compared(program, given, policy):
-                yield Finding(name, number, policy + KINDS[kind], what, seen)
+                yield Finding(name, number, f"{policy}{',direct' if kind is Direct else ''}", what, seen)
 
 
 def compared(program: Program, given: tuple[Tensor, ...], policy: str) -> Iterator[tuple[str, str]]:

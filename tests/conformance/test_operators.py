@@ -46,8 +46,8 @@ def is_explained(finding):
     )
 
 
-def unexplained(name, policy, samples, *kinds):
-    found = harness().findings(name, harness().operators()[name], policy, samples, *kinds)
+def unexplained(name, policy, samples):
+    found = harness().findings(name, harness().operators()[name], policy, samples)
     return [str(f) for f in found if not is_explained(f)]
 
 
@@ -60,8 +60,7 @@ def test_a_sample_of_operators():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", all_names())
 def test_every_operator(name, policy):
-    kinds = harness().kinds_for(harness().operators()[name], policy)
-    assert unexplained(name, policy, 4, kinds) == []
+    assert unexplained(name, policy, 4) == []
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -163,7 +163,7 @@ VIEWS = {
     "unbind": lambda x: x.unbind(0)[-1],
     "tensor_split": lambda x: torch.tensor_split(x, 3, -1)[1],
     "hsplit": lambda x: torch.hsplit(x, 2)[1],
-    "unsafe_chunk": lambda x: x.unsafe_chunk(2, -1)[0],
+    "unsafe_chunk": lambda x: _without_versions(x).unsafe_chunk(2, -1)[0],
     "detach": lambda x: x.detach(),
     "alias": lambda x: torch.ops.aten.alias(x),
     "reshape": lambda x: x.reshape(-1),

@@ -66,7 +66,7 @@ class Memory:
 
         No cast may come between the two: one of them would not see what is written to the other.
         """
-        later = self.written_after(node) | self.leaving
+        later = self.written_after(node) | self.leaving & self.storages.get(node, frozenset())
         found = {source: later & self.storages.get(source, frozenset()) for source in node.all_input_nodes}
         return {source: keys for source, keys in found.items() if keys}
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.finite_values import FiniteWeights, is_finite
+from amp_graph.passes.kept_copy import KeptCopy
 from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.runtime import activated, relu_in_place
@@ -22,6 +23,7 @@ from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSE
 
 PackedWeight = Callable[[Tensor], Tensor]
 NOTED = "it is noted whether it is finite"
+LOOKED_AT = 3  # the read of one packed weight at which that is looked at
 
 
 def packed_reader(
@@ -30,7 +32,9 @@ def packed_reader(
     """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
 
     ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
-    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite.
+    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite. That is looked
+    at from its third read on, for looking at a weight that is updated every few calls takes longer than it spares; until
+    then it passes for one that is not finite, which changes no number.
     It is packed from the first call on: two calls with the same weights have the same bits, since sums in another order
     have others. The plain copy that it is made of goes, unless others read it: memory is that of one.
     """
@@ -42,11 +46,17 @@ def packed_reader(
         if kept is not None and copies.is_current(weight, kept):
             if copies.checked:
                 copies.check(weight, _unpacked(weight, kept.low))
-            if noted and kept.beside is not NOTED:  # packed for a graph that does not ask
-                _note(weight, is_finite(_unpacked(weight, kept.low)))
-                kept.beside = NOTED
-            return kept.low
+            return _told(weight, kept)
         return _pack(weight)
+
+    def _told(weight: Tensor, kept: KeptCopy) -> Tensor:
+        if kept.beside is not NOTED:  # it is how often it was read, by graphs that ask or not
+            kept.beside = reads = (kept.beside or 0) + 1
+            if noted:
+                looked = reads >= LOOKED_AT
+                _note(weight, looked and is_finite(_unpacked(weight, kept.low)))
+                kept.beside = NOTED if looked else reads
+        return kept.low
 
     def _note(weight: Tensor, finite: bool) -> None:
         copies.finite.note((store, id(weight)), weight, finite)
@@ -65,14 +75,11 @@ def packed_reader(
             return low.t() if transposed else low.flatten(1)
         if before is not None and copies.same_as_packed(weight, plain, before):
             known[id(weight)] = before
-            return before.low
+            return _told(weight, before)
         low = low.t() if transposed else low.flatten(1)
-        if noted:
-            _note(weight, is_finite(low))
         with torch.inference_mode(False), torch.no_grad():
             packed = panels_of(low) if in_panels else pack_linear_weight(low.contiguous())
-        copies.keep_packed(weight, plain, packed, store, beside=NOTED if noted else None)
-        return packed
+        return _told(weight, copies.keep_packed(weight, plain, packed, store))
 
     return packed_weight
 

@@ -50,6 +50,7 @@ from amp_graph.passes.torch_private import (
     parameters_as_inputs,
     plain_forward,
     refused_under_fx,
+    wait_for_traces_of_others,
     weakly,
 )
 from amp_graph.passes.weight_copies import WeightCopies
@@ -64,6 +65,10 @@ OWN = "amp_graph_forward"  # the name of the function that is captured
 # A call in which nothing ran is captured anew once so many have come: its cause may be gone, and most are not.
 TRIED_AGAIN = frozenset(8**n for n in range(20))
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all models that are converted
+
+
+class NoSource(CaptureError, AttributeError):
+    """A converted model was asked for the source of its forward."""
 
 
 @dataclass(eq=False)
@@ -163,16 +168,20 @@ class Conversion:
 
     _with_dynamo_off = outside_dynamo(__call__)
 
-    def _not_to_be_traced(self) -> CaptureError:
-        return CaptureError(
+    def _not_to_be_traced(self, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        return kind(
             f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
             "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
         )
 
     @property
     def __globals__(self) -> Any:
-        """What ``torch.jit.script`` asks of a forward whose source it compiles: this one has none."""
-        raise self._not_to_be_traced()
+        """What ``torch.jit.script`` asks of a forward whose source it compiles: this one has none.
+
+        Who asks whether there are any is answered as by any object without: a tracer of torch.fx asks that of each
+        module that is called meanwhile, in any thread.
+        """
+        raise self._not_to_be_traced(NoSource)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
@@ -211,6 +220,8 @@ class Conversion:
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and refused_under_fx(error):
+                if self.runs == before and wait_for_traces_of_others():
+                    return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
             if self.runs == before:  # Dynamo skips what raised while it was traced, for good
                 self._run = self._escaping() if self._whole is not None else self._capturing()

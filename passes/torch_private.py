@@ -16,6 +16,7 @@ import logging
 import math
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from torch._subclasses.fake_tensor import (  # 2.11 - 2.13
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.fx import _symbolic_trace  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import (  # 2.11 - 2.13
@@ -153,6 +155,7 @@ __all__ = [
     "undisabled",
     "unflatten",
     "unset_fake_temporarily",
+    "wait_for_traces_of_others",
     "weakly",
     "with_parameters",
 ]
@@ -984,6 +987,22 @@ def being_traced() -> bool:
 def refused_under_fx(error: RuntimeError) -> bool:
     """Say whether Dynamo refused a call amid ``torch.fx.symbolic_trace`` or ``make_fx``; eval_frame.py, 2.11 - 2.13."""
     return "FX to symbolically trace" in str(error)
+
+
+def wait_for_traces_of_others() -> bool:
+    """Wait until no other thread traces with torch.fx, whose flag is one for all; False where this one does.
+
+    torch/fx/_symbolic_trace.py, 2.11 - 2.13.
+    """
+    trace = _symbolic_trace.Tracer.trace.__code__
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is trace:
+            return False
+        frame = frame.f_back
+    while _symbolic_trace._is_fx_tracing_flag:
+        time.sleep(1e-3)
+    return True
 
 
 def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:

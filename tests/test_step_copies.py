@@ -5,10 +5,13 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
@@ -167,6 +170,32 @@ def in_threads(how):
 def test_steps_and_models_that_are_captured_in_threads_at_once():
     done = in_threads("together")
     assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_call_while_another_thread_traces(known):
+    """A tracer of torch.fx patches all modules and raises a flag, for all threads."""
+    torch.manual_seed(0)
+    model = Net()
+    ((x, _),) = batches(1)
+    exact = model(x)
+    amp_graph.convert(model, "bf16", strict=True)
+    if known:
+        model(x)
+    begun = threading.Event()
+
+    def slow(a):
+        begun.set()
+        time.sleep(0.3)
+        return a + 1
+
+    thread = threading.Thread(target=lambda: make_fx(slow)(torch.ones(2)))
+    thread.start()
+    assert begun.wait(60)
+    found = model(x)
+    thread.join()
+    assert not torch.equal(found, exact), "captured, in bf16"
+    assert torch.equal(found, model(x))
 
 
 def test_control_traced_while_another_thread_captures():

@@ -32,10 +32,9 @@ def packed_reader(
     """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
 
     ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
-    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite. That is looked
-    at from its third read on, for looking at a weight that is updated every few calls takes longer than it spares;
-    until then it passes for one that is not finite, which changes no number.
-
+    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite. That is
+    looked at from its third read on, for looking at a weight that is updated every few calls takes longer than it
+    spares; until then it passes for one that is not finite, which changes no number.
     It is packed from the first call on: two calls with the same weights have the same bits, since sums in another order
     have others. The plain copy that it is made of goes, unless others read it: memory is that of one.
     """

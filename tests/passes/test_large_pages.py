@@ -117,12 +117,21 @@ def has_it(model):
 
 
 def test_outputs_of_inference_are_widened_so(asked):
-    found, model = converted("bf16,skip=keep_large_results")
-    expected, plain = converted("bf16,skip=widen_large")
+    """By the same products of plain weights: those by panels return fp32 themselves where nothing else widens."""
+    found, model = converted("bf16,skip=keep_large_results|pack_weights")
+    expected, plain = converted("bf16,skip=widen_large|pack_weights")
     assert has_it(model)
     assert not has_it(plain)
     assert torch.equal(found, expected)
     assert asked
+
+
+def test_outputs_of_packed_weights_are_those_of_fp32_rounded_once(asked):
+    found, model = converted("bf16,skip=keep_large_results")
+    wide, plain = converted("bf16,skip=widen_large")
+    assert has_it(model)
+    assert not has_it(plain)
+    assert torch.equal(found, wide.to(BF16).float())
 
 
 @pytest.mark.parametrize("least", [1, 1 << 40], ids=["by C", "by torch"])

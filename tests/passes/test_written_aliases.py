@@ -1,5 +1,7 @@
 """Writes beside an alias that no list knows: the base sees what is written to the view, and the other way round."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import observe
 from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.plan_precision import PlanPrecision, marks
+from tests.measure import DtypeLog
 from tests.passes.graphs import capture_function, node_named, passes_until, standard_passes
 
 ROWS, WIDTH = 8, 16
@@ -323,3 +326,41 @@ class Bits(nn.Module):
         h = F.linear(x, w)
         h.view(torch.int32).bitwise_xor_(-(1 << 31))
         return torch.ones(ROWS, WIDTH).to(h.dtype) * h, h
+
+
+class Reads(nn.Module):
+    """A product that reads what overlapping outputs are parts of, and is itself no part of it."""
+
+    def __init__(self, shown):
+        super().__init__()
+        self.first, self.last, self.shown = nn.Linear(8, 8), nn.Linear(8, 8), shown
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h), *self.shown(x, h)
+
+
+SHOWN = {
+    "input": lambda x, h: (x[:2],),
+    "input and a view": lambda x, h: (x, x.t()),
+    "hidden": lambda x, h: (h, h[:3]),
+    "none": lambda x, h: (),
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_what_only_reads_overlapping_outputs_is_low(shown):
+    torch.manual_seed(0)
+    plain, x = Reads(SHOWN[shown]), torch.randn(6, 8)
+    ours = amp_graph.convert(copy.deepcopy(plain), "bf16")
+    found, expected = ours(x), plain(x)
+    with DtypeLog() as log:
+        ours(x)
+    products = [dtypes for op, dtypes in log.entries if op == "aten.addmm"]
+    assert products == [(torch.bfloat16,)] * 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    if shown == "hidden":
+        with torch.no_grad():
+            found[2].zero_()
+        assert not found[1][:3].any(), "one memory"

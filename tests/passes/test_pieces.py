@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
@@ -120,3 +121,29 @@ def test_bits_of_what_the_user_converted_need_no_word():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*another dtype")
         amp_graph.convert(ShowsBits(lambda h: h.float().bfloat16()), "bf16")(X, W, V)
+
+
+class ReturnsViews(nn.Module):
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        torch._dynamo.graph_break()
+        return h, h[1:, 2:], {"part": h.t()[3]}, h.detach(), F.linear(x, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*graph")
+@pytest.mark.parametrize("trains", [True, False])
+def test_outputs_of_pieces_that_are_one_memory_stay_so(trains):
+    model, weight = ReturnsViews(), W.clone().requires_grad_(trains)
+    want = model(X, weight, V)
+    got = amp_graph.convert(model, "bf16")(X, weight, V)
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert a.requires_grad == b.requires_grad
+        assert (a - b).norm() / b.norm() < 0.012
+    if trains:
+        losses = [sum(t.square().sum() for t in tree_leaves(one) if t.requires_grad) for one in (got, want)]
+        a, b = (torch.autograd.grad(loss, weight)[0] for loss in losses)
+        assert (a - b).norm() / b.norm() < 0.012
+    got[3].fill_(7.0)
+    assert all((t == 7.0).all() for t in tree_leaves(got[:4]))
+    assert not (got[4] == 7.0).any()

@@ -37,6 +37,8 @@ def like(source: Any, target: Any) -> Any:
 
 def _sized(flat: Any, count: int) -> Any:
     have = flat.numel()
+    if have == 0:
+        raise ValueError("nothing to repeat")
     return flat[:count] if have >= count else flat.repeat(-(-count // have))[:count]
 
 

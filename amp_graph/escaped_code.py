@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.before_call import BeforeCall
 from amp_graph.devices import device_of_model
-from amp_graph.escape import autocast_region, is_of_precision, widened_outputs
+from amp_graph.escape import autocast_region, is_of_precision
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.policy import Policy
+from amp_graph.widened_outputs import widened_outputs
 
 _here = threading.local()  # whether this thread is in a region
 

@@ -63,11 +63,12 @@ def notice_accesses() -> None:
 
 def have_data_noticed(gm: GraphModule) -> None:
     """Let the graph read ``.data`` as Python code does: Dynamo's own reader (2.11 - 2.13) is noticed by nobody."""
-    for part in gm.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            if node.op == "call_function" and getattr(node.target, "__name__", "") == "_get_data_attr":
-                node.target = _data_of
-                part.recompile()
+    for part in (part for part in gm.modules() if isinstance(part, GraphModule)):
+        readers = [n for n in part.graph.nodes if getattr(n.target, "__name__", "") == "_get_data_attr"]
+        for node in readers:
+            node.target = _data_of
+        if readers:
+            part.recompile()
 
 
 def _data_of(tensor: Tensor) -> Tensor:

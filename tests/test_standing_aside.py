@@ -18,7 +18,7 @@ from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.share_casts import ShareCasts
 from tests.passes.graphs import BF16, body_text, capture_function, standard_passes
 
-X = torch.randn(6, 8)
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
@@ -108,12 +108,13 @@ def test_a_required_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch):
 def test_a_call_goes_on_without_the_pass_and_the_report_names_it(monkeypatch, compile):
     fails(monkeypatch, ShareCasts, after=True)
     model = Net()
-    exact = step_of(model, X)
+    exact, theirs = step_of(model, X), step_of(model, X, torch.autocast("cpu", BF16))
     amp_graph.convert(model, "bf16", compile=compile)
     told = r"the pass share-casts is left out of a graph: .*KeyError: 'made to fail'"
     with pytest.warns(AmpGraphWarning, match=told):
         found = step_of(model, X)
-    assert all((a - b).norm() <= 0.02 * b.norm() for a, b in zip(found, exact, strict=True))
+    for ours, autocasts, true in zip(found, theirs, exact, strict=True):
+        assert (ours - true).norm() <= 1.5 * (autocasts - true).norm() + 2.0**-9 * true.norm()
     text = amp_graph.report(model).text()
     assert "pass share-casts is left out of this graph" in text
     (graph,) = amp_graph.report(model).to_dict()["graphs"]

@@ -141,7 +141,7 @@ def names_of(gm: GraphModule) -> list[str]:
     return [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
-def has_symbols(gm: GraphModule) -> bool:
+def takes_symbols(gm: GraphModule) -> bool:
     """Say whether a captured graph is for inputs of several sizes, or numbers."""
     given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     sizes = [size for one in given for size in (one.shape if isinstance(one, Tensor) else (one,))]

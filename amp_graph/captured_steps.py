@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from amp_graph.backend import Runner
 from amp_graph.build_step import StepBuilder
-from amp_graph.captured_step import CapturedStep, PlainCaptured, has_symbols
+from amp_graph.captured_step import CapturedStep, PlainCaptured, takes_symbols
 from amp_graph.complaints import warn_of_full_precision
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
@@ -43,7 +43,7 @@ class CapturedSteps:
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
-        if has_symbols(gm):  # by ``mark_dynamic``: what is traced is for one size
+        if takes_symbols(gm):  # by ``mark_dynamic``: what is traced is for one size
             return self.take_plain(gm, example_inputs)
         return self._recorded(self._builder.take(gm))
 

@@ -56,8 +56,8 @@ def notice_accesses() -> None:
     _put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr, "UntypedStorage.data_ptr"))
     for module in modules_with_accesses():
         for name in (name for name in (*FUNCTIONS, *WRITERS) if hasattr(module, name)):
-            wrapper = _noticing if name in FUNCTIONS else _writing
-            _put(module, name, wrapper(getattr(module, name), name, module.__name__))
+            note = handed_out if name in FUNCTIONS else _note_writes
+            _put(module, name, _noticing(getattr(module, name), name, module.__name__, note))
     forget_what_can_be_overridden()
 
 
@@ -150,32 +150,23 @@ def _storage() -> Access:
     return _named(access, plain, "Tensor.untyped_storage", "torch")
 
 
-def _noticing(plain: Access, name: str, module: str) -> Access:
-    """Return ``plain``, an access to the memory of its first argument, that notices."""
+def _noticing(plain: Access, name: str, module: str, note: Callable[[Any], None] = handed_out) -> Access:
+    """Return ``plain``, an access to the memory of its first argument, of which ``note`` is told behind it."""
 
     def access(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return plain(*args, **kwargs)
         found = plain(*args, **kwargs)
         if WATCHED and args:
-            handed_out(args[0])
+            note(args[0])
         return found
 
     return _named(access, plain, name, module)
 
 
-def _writing(plain: Access, name: str, module: str) -> Access:
-    """Return ``plain``, which writes the tensors of its first argument, that notices."""
-
-    def access(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return plain(*args, **kwargs)
-        found = plain(*args, **kwargs)
-        if WATCHED and args:
-            were_written((args[0],) if isinstance(args[0], Tensor) else [t for t in args[0] if isinstance(t, Tensor)])
-        return found
-
-    return _named(access, plain, name, module)
+def _note_writes(first: Any) -> None:
+    """Take note of a write to a tensor, or to those of a list."""
+    were_written((first,) if isinstance(first, Tensor) else [t for t in first if isinstance(t, Tensor)])
 
 
 def _address(plain: Access, name: str) -> Access:

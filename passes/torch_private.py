@@ -41,10 +41,12 @@ from torch.fx import _symbolic_trace  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import (  # 2.11 - 2.13
+    ConstraintViolationError,
     GuardOnDataDependentSymNode,
     free_unbacked_symbols,
     statically_known_true,
 )
+from torch.fx.experimental.validator import ValidationException  # 2.11 - 2.13
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.13
 from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
@@ -724,11 +726,20 @@ _TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching
 _NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if _torch_version() < (2, 13) else {}
 
 
-# What is raised of Dynamo's own tracing, where running the code might not: by fake tensors, by sizes without a number.
+# What is raised of Dynamo's own tracing, where running the code might not be: by fake tensors, by sizes without a
+# number, by a mark of a dynamic size that does not hold. What is raised otherwise is a backend's, or asked for by a
+# setting of Dynamo's; 2.11 - 2.13.
 _TRACING_FAILED = (
     torch._dynamo.exc.TorchRuntimeError,
     torch._dynamo.exc.InternalTorchDynamoError,
+    torch._dynamo.exc.Unsupported,
+    torch._dynamo.exc.UserError,
+    torch._dynamo.exc.UncapturedHigherOrderOpError,
+    ConstraintViolationError,
     GuardOnDataDependentSymNode,
+    ValidationException,
+    AssertionError,  # of the conversion to fake tensors
+    IndexError,  # of a dimension out of range
 )
 
 

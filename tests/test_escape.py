@@ -814,6 +814,46 @@ def test_code_on_which_tracing_fails_runs_as_written_and_once():
     assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
 
 
+class WritesToTheBase(nn.Module):
+    """Gives an input a gradient of which another input is a view: Dynamo has no fake tensor for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x, view, z):
+        x.copy_(z)
+        return self.part(z), view
+
+
+class ReadsItsBatch(WritesToTheBase):
+    """Makes a constant of a size that its caller has marked as dynamic."""
+
+    def forward(self, x, view, z):
+        return self.part(z) * (2 if z.shape[0] == 4 else 3), view
+
+
+@pytest.mark.parametrize("kind", [WritesToTheBase, ReadsItsBatch])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_what_dynamo_cannot_trace_runs_as_it_is_written(kind):
+    model = kind()
+
+    def call():
+        torch.manual_seed(0)
+        x, z = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+        if kind is ReadsItsBatch:
+            torch._dynamo.mark_dynamic(z, 0)
+        out, view = model(x, x.view(-1)[4:28], z)
+        return out, view, *torch.autograd.grad(out.sum() + view.sum(), (z, model.part.weight), allow_unused=True)
+
+    want = call()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        for found, exact in zip(call(), want, strict=True):
+            torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+    assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
+
+
 def test_an_error_in_a_hook_between_graphs():
     model, calls = amp_graph.convert(CallsItsPartOften()), []
 

@@ -7,6 +7,7 @@ the modules that stay fp32 kept out of it, and its result goes through ``finishe
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,7 +22,7 @@ from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.policy import Policy
 from amp_graph.widened_outputs import widened_outputs
 
-_here = threading.local()  # whether this thread is in a region
+_here = threading.local()  # of this thread: whether it is in a region, and what in the call is low by the user's code
 
 
 class FailsUnderAutocast(Exception):
@@ -74,6 +75,8 @@ class EscapedCode:
             self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
         outer = getattr(_here, "is_running", False)
         _here.is_running = True
+        if not outer:
+            _here.low = {}
         try:
             with self._kept.standing(), autocast_region(kind, dtype):
                 yield kind, dtype
@@ -91,9 +94,28 @@ class EscapedCode:
             return result
 
         def own() -> set[int]:
-            return set(map(id, (*tree_leaves((args, kwargs)), *self.model.parameters(), *self.model.buffers())))
+            by_user = [t for t in (known() for known in _here.low.values()) if t is not None]
+            given = tree_leaves((args, kwargs))
+            return set(map(id, (*given, *self.model.parameters(), *self.model.buffers(), *by_user)))
 
         return widened_outputs(result, self.kind()[1], own)
+
+    def knows_low(self, run: Callable[..., Any], positions: dict[int, frozenset[int]]) -> Callable[..., Any]:
+        """Return ``run``, of a piece, which remembers the results at ``positions`` for as long as the call goes on.
+
+        They are of low precision by the user's code where the arguments are that are named with them.
+        """
+
+        def call(*args: Any) -> Any:
+            results = list(run(*args))
+            if self.is_running():  # and not a backward, which runs it again
+                for position, sources in positions.items():
+                    if all(_is_by_user(args[i]) for i in sources):
+                        results[position] = made = _apart_from(results[position], args if not sources else ())
+                        _here.low[id(made)] = weakref.ref(made)
+            return tuple(results)
+
+        return call if positions else run
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call without any capture."""
@@ -108,6 +130,7 @@ class EscapedCode:
         Raises FailsUnderAutocast where such a call can run again in fp32: it has written to no input and no parameter,
         and buffers and random state are as before it.
         """
+        _here.given = (args, kwargs)
         if self._works or self._complain is None:
             return run(*args, **kwargs)
         before, how = BeforeCall(self.model, (args, kwargs)), self.how
@@ -126,3 +149,18 @@ class EscapedCode:
             raise FailsUnderAutocast from error
         self._works = True
         return result
+
+
+def _is_by_user(t: torch.Tensor) -> bool:
+    """Say whether ``t`` is of low precision without autocast, too, as far as this call has shown."""
+    known = _here.low.get(id(t))
+    return isinstance(t, torch.nn.Parameter) or (known is not None and known() is t) or _is_given(t)
+
+
+def _apart_from(t: torch.Tensor, others: tuple[Any, ...]) -> torch.Tensor:
+    """Return ``t``, as another object than each of ``others``: ``h.half()`` is ``h`` where autocast made that fp16."""
+    return t.view_as(t) if any(t is other for other in others) else t
+
+
+def _is_given(t: torch.Tensor) -> bool:
+    return any(leaf is t for leaf in tree_leaves(_here.given))

@@ -16,6 +16,7 @@ from amp_graph.passes import facts
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.identify_ops import identify, is_tensor_call
+from amp_graph.passes.low_by_user import METHODS
 from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, storage_of, tracing_fake
 
@@ -26,7 +27,6 @@ LEAVES = "amp_leaves"  # meta key of an output: the dtype in which each of its l
 WHY = "arrives in low precision, or is made so by the user's code"
 BITS = "it shows the bits of a low-precision value as another dtype"
 OWN_BITS = "it shows the bits of a value that the user converted to low precision"
-METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
 
 
 def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:

@@ -833,6 +833,32 @@ class ReadsItsBatch(WritesToTheBase):
         return self.part(z) * (2 if z.shape[0] == 4 else 3), view
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, held):
+            h = self.first(x)
+            torch._dynamo.graph_break()
+            low = h.bfloat16() if dtype is torch.bfloat16 else h.half()
+            torch._dynamo.graph_break()
+            return self.second(h), low, low[0].relu(), h * 2, low * x, held + 1, low.float()
+
+    torch.manual_seed(0)
+    model, given = Embeds(), (torch.randn(4, 8), torch.ones(4, dtype=dtype))
+    want = model(*given)
+    amp_graph.convert(model, "bf16" if dtype is torch.bfloat16 else "fp16")
+    for _ in range(2):
+        found = model(*given)
+        for one, exact in zip(found, want, strict=True):
+            assert one.dtype == exact.dtype
+            torch.testing.assert_close(one, exact, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("kind", [WritesToTheBase, ReadsItsBatch])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_what_dynamo_cannot_trace_runs_as_it_is_written(kind):

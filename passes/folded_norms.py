@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from amp_graph.passes.finite_values import is_finite
+from amp_graph.passes.kept_copy import is_current
 from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
 from amp_graph.passes.weight_copies import FOLDED, WeightCopies
@@ -68,7 +69,7 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
         shape = Shape(*where)
         key = (id(weight), id(vectors[1]))
         kept = known.get(key)
-        if kept is None or kept.beside.elements != _elements(vectors, shape.eps) or not copies.is_current(weight, kept):
+        if kept is None or kept.beside.elements != _elements(vectors, shape.eps) or not is_current(kept, weight):
             known.pop(key, None)
             low, plain = copies.for_packing(weight)
             if plain is None or not all(t is None or is_dense_fp32(t) for t in vectors):

@@ -19,6 +19,7 @@ from amp_graph.passes.torch_private import (
     exchange_memory,
     holders,
     is_batched,
+    storage_id,
     storage_key,
     storage_of,
 )
@@ -39,12 +40,6 @@ class Signs(NamedTuple):
 def signs_of(weight: Tensor, watch: Watch) -> Signs:
     """Return what shows a write from now on; to be read before the values: a write in between makes a copy old."""
     return Signs(weight._version, watch.mark, UPDATES.mark)
-
-
-def is_unwritten(kept: KeptCopy, weight: Tensor) -> bool:
-    """Say whether no sign of a write to ``weight`` has shown since ``kept`` was made."""
-    version, mark, update = kept.signs
-    return mark is kept.watch.mark and update is UPDATES.mark and version == weight._version
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +69,19 @@ class KeptCopy:
 def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
     """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
     return not kept.reused and weight.numel() < LARGE
+
+
+def is_current(kept: KeptCopy, weight: Tensor, updates: Any = UPDATES) -> bool:
+    """Say whether ``kept`` is of ``weight`` as it is now; in one function, as graphs ask it of each weight."""
+    version, mark, update = kept.signs
+    return (
+        mark is kept.watch.mark
+        and update is updates.mark
+        and storage_id(weight) == kept.key
+        and address_of(weight) == kept.pointer
+        and weight._version == version
+        and weight.stride() == kept.stride
+    )
 
 
 def is_of(kept: KeptCopy, weight: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.finite_values import FiniteWeights, is_finite
-from amp_graph.passes.kept_copy import KeptCopy
+from amp_graph.passes.kept_copy import KeptCopy, is_current
 from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.operators import OPS
 from amp_graph.passes.runtime import activated, relu_in_place
@@ -43,10 +43,10 @@ def packed_reader(
 
     def packed_weight(weight: Tensor) -> Tensor:
         kept = known.get(id(weight))
-        if kept is not None and copies.is_current(weight, kept):
+        if kept is not None and is_current(kept, weight):
             if copies.checked:
                 copies.check(weight, _unpacked(weight, kept.low))
-            return _told(weight, kept)
+            return kept.low if kept.beside is NOTED else _told(weight, kept)
         return _pack(weight)
 
     def _told(weight: Tensor, kept: KeptCopy) -> Tensor:

@@ -280,8 +280,8 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what identifies the storage of ``tensor``; None where it has none (sparse, subclasses)."""
     try:
-        return int(storage_of(tensor)._cdata)
-    except (RuntimeError, NotImplementedError):
+        return storage_id(tensor)
+    except (RuntimeError, NotImplementedError, TypeError):
         return None
 
 

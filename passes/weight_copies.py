@@ -20,23 +20,24 @@ from amp_graph.passes.kept_copy import (
     LARGE,
     KeptCopy,
     Signs,
+    is_current,
     is_nobody_elses,
     is_of,
     is_passed_over,
-    is_unwritten,
     lend,
     may_be_kept,
     signs_of,
 )
 from amp_graph.passes.large_pages import LargeResults
 from amp_graph.passes.torch_private import address_of, borrow, bytes_of, storage_key
-from amp_graph.passes.watched_memory import forget_addresses, watch_of
+from amp_graph.passes.watched_memory import ADDRESS, forget_addresses, watch_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where what is packed is kept for a copy with the same bits
+FOR_GOOD = 8  # calls in a row: a thread that captures has each weight's memory for a moment
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
@@ -60,7 +61,7 @@ class WeightCopies:
         self._found_held = found_held or (lambda weight, why: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
-        self._held: dict[int, str] = {}  # parameters that were cast at their last call for such a reason, by id
+        self._held: dict[int, tuple[str, int]] = {}  # such a reason, and for how many calls in a row, by id
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, widened_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
@@ -105,10 +106,6 @@ class WeightCopies:
         """What the copies take."""
         return sum(bytes_of(low) for low in self.tensors)
 
-    def is_current(self, weight: Tensor, kept: KeptCopy) -> bool:
-        """Say whether ``kept`` is of ``weight`` as it is now."""
-        return is_of(kept, weight) and is_unwritten(kept, weight)
-
     def for_packing(self, weight: Tensor) -> tuple[Tensor, KeptCopy | None]:
         """Return ``weight`` in low precision, without gradient; and what to keep beside what is packed of that.
 
@@ -116,7 +113,7 @@ class WeightCopies:
         time, what is packed is not read again but for a copy with the same bits: ``same_as_packed``.
         """
         kept = self._kept.get(id(weight))
-        if kept is not None and self.is_current(weight, kept):
+        if kept is not None and is_current(kept, weight):
             return kept.low, kept
         self._look_for_freed()
         if not may_be_kept(weight):
@@ -154,9 +151,11 @@ class WeightCopies:
         if not why:
             self._held.pop(id(weight), None)
             return signs
-        if self._held.get(id(weight)) == why:  # at two calls in a row: not only for a moment
+        before, calls = self._held.get(id(weight), ("", 0))
+        calls = calls + 1 if before == why else 1
+        self._held[id(weight)] = why, calls
+        if calls == (1 if why == ADDRESS else FOR_GOOD):
             self._found_held(weight, why)
-        self._held[id(weight)] = why
         return signs._replace(mark=None)
 
     def _new(self, weight: Tensor, low: Tensor, signs: Signs) -> KeptCopy:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.kept_copy import is_current
 from amp_graph.passes.large_pages import LargeResults, is_torchs
 from amp_graph.passes.linear_kernel import as_rows
 from amp_graph.passes.torch_private import is_in_mode, linear_of_packed_weight, pack_linear_weight
@@ -31,7 +32,7 @@ def parts_reader(copies: WeightCopies) -> Callable[[Tensor, int], Tensor | Parts
     def packed_parts(weight: Tensor, outputs: int) -> Tensor | Parts:
         starts = range(0, len(weight), outputs)
         kept = [known.get((id(weight), outputs, start)) for start in starts]
-        found = [one for one in kept if one is not None and copies.is_current(weight, one)]
+        found = [one for one in kept if one is not None and is_current(one, weight)]
         if len(found) == len(starts):
             if copies.checked:
                 for start, one in zip(starts, found, strict=True):

@@ -15,6 +15,7 @@ from amp_graph.conversion import conversion_of
 from amp_graph.passes import memory_access, pack_weights, what_pays, widen_products
 from amp_graph.passes.torch_private import multiplies_bf16
 from amp_graph.passes.watched_memory import ADDRESS, OTHERS
+from amp_graph.passes.weight_copies import FOR_GOOD
 
 packs = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16")
 
@@ -224,7 +225,7 @@ def test_copies_are_kept_again_once_nobody_has_the_memory(form):
     for _ in range(2):
         called(ours, x, trains)
     handles = [HANDLES["data"](p) for p in ours.parameters()]
-    for _ in range(2):
+    for _ in range(FOR_GOOD):
         called(ours, x, trains)
     assert store.copies._held
     assert "is cast at each call, for somebody has its memory" in amp_graph.report(ours).text()

@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import zlib
 
 import pytest
 import torch
@@ -24,6 +25,19 @@ def pytest_configure(config):
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(items):
+    """Leave to ``make test`` one case of n, always the same, of what is marked ``sampled(n)``; the others are slow."""
+    found = {}
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            found.setdefault((item.path, item.originalname), (mark.args[0], []))[1].append(item)
+    for count, cases in found.values():
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))  # in order they would share a parameter
+        for item in cases[-(-len(cases) // count) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

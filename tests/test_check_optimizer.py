@@ -45,6 +45,7 @@ def tensors(tree):
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["fp16", "bf16-O2"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_refuses_the_state_of_another_model(name, policy):

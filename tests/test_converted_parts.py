@@ -28,6 +28,7 @@ def error(found, wanted):
 # -- parts --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 def test_a_part_of_a_converted_model_is_not_converted_again(policy, called):

@@ -93,6 +93,7 @@ def equal(one, two):
     return all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True)) and one[1] == two[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("size", "wrapped"), [(2, "after"), (2, "before"), (4, "after")])
 def test_one_ranks_infinite_gradient_skips_the_step_on_all(ranks, tmp_path, size, wrapped):
     first, *others = ranks(_train, size, tmp_path, wrapped, True)
@@ -315,6 +316,7 @@ def _die_on_the_way(rank, size, port):
             step(*_batch(rank, i))
 
 
+@pytest.mark.sampled(2)
 def test_a_killed_rank_ends_the_others_with_an_error():
     begun = time.monotonic()
     context = mp.spawn(_die_on_the_way, (2, _port()), nprocs=2, join=False)

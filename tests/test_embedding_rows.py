@@ -170,6 +170,7 @@ def trained(update, tied, padding, options, optimizer=torch.optim.AdamW):
     return losses, everything(model, made), step.graph_text()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
@@ -184,6 +185,7 @@ def test_trainings_are_those_of_tables(name, tied, padding, optimizer):
     assert "embedding_dense_backward" in two[2]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_trainings_of_bags_are_those_of_tables(name, padding):

@@ -122,6 +122,7 @@ def test_training_goes_as_in_fp32(build):
     assert last["bf16,accuracy=1.5"] == pytest.approx(last[None], rel=0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "inductor"])
 def test_a_sample_says_what_rules_can_only_estimate(compile):

@@ -284,6 +284,7 @@ def test_what_autocast_does_not_know_keeps_escaped_code_in_fp32(policy):
     assert products(model, X)[-1] == FULL
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "policy",
     ["bf16-O2", "bf16-O3", "bf16,accuracy=fast", "bf16,accuracy=1.2", "bf16,planner=paint", "fp16,lists=autocast_cpu"],

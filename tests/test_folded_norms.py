@@ -150,6 +150,7 @@ def another_eps(model):
 WRITES = [train_a_step, edit_statistics, edit_statistics_secretly, edit_weight, edit_norm, edit_bias, another_eps, load]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
 def test_writes_are_seen(write):
     ours, theirs = pair()

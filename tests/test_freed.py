@@ -23,6 +23,7 @@ def freed(*references):
     return [reference() is None for reference in references]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "bf16,weight_copies=false"])
 def test_a_converted_model_is_freed(policy):
     model, _ = build()
@@ -55,6 +56,7 @@ def test_what_a_reverted_model_had_is_freed():
     assert freed(known) == [True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop], ids=["inside", "outside"])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 def test_a_training_step_is_freed_with_its_optimizer(kind, policy):

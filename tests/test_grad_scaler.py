@@ -49,6 +49,7 @@ def torchs(pattern, **options):
 # -- trajectories -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.999])
 @pytest.mark.parametrize("options", [{}, {"growth_interval": 7}, {"growth_factor": 1.5, "backoff_factor": 0.75}])
 def test_5000_steps_as_torch(share, options):
@@ -234,6 +235,7 @@ class Around(torch.optim.Optimizer):
         return self.inner.step()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16-O2"])

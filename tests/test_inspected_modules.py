@@ -62,6 +62,7 @@ def train(model, optimizer, step=None):
     return model.eval()(X)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_converting_computes_no_parametrization_and_training_is_as_under_autocast(kind, policy):

@@ -97,6 +97,7 @@ def faults_of_blocks(kept):
     return printed(BLOCKS, kept)[0]
 
 
+@pytest.mark.sampled(3)
 @needs_glibc
 @pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
@@ -105,6 +106,7 @@ def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
     assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more; of a call 12, and more
 
 
+@pytest.mark.sampled(4)
 @needs_glibc
 @pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_what_others_have_taken_is_kept_anew(kind):
@@ -117,6 +119,7 @@ def test_control_what_others_have_taken_is_missed_where_nobody_looks():
     assert has_faults(unwatched + STEPS, "bf16", "inference", 2000)
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_control_calls_without_gradients_have_page_faults_where_nothing_is_kept():
     assert has_faults(STEPS, "bf16,keep_memory=false", "inference")

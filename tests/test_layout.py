@@ -62,6 +62,7 @@ def resumed(kind, layout, compile):
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compile", ["eager", INDUCTOR])
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_state_saved_in_one_layout_goes_on_in_another(name, compile):
@@ -78,6 +79,7 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
     assert distance(last, plain) > 1e-3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("update", ["torch", "auto"])
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name, update):
@@ -115,6 +117,7 @@ def looped(kind, order, layout, change_at):
     return list(model.state_dict().values())  # the masters
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change_at", [0, 2])
 @pytest.mark.parametrize("order", ["optimizer first", "model first", "apex"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])

@@ -100,6 +100,7 @@ def test_images_that_are_not_finite(bad):
 TENSORS = [name for name, t in Images().state_dict().items() if t.is_floating_point()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("early", [True, False])

@@ -92,6 +92,7 @@ class Pair:
 # -- the operators ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("wide", [False, True], ids=["low", "fp32"])
@@ -232,6 +233,7 @@ class InVectors(nn.Module):
         return self.second(F.gelu(self.norm(self.first(x))))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_value": 0.01}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
@@ -263,6 +265,7 @@ def test_clipped_to_a_norm_that_is_a_few_last_places_from_torchs(name):
     torch.testing.assert_close(parameters(model), parameters(other), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-O2", "fp16-O2", "bf16,accuracy=fast"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_few_steps_are_those_of_torchs_kernels(policy, optimizer):
@@ -290,6 +293,7 @@ def test_copies_are_the_rounded_weights():
     assert len(step.weight_copies()) == 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["fp16", "fp16-O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False])
@@ -331,6 +335,7 @@ class Spoils(Net):
         return super().forward(x) + 0 * extra.detach() + (extra - extra.detach()) if name else super().forward(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n, _ in Net().named_parameters()])
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 def test_one_infinite_element_of_any_gradient_stops_the_whole_step(name, where):

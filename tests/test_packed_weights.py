@@ -213,6 +213,7 @@ def test_a_region_that_enables_gradients_has_them():
     assert packed(ours) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_is_seen(name):
     ours, theirs = pair()

@@ -102,6 +102,7 @@ def autocast_saves(name):
     return saved_bytes(forward, model, weight_copies=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("policy", "most"), [("bf16", 0.85), ("bf16,recompute=all", 0.75), ("bf16,accuracy=fast", 0.60)]
@@ -152,6 +153,7 @@ def stepped(name, policy):
     return dict(model.state_dict()), step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "bf16-O2,recompute=all", "fp16,recompute=all"])
 def test_training_leaves_the_same_bits(name, policy):
@@ -159,6 +161,7 @@ def test_training_leaves_the_same_bits(name, policy):
     assert all(torch.equal(with_it[k], without[k]) for k in without), "running statistics and their counts included"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 def test_a_step_graph_leaves_the_same_bits_and_computes_again_inside(name, policy):
@@ -171,6 +174,7 @@ def test_a_step_graph_leaves_the_same_bits_and_computes_again_inside(name, polic
     assert more > fewer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_model_saves_as_little_as_without(reentrant):
     """What is computed again inside of a checkpoint is held by nobody outside of it."""

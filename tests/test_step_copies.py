@@ -28,6 +28,7 @@ def saved(step):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16-O0", "fp16", "fp16-O2", "bf16-O3"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step)), saved])
 def test_a_copy_trains_a_model_of_its_own(copied, policy):

@@ -144,6 +144,7 @@ def new_in_both(model, optimizer):
     model[2].weight = new
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
@@ -287,6 +288,7 @@ def test_freezing_and_unfreezing_between_steps(policy):
     compare(mlp, decayed, policy, late)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
@@ -376,6 +378,7 @@ def new_group(optimizer, lr):
     optimizer.add_param_group({"params": params, "lr": lr})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "replace",
     [
@@ -578,6 +581,7 @@ def by_attribute(scale):
     vars(scale).update(LATER)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", [by_loading, by_hand, by_attribute])
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
@@ -693,6 +697,7 @@ def test_no_state_is_made_where_the_loop_makes_none():
     assert step.optimizer.state_dict()["state"] == {}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [*LEVELS, "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_autocast_around_it_is_switched_off(dtype, policy):

@@ -83,6 +83,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "train"), [*((name, True) for name in MASKS), ("causal", False), ("float", False)])
 def test_an_encoder_with_a_mask_is_one_graph(name, train):
     as_autocast(lambda: encoder(**FIRST), X, train=train, **MASKS[name])

@@ -110,6 +110,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
@@ -261,6 +262,7 @@ def test_state_beside_its_parameter_is_saved_and_loaded(tmp_path):
     assert same(parameters(model), parameters(other))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -306,6 +308,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[:, None].expand(-1, 4, -1))[0][:, -1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [TwoBiases, Recurrent])
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
@@ -350,6 +353,7 @@ def _without_the_last(optimizer):
     del optimizer.state[optimizer.param_groups[-1]["params"][-1]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("reset", [_cleared, _replaced, _without_the_last])
 def test_state_that_is_reset_starts_anew(reset, policy):
@@ -494,6 +498,7 @@ def everything(model, optimizer):
     return [t.detach().clone() for t in (*model.parameters(), *state)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "rmsprop"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("value", [INF, NAN])
@@ -559,6 +564,7 @@ def test_nothing_is_copied_to_the_host():
 # -- saving -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["fp16", "fp16-O2"])
 @pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
 def test_resumed_in_the_middle_it_is_the_same_run(name, policy):
@@ -619,6 +625,7 @@ def test_a_frozen_model_computes_its_loss(kind):
     assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("compile", "name", "level"),
@@ -945,6 +952,7 @@ def loss_of_hidden(out, y):
     return F.cross_entropy(out.logits, y) + sum(h.float().square().mean() for h in out.hidden_states)
 
 
+@pytest.mark.sampled(2)
 def test_hooks_that_a_model_hangs_on_itself_at_its_first_call(monkeypatch):
     given = [(torch.randint(0, 40, (4, 8)), torch.tensor([0, 1, 2, 0])) for _ in range(5)]
     with monkeypatch.context() as patch:  # control

@@ -101,6 +101,7 @@ ACTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("act", "policy"),
     [

@@ -106,6 +106,7 @@ def test_data_of_another_shape():
         assert_equal_step(ours, theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("width", [32, 512], ids=["small", "large"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -258,6 +259,7 @@ WRITES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
 def test_every_write_is_seen(write, grad):

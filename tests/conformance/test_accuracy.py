@@ -65,6 +65,7 @@ POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
 WHOLE = (*POLICIES, "fp16,accuracy=fast")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_subset_is_as_exact_as_autocast(policy):
     found = measured(policy, SUBSET, seeds=2)
@@ -93,6 +94,7 @@ def planned_for_cuda(names, seeds):
     return found
 
 
+@pytest.mark.sampled(2)
 def test_plans_for_cuda_are_as_exact_as_autocasts_there():
     check("bf16", planned_for_cuda(FOR_CUDA, seeds=2))
 

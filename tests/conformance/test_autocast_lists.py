@@ -97,6 +97,7 @@ def raised(obj):
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in HALVES else t, obj)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("group", "index"), [*cpu_entries()])
 def test_cpu_entries_return_what_autocast_returns(group, index):
     build, args = built(group, index)

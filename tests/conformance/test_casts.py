@@ -127,6 +127,7 @@ def activations(casts):
     return casts.forward_activation + casts.backward_gradient
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LARGE)
 def test_casts_of_activations_as_exact_as_autocast(name):
     ours, _ = step(LARGE[name], "bf16")
@@ -134,6 +135,7 @@ def test_casts_of_activations_as_exact_as_autocast(name):
     assert activations(ours) <= 0.10 * activations(theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DEEP)
 def test_casts_of_activations_of_small_models(name):
     """Where calls cost more than memory, norms are torch's, and so are the casts around them."""
@@ -142,6 +144,7 @@ def test_casts_of_activations_of_small_models(name):
     assert activations(ours) <= activations(theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DEEP)
 def test_casts_of_activations_where_fast(name):
     ours, _ = step(DEEP[name], "bf16,accuracy=fast")
@@ -156,6 +159,7 @@ def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     assert ours.weight <= theirs.weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DEEP)
 def test_a_second_micro_batch_casts_no_weight(name):
     ours, _ = step(DEEP[name], "bf16", updated=False)
@@ -195,6 +199,7 @@ COMPARABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & 
 LIKE = "bf16,keep_outputs=false"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_never_more_casts_than_autocast(name):
     ours, _ = step(CASES[name], LIKE, saves=False)

@@ -246,6 +246,7 @@ def exact_gradients():
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "bf16-O2", "fp16,accuracy=fast", "bf16-O3"])
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=["whole", "micro-batches"])
 def test_gradients_of_a_step_are_no_further_off(policy, options):

@@ -184,6 +184,7 @@ def _kernels_that_want_weights_so(monkeypatch):
     monkeypatch.setattr(channels_last, "channels_last_weights_pay", lambda device: True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_kernels_that_want_weights_so")
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):

@@ -167,6 +167,7 @@ class Up(nn.Module):
         return self.c(F.relu(self.b(F.relu(self.norm(self.a(x))))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,recompute=all", "bf16-O2"])
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
 def test_a_converted_model_trains_as_without(compile, policy):

@@ -348,6 +348,7 @@ class Mixer(nn.Module):
         return self.head(h).mean((2, 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast,recompute=all", "bf16-O2"])
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])

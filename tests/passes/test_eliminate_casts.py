@@ -56,6 +56,7 @@ def captured(seed):
     return capture(model, *inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 @pytest.mark.parametrize("seed", range(24))
 def test_outputs_gradients_and_inputs_are_bit_for_bit_the_same(seed, policy):

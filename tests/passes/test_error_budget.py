@@ -76,6 +76,7 @@ def wrong(within):
     return count
 
 
+@pytest.mark.slow
 def test_what_is_found_costs_no_more_than_the_hull_of_all_assignments():
     assert sum(len(vertices(points)) > 2 for _, points in brute_forced()) >= 10
     assert wrong(Tradeoff.within) == 0
@@ -104,6 +105,7 @@ def keeps_its_promises(made):
     return len({p.low for p in found.values()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("on", ["cpu_amx", "cpu_bf16", "cuda"])
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_random_programs_keep_their_budgets(policy, on):
@@ -111,6 +113,7 @@ def test_random_programs_keep_their_budgets(policy, on):
     assert policy != "bf16" or sum(n > 1 for n in differing) >= 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["bert_sdpa", "gpt2", "vit", "llama_gqa", "inplace_chain", "moe_index_add", "gat"])
 def test_models_keep_their_budgets(name):
     model, args, kwargs = make(name)

@@ -324,6 +324,7 @@ def becomes_the_call_and_is_as_exact(function):
         assert ours <= 1.1 * theirs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_formulas_become_the_call_and_are_as_exact(name):
     becomes_the_call_and_is_as_exact(FORMS[name])
@@ -352,6 +353,7 @@ def test_without_our_draws_dropout_stays_written_out(monkeypatch):
     assert stepped(plain)[1] == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_attention_stays(name):
     torch.manual_seed(1)

@@ -118,6 +118,7 @@ def exact_step(function, given):
     return run_step(captured.gm, wide)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
 def test_gradients_are_as_exact_as_before(function, policy):

@@ -54,6 +54,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_less_exact_than_under_autocast(form):
     layers, x = built(**FORMS[form]), drawn(LENGTH, BATCH, WIDTH, seed=1)

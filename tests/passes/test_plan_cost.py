@@ -44,6 +44,7 @@ def least(made):
     return min(cost(task, low) for low in every if is_legal(task, low))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_small_graphs_cost_what_brute_force_finds(policy, skip):
@@ -66,6 +67,7 @@ def test_control_the_painting_is_not_always_the_cheapest():
     assert sum(p > b for p, b in zip(painted, best, strict=True)) >= 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_never_above_the_painting(policy, on):
@@ -96,6 +98,7 @@ def check_corpus(name, policy):
     return problems_of(lambda: model(*args, **kwargs), visit)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", CORPUS)
 def test_never_above_the_painting_on_models(name, policy):

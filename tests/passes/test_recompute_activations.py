@@ -276,6 +276,7 @@ IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(7))
 IMAGE = 2 * 16 * 8 * 8 * 2  # bytes of an image behind the pool
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("policy", "images", "count"), [(AUTOCAST, 4 + 3 + 3, 4), (FAST, 4 + 5 + 3, 6)])
@@ -369,6 +370,7 @@ def a_part_first(out, leaves):
     return [*torch.autograd.grad(out.sum(), leaves[-1], retain_graph=True), *torch.autograd.grad(out.sum(), leaves)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("work", [twice, of_second_order, in_an_autocast_region, a_part_first])
 @pytest.mark.parametrize("model", ["mlp", "images", "norm", "fused norm"])
 def test_gradients_are_those_of_the_graph_without(model, work):

@@ -589,6 +589,26 @@ def _let_masks_broadcast() -> None:
     known[operator] = masked_select
 
 
+def _see_loops_to_their_end() -> None:
+    """Let our captures see that they stop at a jump that goes back itself, as that of a ``while``; 2.11 - 2.13.
+
+    Dynamo looks for one behind it alone, and takes the turns of such a loop for calls inside of each other: a thousand
+    end in a RecursionError, and each holds its values. A frame with a loop that is seen runs as it is written.
+    """
+    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    plain: Any = getattr(translator, "maybe_has_backedge", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def maybe_has_backedge(self: Any) -> bool:
+        jump = self.current_instruction
+        target = getattr(jump.target, "offset", None) if _capturing.is_on else None
+        return plain(self) or (target is not None and target < jump.offset)
+
+    translator.maybe_has_backedge = maybe_has_backedge
+
+
 # Functions, and what our captures hold in their place: always, or only where a number is given that tensors hold.
 _OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
     transformer._detect_is_causal_mask: (mask_as_given, False),  # 2.11 - 2.13
@@ -839,6 +859,7 @@ def capture_with_dynamo(
     _leave_out_guard_timing()
     _leave_cast_cache_alone()
     _let_masks_broadcast()
+    _see_loops_to_their_end()
     optimize = torch._dynamo.optimize
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

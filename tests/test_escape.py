@@ -815,6 +815,61 @@ def test_code_on_which_tracing_fails_runs_as_written_and_once():
     assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
 
 
+class WhileLarge(nn.Module):
+    """Shrinks its input, a turn at a time, until a value says that it is small enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.turns = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.turns = 0
+        while x.norm() > 10:
+            x = 0.9968 * x + 1e-5 * self.part(x)
+            self.turns += 1
+        return self.part(x)
+
+
+class BreaksOut(WhileLarge):
+    """Does so in a loop without a condition."""
+
+    def forward(self, x):
+        self.turns = 0
+        while True:
+            x = 0.9968 * x + 1e-5 * self.part(x)
+            self.turns += 1
+            if x.norm() <= 10:
+                break
+        return self.part(x)
+
+
+class WhileInWhile(WhileLarge):
+    """Has a second such loop inside of the first."""
+
+    def forward(self, x):
+        self.turns = 0
+        while x.norm() > 10:
+            top = x.norm() * 0.5
+            while x.norm() > top:
+                x = 0.9968 * x + 1e-5 * self.part(x)
+                self.turns += 1
+        return self.part(x)
+
+
+@pytest.mark.parametrize("kind", [WhileLarge, BreaksOut, WhileInWhile])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_a_loop_of_a_thousand_turns_that_values_decide(kind):
+    """Turns that are calls inside of each other end in a RecursionError."""
+    model, x = kind(), 100 * torch.randn(4, 8)
+    with torch.no_grad():
+        want, turns = model(x), model.turns
+        assert turns > sys.getrecursionlimit() // 2 + 200
+        amp_graph.convert(model, "bf16")
+        for _ in range(2):
+            torch.testing.assert_close(model(x), want, rtol=0.05, atol=0.05)
+            assert abs(model.turns - turns) <= 2
+
+
 class WritesToTheBase(nn.Module):
     """Gives an input a gradient of which another input is a view: Dynamo has no fake tensor for that."""
 

@@ -127,8 +127,8 @@ class EscapedCode:
     def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the region, the first of which may find that operations have no kernels for low precision.
 
-        Raises FailsUnderAutocast where such a call can run again in fp32: it has written to no input and no parameter,
-        and buffers and random state are as before it.
+        Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
+        are as before it.
         """
         _here.given = (args, kwargs)
         if self._works or self._complain is None:
@@ -137,7 +137,7 @@ class EscapedCode:
         try:
             result = run(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if not is_of_precision(error) or before.is_written():
+            if not is_of_precision(error) or before.is_lost():
                 raise
             before.restore()
             self._fails = True

@@ -92,6 +92,7 @@ class Program(nn.Module):
         self.register_buffer("index", torch.tensor([2, 0, 0, 3]))
         self.register_buffer("count", torch.tensor(3))
         self.plan = plan
+        self.rounds: torch.Generator | None = None  # where set, operands are changed by one rounding
         self.train(plan.trains)
 
     def forward(self, *inputs: Any) -> Any:
@@ -106,13 +107,23 @@ class Program(nn.Module):
             elif line.kind == "cast":
                 pool.append(CASTS[line.name](values[0]))
             elif line.kind == "data":
-                pool.append(DATA_DEPENDENT[line.name](self, fit(values[0])))
+                pool.append(self._called(DATA_DEPENDENT[line.name], values[0]))
             elif line.kind == "break":
                 torch._dynamo.graph_break()
             else:
-                pool.append(OPERATIONS[line.name](self, fit(values[0]), fit(values[1])))
+                pool.append(self._called(OPERATIONS[line.name], *values))
         total = (sum(fit(v) for v in pool),) if self.plan.sums else ()
         return (*(pool[i] for i in self.plan.outputs), *total)
+
+    def _called(self, operation: Any, *values: Any) -> Any:
+        """Call an operation, on operands that are changed by one rounding, and with them their gradients."""
+        given = [fit(value) for value in values]
+        if self.rounds is None:
+            return operation(self, *given)
+        changed = [t * (1 + UNIT * (2 * torch.rand(t.shape, generator=self.rounds) - 1)) for t in given]
+        made = operation(self, *changed)
+        shared = {t.untyped_storage().data_ptr() for t in changed}
+        return operation(self, *given) if made.untyped_storage().data_ptr() in shared else made
 
 
 @dataclass(frozen=True)
@@ -131,12 +142,14 @@ def inputs_of(plan: Plan, call: int) -> list[torch.Tensor]:
     return [x, x.view(-1)[4:28] if plan.aliased else y, z]
 
 
-def run(plan: Plan, make: Any = None, context: Any = None, noise: int = 0, calls: int = 1) -> Run:
+def run(plan: Plan, make: Any = None, context: Any = None, noise: int = 0, inside: bool = False, calls: int = 1) -> Run:
     """Run a plan ``calls`` times, each with inputs of its own, and its backward; ``noise``: the seed of a perturbation.
 
-    A perturbed run changes every input, parameter and held tensor by up to one rounding to bfloat16.
+    A perturbed run changes every input, parameter and held tensor by up to one rounding to bfloat16, and ``inside``
+    the operands of each operation, too.
     """
     model = Program(plan)
+    model.rounds = torch.Generator().manual_seed(noise) if inside else None
     _perturb([*model.parameters(), model.held], noise)
     called = make(model) if make else model
     values: dict[str, torch.Tensor] = {}
@@ -284,18 +297,22 @@ def compare(plan: Plan, make: Any = amp_graph.convert) -> Verdict:
     from value to value, so an absolute bound would be wrong, and a ratio to autocast's error alone is a ratio of two
     draws, with long tails. Each tensor's error (relative, in norm) may be FACTOR times the largest of those of
     ``torch.autocast`` and of eager fp32 runs whose inputs and parameters were perturbed by one rounding, plus FLOOR,
-    which is of a few roundings. Where a program shows dtypes (a complex view that is written, ``.float()``), autocast
-    itself may lose writes, which excuses nothing: its error counts at most ten times the perturbed ones'. But code
-    between pieces, where Dynamo breaks a program, runs under autocast, and has bits and dtypes as there: of such a
-    program autocast's error counts whole, and memory that is shared there, or not, may be so here. A write that is
-    lost, or done twice, is an error of the size of the value, which is 60 times FLOOR.
+    which is of a few roundings. Where autocast cannot run the program, or keeps in fp32 what "fast" rounds, operands of
+    operations are perturbed as well.
+
+    Where a program shows dtypes (a complex view that is written, ``.float()``), autocast itself may lose writes, which
+    excuses nothing: its error counts at most ten times the perturbed ones'. But code between pieces, where Dynamo
+    breaks a program, runs under autocast, and has bits and dtypes as there: of such a program autocast's error counts
+    whole, and memory that is shared there, or not, may be so here. A write that is lost, or done twice, is an error of
+    the size of the value, which is 60 times FLOOR.
     """
     verdict = Verdict(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = run(plan, calls=2)
-        near = [_errors(run(plan, noise=7 * (i + 1), calls=2), want) for i in range(PERTURBED)]
         cast = _under_autocast(plan)
+        inside = cast is None or "fast" in plan.policy
+        near = [_errors(run(plan, noise=7 * (i + 1), inside=inside, calls=2), want) for i in range(PERTURBED)]
         autocast = _errors(cast, want) if cast else {}
         torch._dynamo.reset()
         try:

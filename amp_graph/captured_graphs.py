@@ -207,6 +207,7 @@ class CapturedGraphs:
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
         if why == BITS:
             what = f"{word_of(self.escaped.kind()[1])} values are shown as another dtype behind a graph break"
+            self.escaped.stop_for_fp32(f"{what}: {where}")
             self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
         self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy))

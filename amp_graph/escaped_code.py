@@ -29,6 +29,10 @@ class FailsUnderAutocast(Exception):
     """Code that escapes capture failed under autocast, and nothing that it wrote is left: it is to run in fp32."""
 
 
+class NeedsFp32(Exception):
+    """A piece of a call has other results under autocast: the call is to run in fp32, and can still do so."""
+
+
 class EscapedCode:
     """What of ``model`` is not captured: cast by autocast, or in fp32. ``complain`` tells the user of the change."""
 
@@ -130,25 +134,36 @@ class EscapedCode:
         Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
         are as before it.
         """
-        _here.given = (args, kwargs)
+        _here.given, _here.before = (args, kwargs), None
         if self._works or self._complain is None:
             return run(*args, **kwargs)
         before, how = BeforeCall(self.model, (args, kwargs)), self.how
+        _here.before = before
         try:
             result = run(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if not is_of_precision(error) or before.is_lost():
+            cause = getattr(error, "inner_exception", error)
+            if not (isinstance(cause, NeedsFp32) or is_of_precision(error)) or before.is_lost():
                 raise
             before.restore()
             self._fails = True
             self._complain(
                 f"code that escapes capture fails {how}: it runs in fp32 from now on; what Python code changed before "
                 "it failed, but for tensors, it has changed twice",
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
             )
             raise FailsUnderAutocast from error
+        finally:
+            _here.before = None
         self._works = True
         return result
+
+    @staticmethod
+    def stop_for_fp32(why: str) -> None:
+        """Raise NeedsFp32 with ``why`` where the call that runs in this thread can still be taken back."""
+        before = getattr(_here, "before", None)
+        if before is not None and not before.is_lost():
+            raise NeedsFp32(why)
 
 
 def _is_by_user(t: torch.Tensor) -> bool:

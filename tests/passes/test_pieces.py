@@ -95,21 +95,38 @@ def test_a_piece_returns_the_memory_that_it_was_given(same):
 class ShowsBits(nn.Module):
     def __init__(self, convert):
         super().__init__()
-        self.convert = convert
+        self.convert, self.shows = convert, True
 
     def forward(self, x, w, v):
         h = F.linear(x, w)
         torch._dynamo.graph_break()
-        self.convert(h).view(torch.int16).bitwise_and_(-16)
+        if self.shows:
+            self.convert(h).view(torch.int16).bitwise_and_(-16)
         return F.linear(h, v)
 
 
-def test_bits_of_low_values_behind_a_break_are_told():
-    """In pieces they are those of bfloat16, as under autocast; in fp32 by the word that the warning names."""
+def test_a_call_that_shows_bits_of_low_values_behind_a_break_runs_in_fp32():
+    """In pieces they would be those of bfloat16, as under autocast."""
     model = ShowsBits(lambda h: h)
     with torch.no_grad():
         want = model(X, W, V)
         converted = amp_graph.convert(model, "bf16")
+        with pytest.warns(AmpGraphWarning, match="in fp32 from now on.*shown as another dtype behind a graph break"):
+            got = converted(X, W, V)
+        again = converted(X, W, V)
+    assert (got - want).norm() / want.norm() < 0.012
+    assert torch.equal(again, got)
+
+
+def test_bits_that_a_later_call_shows_are_told():
+    """Nothing is put back then; the warning names the word for fp32."""
+    model = ShowsBits(lambda h: h)
+    with torch.no_grad():
+        want = model(X, W, V)
+        converted = amp_graph.convert(model, "bf16")
+        model.shows = False
+        converted(X, W, V)
+        model.shows = True
         with pytest.warns(AmpGraphWarning, match="shown as another dtype behind a graph break.*escaped=fp32"):
             converted(X, W, V)
         amp_graph.revert(model)

@@ -29,7 +29,7 @@ from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError, VerifyError
 from amp_graph.passes.facts import source_line
 from amp_graph.passes.keep_weight_copies import is_kept
-from amp_graph.passes.low_by_user import low_by_user
+from amp_graph.passes.low_by_user import conversions
 from amp_graph.passes.manager import is_strict, is_verifying
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
@@ -183,20 +183,20 @@ class CapturedGraphs:
         kind, dtype = self.escaped.kind()
         if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
             return self._as_it_is(gm, example_inputs, "the user's torch.autocast around it is obeyed")
-        written = copy_graph(gm)
         with torch.autocast(kind, enabled=False):
-            known = low_by_user(gm, dtype)
+            by_user = conversions(gm, dtype)
+            written = copy_graph(gm)
             refusal = adopt_piece(gm, dtype)
             try:
                 if not refusal:
                     as_captured = partial(plain_runner, written, self.policy, (kind, dtype))
                     run = self._recorded(self._rewritten(gm), example_inputs, as_captured)
-                    return self.escaped.knows_low(without_autocast(run, kind), known)
+                    return self.escaped.watched(without_autocast(run, kind), by_user)
             except (PassError, VerifyError) as error:
                 if self.said.strict or is_strict():
                     raise
                 refusal = f"it could not be rewritten: {first_line(error)}"
-        return self.escaped.knows_low(self._as_it_is(written, example_inputs, refusal), known)
+        return self.escaped.watched(self._as_it_is(written, example_inputs, refusal), by_user)
 
     def unread(self) -> list[str]:
         """Return the names of the parameters that no run of a graph has read."""

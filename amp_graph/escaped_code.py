@@ -19,6 +19,7 @@ from amp_graph.before_call import BeforeCall
 from amp_graph.devices import device_of_model
 from amp_graph.escape import autocast_region, is_of_precision
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
+from amp_graph.passes.low_by_user import Conversions
 from amp_graph.policy import Policy
 from amp_graph.widened_outputs import widened_outputs
 
@@ -104,22 +105,29 @@ class EscapedCode:
 
         return widened_outputs(result, self.kind()[1], own)
 
-    def knows_low(self, run: Callable[..., Any], positions: dict[int, frozenset[int]]) -> Callable[..., Any]:
-        """Return ``run``, of a piece, which remembers the results at ``positions`` for as long as the call goes on.
+    def watched(self, run: Callable[..., Any], by_user: Conversions) -> Callable[..., Any]:
+        """Return ``run``, of a piece, which remembers for the call what it returns of the user's conversions.
 
-        They are of low precision by the user's code where the arguments are that are named with them.
+        In a first call with them what has one memory without autocast: until its end, as it may be written behind.
         """
 
         def call(*args: Any) -> Any:
-            results = list(run(*args))
-            if self.is_running():  # and not a backward, which runs it again
-                for position, sources in positions.items():
-                    if all(_is_by_user(args[i]) for i in sources):
-                        results[position] = made = _apart_from(results[position], args if not sources else ())
-                        _here.low[id(made)] = weakref.ref(made)
-            return tuple(results)
+            before = [t._version if -1 - i in inputs and not t.is_inference() else 0 for i, t in enumerate(args)]
+            results = run(*args)
+            if not self.is_running():  # a backward runs it again
+                return results
+            for position, sources in by_user.low.items():
+                if all(_is_by_user(args[i]) for i in sources):
+                    _here.low[id(results[position])] = weakref.ref(results[position])
+            if _here.before is not None:
+                for one, other in by_user.apart:
+                    source, version = (args[-1 - one], before[-1 - one]) if one < 0 else (results[one], 0)
+                    if not (one < 0 and _is_by_user(source)):
+                        _here.apart += [(source, version), (results[other], 0)]
+            return results
 
-        return call if positions else run
+        inputs = {one for one, _ in by_user.apart if one < 0}
+        return call if by_user.low or by_user.apart else run
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call without any capture."""
@@ -134,14 +142,16 @@ class EscapedCode:
         Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
         are as before it.
         """
-        _here.given, _here.before = (args, kwargs), None
+        _here.given, _here.before, _here.apart = (args, kwargs), None, []
         if self._works or self._complain is None:
             return run(*args, **kwargs)
         before, how = BeforeCall(self.model, (args, kwargs)), self.how
         _here.before = before
         try:
             result = run(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError) as error:
+            if any(map(_is_written, _here.apart)):
+                self.stop_for_fp32("a write to a value, or to its .float(), is to show in the other")
+        except (NeedsFp32, RuntimeError, TypeError, ValueError) as error:
             cause = getattr(error, "inner_exception", error)
             if not (isinstance(cause, NeedsFp32) or is_of_precision(error)) or before.is_lost():
                 raise
@@ -154,7 +164,7 @@ class EscapedCode:
             )
             raise FailsUnderAutocast from error
         finally:
-            _here.before = None
+            _here.before, _here.apart = None, []
         self._works = True
         return result
 
@@ -172,9 +182,10 @@ def _is_by_user(t: torch.Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter) or (known is not None and known() is t) or _is_given(t)
 
 
-def _apart_from(t: torch.Tensor, others: tuple[Any, ...]) -> torch.Tensor:
-    """Return ``t``, as another object than each of ``others``: ``h.half()`` is ``h`` where autocast made that fp16."""
-    return t.view_as(t) if any(t is other for other in others) else t
+def _is_written(held: tuple[torch.Tensor, int]) -> bool:
+    """Say whether a tensor was written since its version was read; of those of inference mode nobody knows."""
+    tensor, version = held
+    return not tensor.is_inference() and tensor._version != version
 
 
 def _is_given(t: torch.Tensor) -> bool:

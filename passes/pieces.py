@@ -26,6 +26,7 @@ TAKES = "amp_takes"  # meta key of a call that runs as captured: the inputs that
 LEAVES = "amp_leaves"  # meta key of an output: the dtype in which each of its leaves has to leave the graph, or None
 WHY = "arrives in low precision, or is made so by the user's code"
 BITS = "it shows the bits of a low-precision value as another dtype"
+AS_COMPLEX = (torch.view_as_complex, torch.ops.aten.view_as_complex.default)
 OWN_BITS = "it shows the bits of a value that the user converted to low precision"
 
 
@@ -102,6 +103,8 @@ def bits_shown(node: Node) -> list[torch.Tensor]:
     if not made or node.op not in ("call_function", "call_method"):
         return []
     given = [t for source in node.all_input_nodes for t in tensors(value(source))]
+    if node.target in AS_COMPLEX:  # whose fake result of bfloat16, which has no complex numbers, is no view
+        return given
     return [t for t in given if any(key == storage_key(t) and dtype != t.dtype for key, dtype in made)]
 
 

@@ -929,6 +929,88 @@ def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
             torch.testing.assert_close(one, exact, rtol=0.05, atol=0.05)
 
 
+def write_behind_float(h, x):
+    wide = h.float()
+    torch._dynamo.graph_break()
+    h.mul_(2)
+    torch._dynamo.graph_break()
+    return wide + x
+
+
+def write_to_what_float_returns(h, x):
+    wide = h.to(torch.float32)
+    torch._dynamo.graph_break()
+    wide.mul_(2)
+    torch._dynamo.graph_break()
+    return h + x
+
+
+def write_to_a_view_of_it(h, x):
+    wide = h[1:].float()
+    torch._dynamo.graph_break()
+    wide[0].zero_()
+    torch._dynamo.graph_break()
+    return h + x
+
+
+def write_to_a_low_copy(h, x):
+    low = h.bfloat16()
+    torch._dynamo.graph_break()
+    low.mul_(2)
+    torch._dynamo.graph_break()
+    return low + h + x
+
+
+def write_that_a_backward_would_miss(h, x):
+    h = h.relu()
+    low = h.bfloat16()
+    torch._dynamo.graph_break()
+    low[:2] += 1
+    return low + h + x
+
+
+def write_to_a_complex_view(h, x):
+    torch.view_as_complex(h.view(-1, 2)).mul_(1j)
+    torch._dynamo.graph_break()
+    return h + x
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        write_behind_float, write_to_what_float_returns, write_to_a_view_of_it, write_to_a_low_copy,
+        write_that_a_backward_would_miss, write_to_a_complex_view,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_a_write_behind_a_conversion_and_a_graph_break_is_seen(writes, policy):
+    """Autocast loses them: there ``h.float()`` is another memory, and ``h.bfloat16()`` the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(writes(h, x))
+
+    model, x = Model(), torch.randn(4, 8, requires_grad=True)
+    weights = (x, *model.parameters())
+
+    def call():
+        out = model(x)
+        return out, *torch.autograd.grad(out.square().sum(), weights)
+
+    want = call()
+    amp_graph.convert(model, policy)
+    for _ in range(2):
+        for found, exact in zip(call(), want, strict=True):
+            assert (found - exact).norm() <= 0.03 * exact.norm()
+
+
 @pytest.mark.parametrize("kind", [WritesToTheBase, ReadsItsBatch])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_what_dynamo_cannot_trace_runs_as_it_is_written(kind):

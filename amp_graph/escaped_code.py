@@ -7,7 +7,6 @@ the modules that stay fp32 kept out of it, and its result goes through ``finishe
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,6 +19,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.escape import autocast_region, is_of_precision
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
 from amp_graph.passes.low_by_user import Conversions
+from amp_graph.passes.torch_private import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy
 from amp_graph.widened_outputs import widened_outputs
 
@@ -99,7 +99,7 @@ class EscapedCode:
             return result
 
         def own() -> set[int]:
-            by_user = [t for t in (known() for known in _here.low.values()) if t is not None]
+            by_user = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and storage_key(t) in _here.low]
             given = tree_leaves((args, kwargs))
             return set(map(id, (*given, *self.model.parameters(), *self.model.buffers(), *by_user)))
 
@@ -118,7 +118,8 @@ class EscapedCode:
                 return results
             for position, sources in by_user.low.items():
                 if all(_is_by_user(args[i]) for i in sources):
-                    _here.low[id(results[position])] = weakref.ref(results[position])
+                    made = results[position]
+                    _here.low[storage_key(made)] = StorageWeakRef(storage_of(made))
             if _here.before is not None:
                 for one, other in by_user.apart:
                     source, version = (args[-1 - one], before[-1 - one]) if one < 0 else (results[one], 0)
@@ -178,8 +179,7 @@ class EscapedCode:
 
 def _is_by_user(t: torch.Tensor) -> bool:
     """Say whether ``t`` is of low precision without autocast, too, as far as this call has shown."""
-    known = _here.low.get(id(t))
-    return isinstance(t, torch.nn.Parameter) or (known is not None and known() is t) or _is_given(t)
+    return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low or _is_given(t)
 
 
 def _is_written(held: tuple[torch.Tensor, int]) -> bool:

@@ -124,7 +124,7 @@ class EscapedCode:
                 for one, other in by_user.apart:
                     source, version = (args[-1 - one], before[-1 - one]) if one < 0 else (results[one], 0)
                     if not (one < 0 and _is_by_user(source)):
-                        _here.apart += [(source, version), (results[other], 0)]
+                        _here.apart.append(((source, version), (results[other], 0)))
             return results
 
         inputs = {one for one, _ in by_user.apart if one < 0}
@@ -150,8 +150,8 @@ class EscapedCode:
         _here.before = before
         try:
             result = run(*args, **kwargs)
-            if any(map(_is_written, _here.apart)):
-                self.stop_for_fp32("a write to a value, or to its .float(), is to show in the other")
+            if any(_is_shown(one, other, result) for one, other in _here.apart):
+                self.stop_for_fp32("a value and its .float(), which are one without autocast, are written or returned")
         except (NeedsFp32, RuntimeError, TypeError, ValueError) as error:
             cause = getattr(error, "inner_exception", error)
             if not (isinstance(cause, NeedsFp32) or is_of_precision(error)) or before.is_lost():
@@ -182,10 +182,15 @@ def _is_by_user(t: torch.Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low or _is_given(t)
 
 
-def _is_written(held: tuple[torch.Tensor, int]) -> bool:
-    """Say whether a tensor was written since its version was read; of those of inference mode nobody knows."""
-    tensor, version = held
-    return not tensor.is_inference() and tensor._version != version
+def _is_shown(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int], result: Any) -> bool:
+    """Say whether it shows that two tensors have two memories: one was written, or both are returned.
+
+    Each comes with its version as it was. Of writes in inference mode nobody knows.
+    """
+    if any(not t.is_inference() and t._version != version for t, version in (one, other)):
+        return True
+    returned = {storage_key(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+    return {storage_key(one[0]), storage_key(other[0])} <= returned
 
 
 def _is_given(t: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ class DropDropout(Pass):
         """Visit every dropout."""
         changes = []
         for node in list(gm.graph.nodes):
-            source = _given_back(node)
+            source = given_back(node)
             if source is not None:
                 changes.append(Change(self.name, "left out", node.name, "it drops nothing"))
                 # Dynamo's fake dropout is a clone: what its memory is called there is that of the argument.
@@ -62,7 +62,7 @@ def given_to(node: Node) -> tuple[Node, Any, Any, bool] | None:
     return (source, p, trains, in_place) if isinstance(source, Node) else None
 
 
-def _given_back(node: Node) -> Node | None:
+def given_back(node: Node) -> Node | None:
     """Return what ``node`` returns as it is, None where it makes something."""
     given = given_to(node)
     if given is None:

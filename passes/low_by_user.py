@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.passes.drop_dropout import given_back
 from amp_graph.passes.node_value import adopt_values, tensors, value
 from amp_graph.passes.torch_private import storage_key
 
@@ -90,6 +91,9 @@ def _apart(
 
 
 def _memories(node: object) -> list[int | None]:
+    """Return the storages of a value; a dropout that drops nothing returns its operand, but its fake is a copy."""
+    while isinstance(node, Node) and (source := given_back(node)) is not None:
+        node = source
     return [storage_key(t) for t in tensors(value(node))] if isinstance(node, Node) else []
 
 

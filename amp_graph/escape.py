@@ -24,7 +24,7 @@ HINT = (
     "precision can meet; policy 'escaped=fp32' runs it in fp32"
 )
 
-MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")
+MIXED = re.compile(r"dtype|scalar type|Half|BFloat16|out of bounds for storage")
 SPARSE = re.compile(r"sparse (?i:tensor)|sparse_\w+_tensor")
 
 

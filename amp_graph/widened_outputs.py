@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.passes.torch_private import storage_key
+from amp_graph.passes.overlap import may_overlap
+from amp_graph.passes.torch_private import storage_key, storage_of
 
 
 def widened_outputs(result: Any, dtype: torch.dtype, own: Callable[[], set[int]]) -> Any:
@@ -47,41 +48,49 @@ def _is_low(leaf: Any, dtype: torch.dtype) -> bool:
 
 
 def _views_of_one(low: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return in fp32, by id, those tensors of which one lies in the memory of another, as views of that one."""
+    """Return in fp32, by id, those tensors of which one overlaps another, as views of one tensor."""
     memories: dict[int | None, dict[int, torch.Tensor]] = {}
     for t in low:
-        if type(t) is torch.Tensor and t.layout is torch.strided:
+        if type(t) is torch.Tensor and t.layout is torch.strided and t.numel():
             memories.setdefault(storage_key(t), {})[id(t)] = t
     found: dict[int, torch.Tensor] = {}
     for key, sharing in memories.items():
-        if key is not None and len(sharing) > 1:
-            _add_views(found, list(sharing.values()))
+        views = list(sharing.values())
+        if key is not None and any(may_overlap(a, b) for i, a in enumerate(views) for b in views[:i]):
+            _add_views(found, views)
     return found
 
 
 def _add_views(found: dict[int, torch.Tensor], sharing: list[torch.Tensor]) -> None:
-    """Add those of the tensors of one storage of which one lies in another."""
-    for whole in sorted(sharing, key=torch.Tensor.numel, reverse=True):
-        inside = [t for t in sharing if t is not whole and id(t) not in found and _lies_in(t, whole)]
-        if id(whole) in found or not inside:
-            continue
-        wide = found[id(whole)] = whole.float()
-        for t in inside if wide.stride() == whole.stride() else ():
-            source = wide if t.requires_grad else wide.detach()
-            found[id(t)] = source.as_strided(t.shape, t.stride(), t.storage_offset() - whole.storage_offset())
+    """Add the tensors of one storage; those with gradients must be views of one tensor."""
+    trained = [t for t in sharing if t.requires_grad]
+    bases = {id(base): base for base in (t if t._base is None else t._base for t in trained)}
+    base = next(iter(bases.values()), None)
+    if base is None:
+        start, end = min(t.storage_offset() for t in sharing), max(map(_end, sharing))
+        base = torch.empty(0, dtype=sharing[0].dtype, device=sharing[0].device)
+        base.set_(storage_of(sharing[0]), start, (end - start,))
+    elif len(bases) > 1 or not all(_lies_in(t, base) for t in sharing):
+        return
+    wide = base.float()
+    if wide.stride() != base.stride():
+        return
+    for t in sharing:
+        source = wide if t.requires_grad else wide.detach()
+        found[id(t)] = source.as_strided(t.shape, t.stride(), t.storage_offset() - base.storage_offset())
+    if id(base) in found:
+        found[id(base)] = wide
+
+
+def _end(t: torch.Tensor) -> int:
+    """Return the place in its storage behind the last element of ``t``, which has some."""
+    return t.storage_offset() + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True)) + 1
 
 
 def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Say whether ``part``, of the same storage, lies in ``whole``, which has no gaps, and has its gradients by it."""
-    if not part.numel():
-        return False
-    span = sum((n - 1) * d for n, d in zip(whole.shape, whole.stride(), strict=True)) + 1
-    if span != whole.numel():
-        return False
-    start = part.storage_offset() - whole.storage_offset()
-    end = start + sum((n - 1) * d for n, d in zip(part.shape, part.stride(), strict=True)) + 1
-    base = whole if whole._base is None else whole._base
-    return 0 <= start and end <= whole.numel() and (not part.requires_grad or part._base is base)
+    """Say whether ``part``, of the same storage, lies in ``whole``, which has no gaps."""
+    dense = _end(whole) - whole.storage_offset() == whole.numel()
+    return dense and whole.storage_offset() <= part.storage_offset() and _end(part) <= _end(whole)
 
 
 def _leaves(result: Any) -> Iterator[Any]:

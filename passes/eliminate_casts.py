@@ -111,7 +111,18 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
     if len(source.users) > 1 and captured(origin).requires_grad:
         return "another reader's gradient is summed in the wide dtype: kept"
+    if _are_seen_apart(node, origin, memory):
+        return "the caller has both, and may write to one: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
+
+
+def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
+    """Say whether ``made``, a copy of ``origin``, is returned beside that, or beside views of it."""
+    graph, of = made.graph, memory.storages.get
+    returned = frozenset().union(*(of(n, frozenset()) for n in graph.output_node().all_input_nodes))
+    given = frozenset().union(*(of(n, frozenset()) for n in graph.find_nodes(op="placeholder")))
+    mine, other = of(made, frozenset()), of(origin, frozenset())
+    return bool(mine & returned) and bool(other & (returned | given)) and not mine & other
 
 
 def _create_at_once(node: Node) -> bool:

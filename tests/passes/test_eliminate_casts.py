@@ -6,7 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+import amp_graph
 from amp_graph.passes import eliminate_casts
 from amp_graph.passes.eliminate_casts import EliminateCasts
 from amp_graph.passes.manager import run_passes
@@ -214,3 +216,24 @@ def test_a_number_that_python_reads_is_not_widened():
     (done,) = run_passes(gm, [EliminateCasts()], checked=True)
     assert any("number that is read" in change.reason for change in done.result.changes)
     assert not differences(run_step(gm, graph.given), before)
+
+
+def returned_beside(self, x):
+    h = x.sum(0)
+    return h.double().float().expand(4, -1), h
+
+
+def returned_of_an_input(self, x):
+    return x.double().float(), x.sum(0)
+
+
+@pytest.mark.parametrize("function", [returned_beside, returned_of_an_input])
+def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
+    model = type("Model", (nn.Module,), {"forward": function})()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        copied, source = amp_graph.convert(model, "bf16")(x)
+        before = (source.clone(), x.clone())
+        copied[0].zero_()
+    assert torch.equal(source, before[0])
+    assert torch.equal(x, before[1])

@@ -140,6 +140,36 @@ def test_bits_of_what_the_user_converted_need_no_word():
         amp_graph.convert(ShowsBits(lambda h: h.float().bfloat16()), "bf16")(X, W, V)
 
 
+class ReturnsViewsWithGaps(nn.Module):
+    """Of what is not returned itself."""
+
+    def forward(self, x, w, v):
+        h = F.linear(x, w)
+        torch._dynamo.graph_break()
+        return h[1:, 2:], h[:, 3], h.as_strided((2, 2), (8, 1), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*graph")
+@pytest.mark.parametrize("trains", [True, False])
+def test_views_with_gaps_that_pieces_return_are_one_memory(trains):
+    model, given = ReturnsViewsWithGaps(), [t.clone().requires_grad_(trains) for t in (X, W, V)]
+    want = model(*given)
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        found = model(*given)
+        for one, exact in zip(found, want, strict=True):
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one, exact, rtol=0.03, atol=0.03)
+        if trains:
+            ours, theirs = (
+                torch.autograd.grad(sum(t.sum() for t in r), given[:2], retain_graph=True) for r in (found, want)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.1)
+        with torch.no_grad():
+            found[0][0, 1] = 50  # h[1, 3]
+        assert found[1][1] == 50
+
+
 class ReturnsViews(nn.Module):
     def forward(self, x, w, v):
         h = F.linear(x, w)

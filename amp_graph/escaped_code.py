@@ -112,19 +112,19 @@ class EscapedCode:
         """
 
         def call(*args: Any) -> Any:
-            before = [t._version if -1 - i in inputs and not t.is_inference() else 0 for i, t in enumerate(args)]
-            results = run(*args)
             if not self.is_running():  # a backward runs it again
-                return results
+                return run(*args)
+            first = _here.before is not None
+            versions = {i: args[-1 - i]._version for i in inputs if not args[-1 - i].is_inference()} if first else {}
+            results = run(*args)
             for position, sources in by_user.low.items():
                 if all(_is_by_user(args[i]) for i in sources):
                     made = results[position]
                     _here.low[storage_key(made)] = StorageWeakRef(storage_of(made))
-            if _here.before is not None:
-                for one, other in by_user.apart:
-                    source, version = (args[-1 - one], before[-1 - one]) if one < 0 else (results[one], 0)
-                    if not (one < 0 and _is_by_user(source)):
-                        _here.apart.append(((source, version), (results[other], 0)))
+            for one, other in by_user.apart if first else ():
+                source = args[-1 - one] if one < 0 else results[one]
+                if one >= 0 or not _is_by_user(source):
+                    _here.apart.append(((source, versions.get(one, 0)), (results[other], 0)))
             return results
 
         inputs = {one for one, _ in by_user.apart if one < 0}
@@ -144,8 +144,14 @@ class EscapedCode:
         are as before it.
         """
         _here.given, _here.before, _here.apart = (args, kwargs), None, []
-        if self._works or self._complain is None:
-            return run(*args, **kwargs)
+        try:
+            if self._works or self._complain is None:
+                return run(*args, **kwargs)
+            return self._first_attempt(run, args, kwargs)
+        finally:
+            _here.given, _here.before, _here.apart = (), None, []
+
+    def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, how = BeforeCall(self.model, (args, kwargs)), self.how
         _here.before = before
         try:
@@ -158,14 +164,13 @@ class EscapedCode:
                 raise
             before.restore()
             self._fails = True
+            what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
             self._complain(
-                f"code that escapes capture fails {how}: it runs in fp32 from now on; what Python code changed before "
-                "it failed, but for tensors, it has changed twice",
+                f"code that escapes capture {what} {how}: it runs in fp32 from now on; what Python code changed before "
+                "that was seen, but for tensors, it has changed twice",
                 f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
             )
             raise FailsUnderAutocast from error
-        finally:
-            _here.before, _here.apart = None, []
         self._works = True
         return result
 

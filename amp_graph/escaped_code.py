@@ -152,7 +152,7 @@ class EscapedCode:
             _here.given, _here.before, _here.apart = (), None, []
 
     def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, how = BeforeCall(self.model, (args, kwargs)), self.how
+        before, how, tell = BeforeCall(self.model, (args, kwargs)), self.how, self._complain
         _here.before = before
         try:
             result = run(*args, **kwargs)
@@ -165,7 +165,8 @@ class EscapedCode:
             before.restore()
             self._fails = True
             what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
-            self._complain(
+            assert tell is not None, "asked by attempt"
+            tell(
                 f"code that escapes capture {what} {how}: it runs in fp32 from now on; what Python code changed before "
                 "that was seen, but for tensors, it has changed twice",
                 f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",

@@ -69,7 +69,7 @@ def _add_views(found: dict[int, torch.Tensor], sharing: list[torch.Tensor]) -> N
     if base is None:
         start, end = min(t.storage_offset() for t in sharing), max(map(_end, sharing))
         base = torch.empty(0, dtype=sharing[0].dtype, device=sharing[0].device)
-        base.set_(storage_of(sharing[0]), start, (end - start,))
+        base.set_(storage_of(sharing[0]), start, (end - start,), (1,))
     elif len(bases) > 1 or not all(_lies_in(t, base) for t in sharing):
         return
     wide = base.float()
@@ -84,7 +84,7 @@ def _add_views(found: dict[int, torch.Tensor], sharing: list[torch.Tensor]) -> N
 
 def _end(t: torch.Tensor) -> int:
     """Return the place in its storage behind the last element of ``t``, which has some."""
-    return t.storage_offset() + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True)) + 1
+    return int(t.storage_offset() + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True)) + 1)
 
 
 def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
     for node in gm.graph.find_nodes(op="call_method", target=next(n for n, d in METHODS.items() if d is dtype)):
         source = node.args[0]
         if isinstance(source, Node) and _is_low(source, dtype) and low.get(source) != frozenset():
-            node.target, node.args, node.kwargs = "to", (source, dtype), {"copy": True}
+            node.target, node.args, node.kwargs = "to", (source, dtype), {**node.kwargs, "copy": True}
     leaves = tree_leaves(gm.graph.output_node().args)
     found = {i: low[leaf] for i, leaf in enumerate(leaves) if isinstance(leaf, Node) and leaf in low}
     return Conversions(found, tuple(_apart(gm, leaves, dtype, low)))

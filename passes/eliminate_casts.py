@@ -17,7 +17,7 @@ from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import captured, set_value, value
+from amp_graph.passes.node_value import captured, set_value, tensors, value
 from amp_graph.passes.plan_precision import marks
 
 # What makes a constant, by the position of the number that it is filled with; None where the name says it.
@@ -111,9 +111,25 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
     if len(source.users) > 1 and captured(origin).requires_grad:
         return "another reader's gradient is summed in the wide dtype: kept"
+    if _is_callers(origin, memory) and _is_kept_for_backward(node):
+        return "backward would read the caller's own value, which may be written until then: kept"
     if _are_seen_apart(node, origin, memory):
         return "the caller has both, and may write to one: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
+
+
+def _is_kept_for_backward(node: Node) -> bool:
+    """Say whether what reads ``node`` may save it for a backward."""
+    return any(t.requires_grad for reader in node.users for t in tensors(captured(reader)))
+
+
+def _is_callers(node: Node, memory: Memory) -> bool:
+    """Say whether ``node`` is of the memory of an input that is no parameter."""
+    mine = memory.storages.get(node, frozenset())
+    inputs = node.graph.find_nodes(op="placeholder")
+    return any(
+        mine & memory.storages.get(n, frozenset()) for n in inputs if not isinstance(captured(n), torch.nn.Parameter)
+    )
 
 
 def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:

@@ -237,3 +237,32 @@ def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
         copied[0].zero_()
     assert torch.equal(source, before[0])
     assert torch.equal(x, before[1])
+
+
+class TakesLow(nn.Module):
+    """Is given low precision, and computes in fp32, by the user's word."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.float())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_backward_does_not_read_what_the_caller_may_write_until_then(trained):
+    model = TakesLow()
+    leaf = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=trained)
+
+    def gradient():
+        given = leaf * 1
+        out = model(given)
+        with torch.no_grad():
+            given.zero_()
+        return torch.autograd.grad(out.square().sum(), model.layer.weight)[0]
+
+    want = gradient()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        assert (gradient() - want).norm() <= 0.02 * want.norm()

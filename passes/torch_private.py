@@ -75,6 +75,7 @@ __all__ = [
     "ModesOfThread",
     "OpOverload",
     "StorageWeakRef",
+    "a_capture_runs",
     "address_of",
     "all_bytes_of",
     "allow_in_graph",
@@ -769,6 +770,14 @@ _ONE_AT_A_TIME: contextlib.AbstractContextManager[Any] = (
 )
 
 
+_CAPTURES: list[None] = []  # one for each capture of ours that runs, in whatever thread
+
+
+def a_capture_runs() -> bool:
+    """Say whether some thread captures a converted model: it has aliases of the model's parameters meanwhile."""
+    return bool(_CAPTURES)
+
+
 class _CompileTimeConfig:
     """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
 
@@ -811,6 +820,7 @@ class _CompileTimeConfig:
             ),
         ):
             outer, _capturing.is_on = _capturing.is_on, True
+            _CAPTURES.append(None)
             try:
                 result = _with_room(self._inner, frame, *args, **kwargs)
             except _TRACING_FAILED as error:
@@ -818,6 +828,7 @@ class _CompileTimeConfig:
                     raise
                 return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as it was written, as any skipped one
             finally:
+                _CAPTURES.pop()
                 _capturing.is_on = outer
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)

@@ -5,6 +5,7 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +30,7 @@ from amp_graph.passes.kept_copy import (
     signs_of,
 )
 from amp_graph.passes.large_pages import LargeResults
-from amp_graph.passes.torch_private import address_of, borrow, bytes_of, storage_key
+from amp_graph.passes.torch_private import a_capture_runs, address_of, borrow, bytes_of, storage_key
 from amp_graph.passes.watched_memory import ADDRESS, forget_addresses, watch_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
@@ -37,7 +38,7 @@ from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
 COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where what is packed is kept for a copy with the same bits
-FOR_GOOD = 8  # calls in a row: a thread that captures has each weight's memory for a moment
+FOR_GOOD = 8  # calls in a row, while no thread captures: that has each weight's memory for a moment
 FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
 _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
@@ -61,6 +62,7 @@ class WeightCopies:
         self._found_held = found_held or (lambda weight, why: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
+        self._has_collected = False  # whether garbage was collected in search of who holds a parameter
         self._held: dict[int, tuple[str, int]] = {}  # such a reason, and for how many calls in a row, by id
         # What graphs without gradients read instead: see packed_weights.py, folded_norms.py, widened_products.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
@@ -152,7 +154,12 @@ class WeightCopies:
             self._held.pop(id(weight), None)
             return signs
         before, calls = self._held.get(id(weight), ("", 0))
-        calls = calls + 1 if before == why else 1
+        calls = calls + (not a_capture_runs()) if before == why else 1
+        if calls == FOR_GOOD and not self._has_collected:  # what a capture leaves behind has aliases, in cycles
+            self._has_collected = True
+            self._held[id(weight)] = why, calls - 1
+            gc.collect()
+            return self._trusted_signs(weight)
         self._held[id(weight)] = why, calls
         if calls == (1 if why == ADDRESS else FOR_GOOD):
             self._found_held(weight, why)

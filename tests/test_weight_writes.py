@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 import random
 import struct
 
@@ -234,6 +235,25 @@ def test_copies_are_kept_again_once_nobody_has_the_memory(form):
         called(ours, x, trains)
     assert not store.copies._held
     assert all(kept.signs.mark is kept.watch.mark for kept in store.copies._all() if kept.held is None)
+
+
+@ALL_FORMS
+def test_garbage_that_has_the_memory_is_no_holder(form):
+    """As a capture leaves it, in cycles, until somebody collects it."""
+    ours, _, x, trains = form
+    for _ in range(2):
+        called(ours, x, trains)
+    gc.disable()
+    try:
+        cycle = [p.data for p in ours.parameters()]
+        cycle.append(cycle)
+        del cycle
+        for _ in range(FOR_GOOD + 2):
+            called(ours, x, trains)
+    finally:
+        gc.enable()
+    assert not conversion_of(ours).copies._held
+    assert "is cast at each call" not in amp_graph.report(ours).text()
 
 
 @ALL_FORMS

@@ -24,7 +24,7 @@ class BeforeCall:
         counted = [t for t in (*leaves, *model.parameters()) if not t.is_inference()]
         self._versions = [(t, t._version) for t in counted]
         held = [t for t in leaves if type(t) is Tensor and t.is_leaf and t.layout is torch.strided]
-        self._inputs = {id(t): (t, t.detach().clone()) for t in held if not t.is_inference()}
+        self._inputs = {id(t): t.detach().clone() for t in held if not t.is_inference()}
         plain = [b for b in model.buffers() if not is_uninitialized(b) and b.layout is torch.strided]
         self._buffers = [(b, b.detach().clone()) for b in plain]
         self._random = torch.get_rng_state()
@@ -43,8 +43,8 @@ class BeforeCall:
     def restore(self) -> None:
         """Take back what the call wrote to inputs and buffers, and drew of random numbers."""
         with torch.no_grad():
-            for t, value in (self._inputs[id(t)] for t in self._written()):
-                (t if t.is_leaf else t.detach_()).copy_(value)
+            for t in self._written():
+                (t if t.is_leaf else t.detach_()).copy_(self._inputs[id(t)])
             for buffer, value in self._buffers:
                 if not torch.equal(buffer, value):  # a batch norm's version counters do not show it
                     buffer.copy_(value)

@@ -18,7 +18,7 @@ from amp_graph.before_call import BeforeCall
 from amp_graph.devices import device_of_model
 from amp_graph.escape import autocast_region, is_of_precision
 from amp_graph.kept_modules import KeptModules, kept_in_fp32
-from amp_graph.passes.low_by_user import Conversions
+from amp_graph.passes.low_by_user import METHODS, Conversions
 from amp_graph.passes.torch_private import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy
 from amp_graph.widened_outputs import widened_outputs
@@ -119,8 +119,7 @@ class EscapedCode:
             results = run(*args)
             for position, sources in by_user.low.items():
                 if all(_is_by_user(args[i]) for i in sources):
-                    made = results[position]
-                    _here.low[storage_key(made)] = StorageWeakRef(storage_of(made))
+                    _note_low(results[position])
             for one, other in by_user.apart if first else ():
                 source = args[-1 - one] if one < 0 else results[one]
                 if one >= 0 or not _is_by_user(source):
@@ -143,13 +142,16 @@ class EscapedCode:
         Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
         are as before it.
         """
-        _here.given, _here.before, _here.apart = (args, kwargs), None, []
+        _here.before, _here.apart = None, []
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, torch.Tensor) and t.dtype in METHODS.values():
+                _note_low(t)
         try:
             if self._works or self._complain is None:
                 return run(*args, **kwargs)
             return self._first_attempt(run, args, kwargs)
         finally:
-            _here.given, _here.before, _here.apart = (), None, []
+            _here.before, _here.apart = None, []
 
     def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, how, tell = BeforeCall(self.model, (args, kwargs)), self.how, self._complain
@@ -183,9 +185,16 @@ class EscapedCode:
             raise NeedsFp32(why)
 
 
+def _note_low(t: torch.Tensor) -> None:
+    """Take note that the memory of ``t`` is of low precision without autocast, too, until the call ends."""
+    key = storage_key(t)
+    if key is not None:
+        _here.low[key] = StorageWeakRef(storage_of(t))  # as long as that is here no other storage gets the key
+
+
 def _is_by_user(t: torch.Tensor) -> bool:
     """Say whether ``t`` is of low precision without autocast, too, as far as this call has shown."""
-    return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low or _is_given(t)
+    return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low
 
 
 def _is_shown(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int], result: Any) -> bool:
@@ -197,7 +206,3 @@ def _is_shown(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int], re
         return True
     returned = {storage_key(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
     return {storage_key(one[0]), storage_key(other[0])} <= returned
-
-
-def _is_given(t: torch.Tensor) -> bool:
-    return any(leaf is t for leaf in tree_leaves(_here.given))

@@ -19,7 +19,6 @@ from amp_graph.passes.torch_private import (
     exchange_memory,
     holders,
     is_batched,
-    storage_id,
     storage_key,
     storage_of,
 )
@@ -71,23 +70,17 @@ def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
     return not kept.reused and weight.numel() < LARGE
 
 
-def is_current(kept: KeptCopy, weight: Tensor, updates: Any = UPDATES) -> bool:
-    """Say whether ``kept`` is of ``weight`` as it is now; in one function, as graphs ask it of each weight."""
-    version, mark, update = kept.signs
-    return (
-        mark is kept.watch.mark
-        and update is updates.mark
-        and storage_id(weight) == kept.key
-        and address_of(weight) == kept.pointer
-        and weight._version == version
-        and weight.stride() == kept.stride
-    )
-
-
 def is_of(kept: KeptCopy, weight: Tensor) -> bool:
     """Say whether ``kept`` was made of ``weight``, and that is where it was."""
     same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
     return same and address_of(weight) == kept.pointer and weight.stride() == kept.stride
+
+
+def is_current(kept: KeptCopy, weight: Tensor) -> bool:
+    """Say whether ``kept`` is of ``weight`` as it is now: no sign of a write has shown since it was made."""
+    version, mark, update = kept.signs
+    unwritten = mark is kept.watch.mark and update is UPDATES.mark
+    return unwritten and is_of(kept, weight) and version == weight._version
 
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:

@@ -32,6 +32,18 @@ class Device:
         """Return the most bytes that ``run`` holds at once beyond what is held before it, of PyTorch's allocator."""
         return _peak_on_cuda(run) if self.name == "cuda" else _peak_on_cpu(run)
 
+    def kernels(self, run: Callable[[], object]) -> tuple[int, float] | None:
+        """Return how many kernels and copies ``run`` starts on a GPU, and their milliseconds; None on a CPU."""
+        if self.name != "cuda":
+            return None
+        run()
+        torch.cuda.synchronize()
+        with _without_output(), profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            run()
+            torch.cuda.synchronize()
+        took = [e.duration_ns() for e in recorded.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
+        return len(took), sum(took) / 1e6
+
 
 def _peak_on_cpu(run: Callable[[], object]) -> int:
     """Add up the allocations and releases that the profiler sees; scratch memory inside of oneDNN is not among them."""

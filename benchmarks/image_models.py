@@ -35,8 +35,8 @@ class Bottleneck(nn.Module):
         return self.relu(h)
 
 
-def resnet50(scale: float) -> Case:
-    """ResNet-50 on images of 112 px."""
+def resnet50(scale: float, images: int = 16, side: int = 112) -> Case:
+    """ResNet-50 on ``images`` of ``side`` px."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
     layers.append(nn.MaxPool2d(3, 2, 1))
     before = 64
@@ -45,8 +45,8 @@ def resnet50(scale: float) -> Case:
             layers.append(Bottleneck(before, width, 2 if stage and not index else 1))
             before = 4 * width
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(2048, 1000))
-    batch = scaled(16, scale)
-    x, y = torch.randn(batch, 3, 112, 112), torch.randint(1000, (batch,))
+    batch = scaled(images, scale)
+    x, y = torch.randn(batch, 3, side, side), torch.randint(1000, (batch,))
     return Case(model, (x, y), classes, scores, images=True)
 
 

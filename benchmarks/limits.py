@@ -1,6 +1,6 @@
 """How fast a step could be: an estimate from what this machine multiplies and copies in a second.
 
-Before: a model's name. After: ``Limit.ms``, its products at the rate of a 2048^3 product, plus the bytes of AdamW and
+Before: a model's name. After: ``Limit.ms``, its products at the rate of a large product, plus the bytes of AdamW and
 of saved activations at the rate of a large copy.
 
 An estimate, not a bound: attention is counted in full where it is causal, and products of other shapes run at other
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-SIDE, SMALL, SLOW = 2048, 512, 4.0  # SLOW: seconds of one product
+SIDE, SMALL, SLOW = {"cpu": 2048, "cuda": 8192}, 512, 4.0  # SLOW: seconds of one product
 COPIED = 2**28  # bytes: more than caches hold
 ADAMW = 28  # bytes a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
 
@@ -64,11 +64,12 @@ def measured_rates(device: Device, dtypes: dict[str, torch.dtype], rounds: int =
 
 
 def _gemm_rate(device: Device, dtype: torch.dtype, rounds: int) -> float:
-    """Multiply matrices of 2048, or of 512 where those would take too long (fp16 on a CPU that cannot)."""
+    """Multiply matrices of 2048 (8192 on a GPU), or of 512 where those would take too long (fp16 on a CPU that cannot)."""
     quick = 2 * SMALL**3 / _seconds(device, _product(device.name, dtype, SMALL), 1)
-    if 2 * SIDE**3 / quick > SLOW:
+    side = SIDE[device.name]
+    if 2 * side**3 / quick > SLOW:
         return quick
-    return 2 * SIDE**3 / _seconds(device, _product(device.name, dtype, SIDE), rounds)
+    return 2 * side**3 / _seconds(device, _product(device.name, dtype, side), rounds)
 
 
 def _product(device: str, dtype: torch.dtype, side: int) -> Callable[[], Tensor]:
@@ -113,11 +114,13 @@ def _without_onednn():
 def limit_of(name: str, scale: float, training: bool, rates: Rates, saved: int | None) -> Limit:
     """Return the limit of a training step that saves ``saved`` bytes of activations, or of an inference call."""
     with FakeTensorMode():
-        parameters = sum(p.numel() for p in case(name, scale).model.parameters())
+        made = case(name, scale)
+    parameters = sum(p.numel() for p in made.model.parameters())
+    times = made.micro_batches if training else 1
     return Limit(
-        flops_of(name, scale, training),
+        times * flops_of(name, scale, training),
         ADAMW * parameters if training else 0,
-        2 * (saved or 0) if training else 0,
+        2 * times * (saved or 0) if training else 0,
         max(rates.gemm.values()),
         rates.copy,
     )

@@ -163,7 +163,9 @@ def _costs(made: Prepared, variant: Variant, device: Device, cuda_graphs: bool) 
         made.run()
     saved = saved_by(made, variant.compiled) if made.optimizer is not None else None
     in_graph = variant.recorded or (variant.compiled and cuda_graphs)  # whose memory is set aside at capture
+    kernels = device.kernels(made.run)
     return {
+        "kernels": None if kernels is None else {"count": kernels[0], "ms": kernels[1]},
         "casts": None if variant.compiled or variant.recorded else asdict(casts_of(made.run)),
         "saved": asdict(saved) if saved is not None else None,
         "peak_bytes": None if in_graph else device.peak(made.run),

@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch, its loss, and one inference call; ``images``: whether channels_last is an option."""
+    """A model, a batch, its loss, and one inference call.
+
+    ``images``: whether channels_last is an option. ``micro_batches``: how many forwards and backwards an update has.
+    """
 
     model: nn.Module
     batch: tuple[Tensor, ...]
     loss: Callable[..., Tensor]  # takes the model and the batch
     infer: Callable[..., object]
     images: bool = False
+    micro_batches: int = 1
 
 
 def scaled(count: int, scale: float) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from adapters import with_adapters
 from image_models import ghostnet, resnet50, unet, vgg11
+from large_models import LARGE
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
@@ -105,14 +106,15 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """Patches of 16 of a 224 px image, a class token, blocks of width 384 with 6 heads."""
+    """Patches of 16 of a 224 px image, a class token, blocks of width 384 with 6 heads unless told otherwise."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int = 384, heads: int = 6) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(3, 384, 16, 16)
-        self.token, self.position = nn.Parameter(torch.zeros(1, 1, 384)), nn.Parameter(torch.randn(1, 197, 384) / 50)
-        self.blocks = nn.Sequential(*(Block(384, 6, causal=False) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(384), nn.Linear(384, 1000)
+        self.patch = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, 197, width) / 50)
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [batch, 1000] for ``x`` [batch, 3, 224, 224]."""
@@ -275,6 +277,7 @@ MORE: dict[str, Callable[[float], Case]] = {
     "wav2vec2": wav2vec2,
     "vgg11": vgg11,
     "ghostnet": ghostnet,
+    **LARGE,
 }
 MODELS: dict[str, Callable[[float], Case]] = {
     "mlp": mlp,

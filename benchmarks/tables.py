@@ -31,7 +31,8 @@ COSTS = """\
 The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
 (`limits.py`); casts, and the megabytes that they read and write; the megabytes saved for backward as activations and as
 low-precision copies of weights (their sum where a compiler hides which is which), the peak beyond what is held between
-steps, and what is held; seconds of the first call, and of amp_graph's passes in it. An operation is looked at once in a
+steps, and what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels, their
+milliseconds, and these as a part of the step. An operation is looked at once in a
 process: the passes of the rows below have it easier. Empty: it cannot be seen."""
 Results = dict[str, Any]
 
@@ -138,14 +139,23 @@ def mean(results: Results, name: str, which: str) -> str:
 
 def cost_table(mode: str, results: Results) -> list[str]:
     """Return what was measured once: a row a model and variant. Empty where it cannot be seen."""
+    rows = [(model, n, row) for model, entry in results.items() for n, row in entry["variants"].items()]
+    on_gpu = any(row.get("kernels") for *_, row in rows)
+    more = " kernels | kernel ms | busy |" if on_gpu else ""
     lines = [
         "",
-        "| model | variant | ms | x limit | casts | MB cast | saved | copies | peak | held | first call | passes |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| model | variant | ms | x limit | casts | MB cast | saved | copies | peak | held | first call | passes |{more}",
+        "|---|---|" + "---:|" * (13 if on_gpu else 10),
     ]
-    for model, entry in results.items():
-        lines += [f"| {model} | {n} | {' | '.join(_costs(row))} |" for n, row in entry["variants"].items()]
-    return lines
+    return lines + [f"| {m} | {n} | {' | '.join(_costs(row) + _kernels(row, on_gpu))} |" for m, n, row in rows]
+
+
+def _kernels(row: Results, on_gpu: bool) -> list[str]:
+    """Return how many kernels a step has, their milliseconds, and the part of the step in which one runs."""
+    found = row.get("kernels")
+    if not on_gpu:
+        return []
+    return [f"{found['count']}", f"{found['ms']:.1f}", f"{found['ms'] / row['ms']:.2f}"] if found else [""] * 3
 
 
 def _costs(row: Results) -> list[str]:

@@ -190,7 +190,7 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
         with context():
             return called(*batch) if together else made.loss(called, *batch)
 
-    run = _marked(_with_update(loss, optimizer, _scaler(variant, setup)), variant, setup)
+    run = _marked(_with_update(loss, optimizer, _scaler(variant, setup), made.micro_batches), variant, setup)
     return Prepared(made, batch, run, optimizer, target if variant.policy else None)
 
 
@@ -265,15 +265,18 @@ def _scaler(variant: Variant, setup: Setup) -> torch.amp.GradScaler | None:
 
 
 def _with_update(
-    loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    micro_batches: int = 1,
 ) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        found = loss()
+        for _ in range(micro_batches):
+            found = loss() / micro_batches if micro_batches > 1 else loss()
+            (found if scaler is None else scaler.scale(found)).backward()
         if scaler is None:
-            found.backward()
             optimizer.step()
         else:
-            scaler.scale(found).backward()
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad(set_to_none=True)

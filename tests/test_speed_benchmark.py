@@ -1,6 +1,10 @@
 """What the benchmark of speed computes, on models small enough to count by hand."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -337,3 +341,44 @@ def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
     assert any(t.layout is not torch.strided for t in made.weight_copies())
     assert casts_of(made.run).count == 2  # the batch, and the output: no weight
     assert held_by(made) == 4 * sum(PARAMETERS) + 2 * sum(PARAMETERS)
+
+
+def test_the_check_for_a_gpu_names_parts_and_models_that_there_are():
+    import models
+
+    script = (BENCHMARKS / "gpu" / "check.sh").read_text()
+    named = {m for words in re.findall(r"\$\{MODELS:-([^}]*)\}", script) for m in re.split(r"[ ,]", words)}
+    assert named <= set(models.MODELS | models.MORE)
+    assert {"gpt2_medium", "resnet50"} <= named
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_for_a_gpu_says_where_there_is_none():
+    script = BENCHMARKS / "gpu" / "check.sh"
+    ran = subprocess.run([script], env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "sees no GPU" in ran.stderr
+    assert "fix:" in ran.stderr
+
+
+def test_a_row_says_how_long_its_kernels_ran():
+    from tables import _kernels
+
+    row = {"ms": 4.0, "kernels": {"count": 12, "ms": 3.0}}
+    assert _kernels(row, on_gpu=True) == ["12", "3.0", "0.75"]
+    assert _kernels({"ms": 4.0}, on_gpu=True) == ["", "", ""]
+    assert _kernels(row, on_gpu=False) == []
+
+
+def test_an_update_has_the_micro_batches_of_its_case(monkeypatch):
+    from variants import _with_update
+
+    model = nn.Linear(2, 1)
+    counted = []
+    run = _with_update(
+        lambda: counted.append(1) or model(torch.ones(1, 2)).sum(), torch.optim.SGD(model.parameters(), 1.0), None, 4
+    )
+    before = model.weight.detach().clone()
+    run()
+    assert len(counted) == 4
+    assert torch.equal(model.weight, before - 1)  # the mean of four equal gradients

@@ -64,7 +64,7 @@ def measured_rates(device: Device, dtypes: dict[str, torch.dtype], rounds: int =
 
 
 def _gemm_rate(device: Device, dtype: torch.dtype, rounds: int) -> float:
-    """Multiply matrices of 2048 (8192 on a GPU), or of 512 where those would take too long (fp16 on a CPU that cannot)."""
+    """Multiply matrices of 2048 (8192 on a GPU), or of 512 where those would take too long (fp16 on some CPUs)."""
     quick = 2 * SMALL**3 / _seconds(device, _product(device.name, dtype, SMALL), 1)
     side = SIDE[device.name]
     if 2 * side**3 / quick > SLOW:

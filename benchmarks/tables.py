@@ -31,9 +31,8 @@ COSTS = """\
 The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
 (`limits.py`); casts, and the megabytes that they read and write; the megabytes saved for backward as activations and as
 low-precision copies of weights (their sum where a compiler hides which is which), the peak beyond what is held between
-steps, and what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels, their
-milliseconds, and these as a part of the step. An operation is looked at once in a
-process: the passes of the rows below have it easier. Empty: it cannot be seen."""
+steps, and what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels,
+their milliseconds, and these as a part of the step. An operation is looked at once in a process: the passes of the rows below have it easier. Empty: it cannot be seen."""
 Results = dict[str, Any]
 
 
@@ -141,10 +140,11 @@ def cost_table(mode: str, results: Results) -> list[str]:
     """Return what was measured once: a row a model and variant. Empty where it cannot be seen."""
     rows = [(model, n, row) for model, entry in results.items() for n, row in entry["variants"].items()]
     on_gpu = any(row.get("kernels") for *_, row in rows)
-    more = " kernels | kernel ms | busy |" if on_gpu else ""
+    heads = ["model", "variant", "ms", "x limit", "casts", "MB cast", "saved", "copies", "peak", "held", "first call"]
+    heads += ["passes", "kernels", "kernel ms", "busy"] if on_gpu else ["passes"]
     lines = [
         "",
-        f"| model | variant | ms | x limit | casts | MB cast | saved | copies | peak | held | first call | passes |{more}",
+        f"| {' | '.join(heads)} |",
         "|---|---|" + "---:|" * (13 if on_gpu else 10),
     ]
     return lines + [f"| {m} | {n} | {' | '.join(_costs(row) + _kernels(row, on_gpu))} |" for m, n, row in rows]

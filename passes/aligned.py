@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.registry import own_functions
+
+own_functions(__name__)
+
 MULTIPLE = 8  # elements of 16 bits
 IMAGE = 4  # channels of a first convolution that cuDNN has kernels of its own for
 

@@ -19,6 +19,7 @@ from amp_graph.passes import attention_kernel as kernel
 from amp_graph.passes import dropout_in_bits
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import (
     flash_attention_cpu,
     in_forward_mode,
@@ -26,6 +27,8 @@ from amp_graph.passes.torch_private import (
     softmax_backward,
 )
 from amp_graph.passes.what_pays import attention_kernel_pays
+
+own_functions(__name__)
 
 # Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
 CHUNK = 1 << 18

@@ -23,7 +23,10 @@ from amp_graph.passes.batch_norm_ops import (
     batch_norm_relu_backward,
 )
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import is_seen
+
+own_functions(__name__)
 
 
 def norm_and_relu(

@@ -13,7 +13,10 @@ from torch import Tensor
 from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.recompute_makers import marked
 from amp_graph.passes.recompute_recipes import KEY, computed, is_known, may_hook, sources_of, value_of
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
+
+own_functions(__name__)
 
 
 def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:

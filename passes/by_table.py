@@ -25,7 +25,10 @@ from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import address_of, is_batched, is_in_mode, is_seen
+
+own_functions(__name__)
 
 ATEN: Any = torch.ops.aten
 SOURCE = Path(__file__).with_name("table_kernel.c")

@@ -24,8 +24,11 @@ from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import is_in_mode
 from amp_graph.passes.what_pays import casting_parts_pays
+
+own_functions(__name__)
 
 JOINS = {"aten.cat": torch.ops.aten.cat.default, "aten.stack": torch.ops.aten.stack.default}
 

@@ -27,6 +27,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_low import multiplied, multiply_into
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.registry import declare
 from amp_graph.passes.torch_private import (
     concrete_size,
     is_recorded,
@@ -103,6 +104,9 @@ def conv1d_by_windows(
         return F.conv1d(x, weight, bias, stride, padding)
     found: Tensor = _Windows.apply(x, weight, bias, stride, padding, in_rows)
     return found if in_rows else found.transpose(1, 2)
+
+
+declare(conv1d_by_windows, fp32_weight_gradient=True)
 
 
 class _Windows(torch.autograd.Function):

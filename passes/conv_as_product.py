@@ -14,7 +14,10 @@ from torch import Tensor
 
 from amp_graph.passes.convolution_backward import rows, weight_gradient
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.registry import declare, own_functions
 from amp_graph.passes.torch_private import takes_fp32
+
+own_functions(__name__)
 
 
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
@@ -28,6 +31,9 @@ def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, stride, few)
     return _PointwiseConv.apply(x, weight, bias, stride, few)
+
+
+declare(pointwise_conv, fp32_weight_gradient=True)
 
 
 class _PointwiseConv(torch.autograd.Function):

@@ -19,7 +19,10 @@ from torch import Tensor
 from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.depthwise_ops import OPS
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import takes_fp32
+
+own_functions(__name__)
 
 
 def conv2d_low(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:

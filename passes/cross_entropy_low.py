@@ -18,6 +18,9 @@ from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to
 from amp_graph.passes.large_pages import empty_like, widen
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_operator
+from amp_graph.passes.registry import own_functions
+
+own_functions(__name__)
 
 # Logits in fp32 in one go: few enough for a core's cache, many enough for the calls to cost nothing.
 CHUNK = 1 << 19

@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import StorageWeakRef, is_in_mode, storage_of
+
+own_functions(__name__)
 
 AllFinite = Callable[..., bool]
 

@@ -16,9 +16,12 @@ from torch.fx import Node
 
 from amp_graph.passes.finite_values import is_finite
 from amp_graph.passes.kept_copy import is_current
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import all_bytes_of, convolution_pointwise, is_dense_fp32, pack_convolution_weight
 from amp_graph.passes.weight_copies import FOLDED, WeightCopies
+
+own_functions(__name__)
 
 
 class Shape(NamedTuple):

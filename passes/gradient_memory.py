@@ -16,8 +16,11 @@ from torch import Tensor
 
 from amp_graph.passes.cast_kernel import clear
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import bytes_of, storage_holders, storage_of
 from amp_graph.passes.what_pays import adding_by_place_pays
+
+own_functions(__name__)
 
 _SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
 

@@ -25,6 +25,7 @@ from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.own_products import is_turned
 from amp_graph.passes.regions import REGION, TRANSFORM
+from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, declare
 from amp_graph.passes.torch_private import is_seen, takes_fp32
 from amp_graph.passes.what_pays_for_products import grouped_product_pays
 
@@ -33,6 +34,7 @@ GROUPED = {
     "transformers.grouped_mm_fallback": ("input", "weight", "offs"),
     "aten._grouped_mm": ("self", "mat2", "offs"),
 }
+ONE_WEIGHT_GRADIENT.update(GROUPED)
 PLAIN = {"bias": None, "out_dtype": None}  # of the others, what is taken
 
 
@@ -91,6 +93,9 @@ def grouped_product(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Te
         return _by_torch(x, weight, offs, turned)
     found: Tensor = _Grouped.apply(x, weight, offs, turned)
     return found
+
+
+declare(grouped_product, fp32_weight_gradient=True)
 
 
 class _Grouped(torch.autograd.Function):

@@ -5,7 +5,7 @@ Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,36 +13,20 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from amp_graph.passes import packed_weights, weight_copies, widened_products
+from amp_graph.passes import weight_copies
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.conv1d import conv1d_by_windows
-from amp_graph.passes.conv_as_product import pointwise_conv
-from amp_graph.passes.grouped_product import GROUPED, grouped_product
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last, is_image
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
-from amp_graph.passes.linear_low import linear_low, linear_trained
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.recompute_readers import computing_again
+from amp_graph.passes.recompute_readers import original
 from amp_graph.passes.regions import TRANSFORM, is_trained
+from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, reads_cached_weight, traits_of
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies
-
-# They hand one gradient back for their weight. What is not named here may read it several times (an LSTM's steps).
-_ONCE = ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
-READ_ONCE = frozenset((*(f"aten.{name}" for name in _ONCE), *GROUPED))
-# They hand their weight's gradient back in fp32, where compiled C makes it.
-_OWN_GRADIENTS: tuple[Callable[..., Any], ...] = (
-    linear_low,
-    linear_trained,
-    pointwise_conv,
-    grouped_product,
-    conv1d_by_windows,
-)
-HAND_BACK_FP32 = frozenset((*_OWN_GRADIENTS, *map(computing_again, _OWN_GRADIENTS)))
 
 
 @dataclass(frozen=True)
@@ -75,8 +59,7 @@ class KeepWeightCopies(Pass):
 def is_kept(node: Node) -> bool:
     """Say whether ``node`` reads a weight's copy that outlives the call."""
     of = getattr(node.target, "__module__", "")
-    packs = of in (packed_weights.__name__, widened_products.__name__)
-    return of == weight_copies.__name__ or (packs and CAST in node.meta)
+    return of == weight_copies.__name__ or (reads_cached_weight(node.target) and CAST in node.meta)
 
 
 def casts_of_parameters(gm: GraphModule, dtype: torch.dtype) -> Iterator[tuple[Node, str]]:
@@ -112,7 +95,7 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
     (reader,) = cast.users
     weight = reader.args[1] if len(reader.args) > 1 else None
     large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is cast as fast as lent
-    if large and reader.target in HAND_BACK_FP32:  # with that of the weight that of the bias
+    if large and traits_of(original(reader.target)).fp32_weight_gradient:  # with that of the weight that of the bias
         return {"once": True, "wide": True}
     if not large or cast is not weight:
         return {"once": True}
@@ -131,6 +114,6 @@ def _is_read_once(cast: Node) -> bool:
     found: list[Node] = []
     for reader in cast.users:
         map_arg((reader.args, reader.kwargs), found.append)
-        if not names_of(reader) or not READ_ONCE.issuperset(names_of(reader)):
+        if not names_of(reader) or not ONE_WEIGHT_GRADIENT.issuperset(names_of(reader)):
             return False
     return found.count(cast) == 1

@@ -18,8 +18,11 @@ from torch import Tensor
 from amp_graph.passes.cast_kernel import copy_into
 from amp_graph.passes.gradient_memory import is_free
 from amp_graph.passes.native_code import of_c_library
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import address_of, bytes_of, in_forward_mode, in_transform, is_batched, is_in_mode
 from amp_graph.passes.what_pays import large_pages_pay
+
+own_functions(__name__)
 
 
 def empty_like(x: Tensor, **options: Any) -> Tensor:

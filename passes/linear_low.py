@@ -19,6 +19,7 @@ from amp_graph.passes.amx_product import gradients_of_linear, room, side_by_side
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.linear_kernel import as_rows, library, product
 from amp_graph.passes.operators import OPS, define_as_typed
+from amp_graph.passes.registry import declare
 from amp_graph.passes.torch_private import (
     is_recorded,
     is_seen,
@@ -43,6 +44,9 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Reshaped out here: a view that a Function returns cannot be written in place.
     found: Tensor = _Linear.apply(as_rows(x), weight, bias)
     return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
+
+
+declare(linear_low, fp32_weight_gradient=True)
 
 
 class _Linear(torch.autograd.Function):
@@ -89,6 +93,9 @@ def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         return F.linear(x, weight, bias)
     found: Tensor = _Trained.apply(x, weight, bias)
     return found
+
+
+declare(linear_trained, fp32_weight_gradient=True)
 
 
 class _Trained(torch.autograd.Function):

@@ -22,8 +22,11 @@ from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_kernel import as_rows
 from amp_graph.passes.linear_low import gradients_of_low, linear_low, multiplied
 from amp_graph.passes.node_value import value
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.small_linears import bias_of
 from amp_graph.passes.weight_copies import WeightCopies, WeightCopy
+
+own_functions(__name__)
 
 CASTS_INSIDE = "amp_casts_inside"  # meta key: why a call casts the parameters that it is given, by their nodes
 

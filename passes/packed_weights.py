@@ -17,9 +17,12 @@ from amp_graph.passes.finite_values import FiniteWeights, is_finite
 from amp_graph.passes.kept_copy import KeptCopy, is_current
 from amp_graph.passes.linear_kernel import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.operators import OPS
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.runtime import activated, relu_in_place
 from amp_graph.passes.torch_private import is_in_mode, is_seen, linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weight_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS, WeightCopies
+
+own_functions(__name__, cached_weights=True)
 
 PackedWeight = Callable[[Tensor], Tensor]
 NOTED = "it is noted whether it is finite"

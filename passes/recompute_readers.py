@@ -118,13 +118,19 @@ def _unpack(packed: Any) -> Tensor:
 
 
 _READERS: dict[Any, Callable[..., Any]] = {}
+_ORIGINALS: dict[Any, Callable[..., Any]] = {}
+
+
+def original(target: Any) -> Any:
+    """Return the function that ``computing_again`` made ``target`` of; ``target`` itself where it did not."""
+    return _ORIGINALS.get(target, target) if callable(target) else target
 
 
 def computing_again(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, which saves none of its arguments that can be computed again; the same one at every call."""
     if function in _READERS:
         return _READERS[function]
-    if function in _READERS.values():  # of another argument already
+    if function in _ORIGINALS:  # of another argument already
         return function
 
     def reader(*args: Any, **kwargs: Any) -> Any:
@@ -136,5 +142,5 @@ def computing_again(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     reader.__name__ = reader.__qualname__ = f"{getattr(function, '__name__', 'reader')}_computing_again"
-    _READERS[function] = reader
+    _READERS[function], _ORIGINALS[reader] = reader, function
     return reader

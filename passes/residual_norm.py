@@ -15,8 +15,11 @@ from torch import Tensor
 
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.norm_ops import OPS, residual_norm, residual_norm_backward
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import is_seen
+
+own_functions(__name__)
 
 # The place of the norm's first alias in low precision: behind the sum, and the norm in fp32.
 LOWS = 2

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from amp_graph.passes.cast_kernel import total_of
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.registry import own_functions
+
+own_functions(__name__)
 
 # As whole numbers the least of each precision whose sign bit is set, minus infinity; above it are NaNs, then zero.
 _MINUS_INFINITY = {torch.bfloat16: -(1 << 7), torch.float16: -(1 << 10)}

@@ -12,63 +12,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import (
-    aligned,
-    attention_backward,
-    batch_norm,
-    batch_norm_again,
-    by_table,
-    cast_parts,
-    conv_as_product,
-    convolution_backward,
-    cross_entropy_low,
-    facts,
-    finite_values,
-    folded_norms,
-    gradient_memory,
-    large_pages,
-    linears_of_parameters,
-    packed_weights,
-    residual_norm,
-    runtime,
-    weight_copies,
-    widened_products,
-)
+from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
 from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensors, value
 from amp_graph.passes.plan_precision import refuse_mixed
+from amp_graph.passes.registry import is_own
 from amp_graph.passes.text import target_text, type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, FakeTensorMode, OpOverload
-
-# Functions of these modules have no identity to compare, but for what they draw: they are what passes put in the place
-# of operations.
-OURS = frozenset(
-    m.__name__
-    for m in (
-        aligned,
-        attention_backward,
-        batch_norm,
-        batch_norm_again,
-        by_table,
-        cast_parts,
-        conv_as_product,
-        convolution_backward,
-        cross_entropy_low,
-        finite_values,
-        folded_norms,
-        gradient_memory,
-        large_pages,
-        linears_of_parameters,
-        packed_weights,
-        residual_norm,
-        runtime,
-        weight_copies,
-        widened_products,
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -181,7 +134,7 @@ def _outlives(node: Node, lives: Lifetimes) -> bool:
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     """Return the operations of a node, identified here where no pass has done so; of ours those that draw."""
-    ours = _is_ours(node)
+    ours = is_own(node.target)
     if not is_tensor_call(node):
         return ()
     identity = node.meta.get(OPS) if ours else node.meta.get(OPS) or identify(node, mode)
@@ -189,15 +142,10 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     return tuple(o for o in found if facts.draws(o.op, o.arguments)) if ours else found
 
 
-def _is_ours(node: Node) -> bool:
-    """Say whether ``node`` calls a function of this package, which fake tensors need not know."""
-    return getattr(node.target, "__module__", "") in OURS
-
-
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    if "amp_region" in node.meta or is_part(node) or _is_ours(node):
+    if "amp_region" in node.meta or is_part(node) or is_own(node.target):
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)

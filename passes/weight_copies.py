@@ -30,10 +30,13 @@ from amp_graph.passes.kept_copy import (
     signs_of,
 )
 from amp_graph.passes.large_pages import LargeResults
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import a_capture_runs, address_of, borrow, bytes_of, storage_key
 from amp_graph.passes.watched_memory import ADDRESS, forget_addresses, watch_of
 from amp_graph.passes.weight_groups import WeightGroup
 from amp_graph.passes.weight_updates import UPDATES, hear_of_updates
+
+own_functions(__name__)
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)

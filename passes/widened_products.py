@@ -15,8 +15,11 @@ from torch import Tensor
 from amp_graph.passes.kept_copy import is_current
 from amp_graph.passes.large_pages import LargeResults, is_torchs
 from amp_graph.passes.linear_kernel import as_rows
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import is_in_mode, linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weight_copies import PARTS, WeightCopies
+
+own_functions(__name__, cached_weights=True)
 
 Parts = tuple[Tensor, ...]
 

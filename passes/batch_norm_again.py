@@ -9,11 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
 
-from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
+from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu, normed_again
 from amp_graph.passes.recompute_makers import marked
-from amp_graph.passes.recompute_recipes import KEY, computed, is_known, may_hook, sources_of, value_of
-from amp_graph.passes.registry import own_functions
+from amp_graph.passes.recompute_recipes import (
+    KEY,
+    computed,
+    is_known,
+    may_hook,
+    register_recompute,
+    sources_of,
+    value_of,
+)
+from amp_graph.passes.registry import Recomputable, declare, own_functions
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
 own_functions(__name__)
@@ -49,10 +58,6 @@ def norm_add_relu_kept(x: Tensor, other: Tensor, *given: Any) -> Tensor:
     return out if outer_saved_tensors_hooks() is None else marked(out, (out.detach(),))
 
 
-# Who reads what it adds to a norm and does not save that.
-SUMMED = (norm_add_relu, norm_add_relu_computed_again, norm_add_relu_kept)
-
-
 def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return weight and bias, which are behind the running statistics."""
     return given[2:4]
@@ -60,3 +65,35 @@ def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _asked(node: Any) -> Tensor:
     return computed(lambda: value_of(node))
+
+
+def _norm_and_relu(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    x, *given = inputs() if inputs else node.saved_tensors
+    if not given:  # its own result, saved by hooks
+        return x
+    weight, bias, stats = (*given, None)[:3]
+    other = value_of(node.next_functions[1][0]) if node.adds else None
+    return normed_again(x, other, weight, bias, node.eps, node.relu, stats)
+
+
+def _saves(call: Node, source: Node) -> bool:
+    return call.args[0] is source  # what it adds to the norm is not saved
+
+
+register_recompute(
+    "_NormAndReluBackward", _norm_and_relu, kept=lambda node: node.saved_tensors[4], keeps=lambda node: bool(node.adds)
+)
+declare(norm_alone, recomputable=Recomputable(norm=True, replacement=norm_alone_computed_again))
+declare(norm_alone_computed_again, recomputable=Recomputable(norm=True))
+declare(norm_and_relu, recomputable=Recomputable("relu", norm=True, replacement=norm_and_relu_computed_again))
+declare(norm_and_relu_computed_again, recomputable=Recomputable("relu", norm=True))
+declare(
+    norm_add_relu,
+    saves=_saves,
+    recomputable=Recomputable(
+        "relu", replacement=norm_add_relu_computed_again, keeps=norm_add_relu_kept, summand=1, thorough=True
+    ),
+)
+declare(norm_add_relu_computed_again, saves=_saves, recomputable=Recomputable("relu", summand=1))
+declare(norm_add_relu_kept, saves=_saves, recomputable=Recomputable(summand=1))

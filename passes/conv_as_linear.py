@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.batch_norm_args import has_norm
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.formulas import describe, only_reader
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value
-from amp_graph.passes.pointwise_conv import has_norm
 from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import FakeTensorMode
 from amp_graph.passes.what_pays_for_images import patches_pay

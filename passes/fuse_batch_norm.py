@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes import batch_norm_again  # noqa: F401  declares how norms are computed again
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
+from amp_graph.passes.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.batch_norm_ops import library
 from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.facts import HALVES
@@ -31,9 +33,6 @@ from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays_for_images import batch_norm_in_one_pass_pays
 
-ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-RELUS = (("aten.relu",), ("aten.relu_",))
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
 
 
@@ -69,11 +68,6 @@ class FuseBatchNorm(Pass):
                 Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
             )
         return PassResult(gm, tuple(changes), tuple(skips))
-
-
-def batch_norm_arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call of ``F.batch_norm`` by name."""
-    return DEFAULTS | dict(zip(ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _is_trained_batch_norm(node: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
+from amp_graph.passes import add_norm_again, facts  # noqa: F401  declares how norms are computed again
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.facts import HALVES

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.batch_norm_args import has_norm
 from amp_graph.passes.conv_as_product import pointwise_conv
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
-from amp_graph.passes.fuse_batch_norm import batch_norm_arguments
 from amp_graph.passes.node_value import value
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.what_pays_for_images import FEW_PLACES, pointwise_product_pays
@@ -54,14 +53,6 @@ class PointwiseConv(Pass):
             what = "a product forward and backward" if few else "a product for the weight's gradient"
             changes.append(Change(self.name, "as a product", node.name, f"{places} places: {what}"))
         return PassResult(gm, tuple(changes), tuple(skips))
-
-
-def has_norm(node: Node) -> bool:
-    """Say whether a batch norm in evaluation alone reads ``node``."""
-    user = next(iter(node.users), None)
-    if len(node.users) != 1 or user is None or user.target is not F.batch_norm:
-        return False
-    return batch_norm_arguments(user)["training"] is False
 
 
 def _is_product(call: ConvolutionCall) -> bool:

@@ -13,24 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import batch_norm_again, facts, recompute_makers
+from amp_graph.passes import facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.batch_norm import norm_add_relu, norm_alone, norm_and_relu
-from amp_graph.passes.batch_norm_again import (
-    SUMMED,
-    norm_add_relu_computed_again,
-    norm_add_relu_kept,
-    norm_alone_computed_again,
-    norm_and_relu_computed_again,
-)
+from amp_graph.passes.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.fuse_batch_norm import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.recompute_makers import (
-    add_norm_computed_again,
     batch_norm_computed_again,
     gelu_computed_again,
     layer_norm_computed_again,
@@ -38,13 +29,11 @@ from amp_graph.passes.recompute_makers import (
     relu_computed_again,
     relu_kept,
     silu_computed_again,
-    tabled_computed_again,
 )
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.regions import REGION, is_trained
-from amp_graph.passes.residual_norm import add_norm
+from amp_graph.passes.registry import Recomputable, traits_of
 from amp_graph.passes.runtime import layer_norm_low
-from amp_graph.passes.table_activations import TABLED, form_of
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays_computed_again import computing_again_is_seen, computing_again_pays
 from amp_graph.passes.who_saves import Readers, readers_of
@@ -59,9 +48,7 @@ KINDS = {
 }
 SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
-ALONE = (norm_alone, norm_alone_computed_again)
-NORMS = (batch_norm_computed_again, norm_and_relu, norm_and_relu_computed_again, *ALONE)
-FUSED: dict[Any, Any] = {norm_and_relu: norm_and_relu_computed_again, norm_add_relu: norm_add_relu_computed_again}
+_NOTHING = Recomputable()
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class RecomputeActivations(Pass):
         """Visit every activation and norm, in order."""
         work = _Work(self, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
-            if node.target in (relu_computed_again, *FUSED.values()):
+            if _is_recomputed_relu(node):
                 work.note(node)
             elif kind := _kind(node):
                 work.visit(node, kind)
@@ -109,9 +96,10 @@ class _Work:
 
     def visit(self, node: Node, kind: str) -> None:
         """Let one value be computed again where the law allows it and it pays."""
-        if node.target is norm_add_relu and not self.options.thorough:
+        known = _known(node)
+        if known.thorough and not self.options.thorough:
             return
-        made = self._makers(_before(node)) if kind == "relu" and node.target is not norm_and_relu else ()
+        made = self._makers(_before(node)) if kind == "relu" and not known.norm else ()
         if made is None:
             return
         aliases = _aliases(node)
@@ -170,13 +158,13 @@ class _Work:
         """Return norms, and relus that are kept, that make what a relu reads; None where others have a part in it."""
         if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
-        if source.target in NORMS or _is_batch_norm(source):
+        if source.target is batch_norm_computed_again or _known(source).norm or _is_batch_norm(source):
             return (source,)
         if not self.options.thorough:
             return None
         if source in self.depths:
             return ()
-        if (source.target in SUMMED or names_of(source) in RELUS) and is_trained(source):
+        if (_known(source).summand is not None or names_of(source) in RELUS) and is_trained(source):
             return (source,)
         if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
             return None
@@ -184,35 +172,42 @@ class _Work:
         return None if None in parts else tuple(dict.fromkeys(m for part in parts if part for m in part))
 
 
+def _known(node: Node) -> Recomputable:
+    """Return what the function that ``node`` calls declared; of others that nothing is known."""
+    return traits_of(node.target).recomputable or _NOTHING
+
+
 def _kind(node: Node) -> str:
     """Return what ``node`` makes, "" where that is nothing to compute again."""
-    names = ("aten.relu",) if node.target in FUSED else names_of(node)
-    names = ("aten.layer_norm",) if node.target is add_norm and _aliases(node) else names
-    if len(names) != 1 or names[0] not in KINDS or _is_ours(node) or not is_trained(node):
+    names, declared = names_of(node), _known(node).kind if _aliases(node) else ""
+    kind = declared or (KINDS.get(names[0], "") if len(names) == 1 else "")
+    if not kind or _is_recomputed(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
         return ""
-    plain = node.op == "call_function" or KINDS[names[0]] == "relu"
-    return KINDS[names[0]] if plain and node.args else ""
+    return kind if (node.op == "call_function" or kind == "relu") and node.args else ""
 
 
 def _aliases(node: Node) -> tuple[Node, ...]:
-    """Return what has the value of ``node`` that is computed again: of ``add_norm`` the parts in low precision."""
-    if node.target is not add_norm:
-        return (node,)
-    parts: list[Any] = list(node.users)
-    full, keep = map(bool, node.args[8:10])
-    return tuple(part for part in parts if part.args[1] >= full + keep)  # behind the sum, and the norm in fp32
+    """Return what has the value of ``node`` that is computed again: one of its parts, where it has several results."""
+    aliases = _known(node).aliases
+    return (node,) if aliases is None else aliases(node)
 
 
-def _is_ours(node: Node) -> bool:
+def _is_recomputed(node: Node) -> bool:
     """Say whether ``node`` calls already what has its value computed again."""
-    return getattr(node.target, "__module__", "") in (recompute_makers.__name__, batch_norm_again.__name__)
+    known = traits_of(node.target).recomputable
+    ours = getattr(node.target, "__module__", "") == recompute_makers.__name__
+    return ours or (known is not None and known.replacement is None)
+
+
+def _is_recomputed_relu(node: Node) -> bool:
+    return node.target is relu_computed_again or (_known(node).kind == "relu" and _is_recomputed(node))
 
 
 def _before(relu: Node) -> Any:
     """Return what a relu reads; of one that is fused with a norm and a sum, what is added to the norm."""
-    return relu.args[1 if relu.target in SUMMED else 0]
+    return relu.args[_known(relu).summand or 0]
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -220,9 +215,8 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 
 def _cost(node: Node, kind: str) -> str:
-    if node.target in TABLED.values():
-        return "looked up"
-    return form_of(node) if kind == "gelu" else kind
+    by_tanh = kind == "gelu" and "tanh" in (*node.args[1:], *node.kwargs.values())
+    return _known(node).cost or ("gelu by tanh" if by_tanh else kind)
 
 
 def _is_batch_norm(node: Node) -> bool:
@@ -237,19 +231,16 @@ def _is_batch_norm(node: Node) -> bool:
 
 def _replace(node: Node, relu: Any) -> None:
     """Let ``node`` call what has its value computed again, a relu ``relu``."""
-    if _is_ours(node):
+    if _is_recomputed(node):
         return
-    if node.target in FUSED:
-        kept = node.target is norm_add_relu and relu is relu_kept
-        node.target = norm_add_relu_kept if kept else FUSED[node.target]
-        return
-    if node.target in (add_norm, norm_alone):
-        node.target = add_norm_computed_again if node.target is add_norm else norm_alone_computed_again
+    known = _known(node)
+    if known.replacement is not None:
+        kept = known.keeps is not None and relu is relu_kept
+        if known.rewrite is not None:
+            known.rewrite(node)
+        node.target = known.keeps if kept and known.keeps is not None else known.replacement
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
-    if node.target in TABLED.values():
-        node.args, node.kwargs, node.target = (source, form_of(node)), {}, tabled_computed_again
-        return
     node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
     if kind == "relu":
         node.target, node.args, node.kwargs = relu, (source, relu_in_place), {}

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from amp_graph.passes import by_table
 from amp_graph.passes.recompute_recipes import (
-    ADD_NORM,
     COMPUTE,
     KEY,
     Again,
@@ -25,7 +23,6 @@ from amp_graph.passes.recompute_recipes import (
     relu_of,
     sources_of,
 )
-from amp_graph.passes.residual_norm import LOWS, add_norm
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks
 
@@ -99,21 +96,6 @@ def layer_norm_low_computed_again(
 ) -> Tensor:
     """``layer_norm_low`` whose result can be computed again."""
     return marked(layer_norm_low(x, shape, weight, bias, eps), (x, weight, bias))
-
-
-def add_norm_computed_again(x: Tensor, branch: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    """``add_norm`` whose norm in low precision can be computed again; the sum is kept."""
-    made = add_norm(x, branch, *given)
-    node: Any = made[-1].grad_fn
-    if node is not None and node.name() == ADD_NORM:  # else torch's own, in a transform
-        _, weight, bias = given[:3]
-        marked(made[-1], (x if branch is None else made[0], weight, bias), first=LOWS)
-    return made
-
-
-def tabled_computed_again(x: Tensor, form: str) -> Tensor:
-    """An activation by a table whose result can be looked up again."""
-    return marked(by_table.activated(x, form), (x,))
 
 
 def gelu_computed_again(x: Tensor, approximate: str = "none") -> Tensor:

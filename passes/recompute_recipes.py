@@ -19,14 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes import batch_norm, by_table, residual_norm
 from amp_graph.passes.torch_private import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
 KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
 SHARED_CAST = "_SharedCastBackward"
 CASTS = ("ToCopyBackward0", SHARED_CAST)
-NORM_AND_RELU = "_NormAndReluBackward"
-ADD_NORM = "_AddNormBackward"
 
 
 @dataclass(eq=False)
@@ -102,32 +99,10 @@ def _layer_norm_low(node: Any) -> Tensor:
     return torch.native_layer_norm(x, node.shape, weight, bias, node.eps)[0]
 
 
-def _norm_and_relu(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    x, *given = inputs() if inputs else node.saved_tensors
-    if not given:  # its own result, saved by hooks
-        return x
-    weight, bias, stats = (*given, None)[:3]
-    other = value_of(node.next_functions[1][0]) if node.adds else None
-    return batch_norm.normed_again(x, other, weight, bias, node.eps, node.relu, stats)
-
-
-def _add_norm(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    total, weight, bias = inputs() if inputs else (node.saved_tensors[i] for i in (0, 2, 3))
-    return residual_norm.normed_again(total, weight, bias, node.form)
-
-
 def _activated(node: Any) -> Tensor:
     inputs = node.metadata[KEY].inputs
     (x,) = inputs() if inputs else (node._saved_self,)
     return F.silu(x) if node.name() == "SiluBackward0" else F.gelu(x, approximate=node._saved_approximate)
-
-
-def _by_table(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    (x,) = inputs() if inputs else node.saved_tensors
-    return by_table.value_of(x, node.form)
 
 
 def _relu(node: Any) -> Tensor:
@@ -153,25 +128,36 @@ def _cast(node: Any) -> Tensor:
     return value_of(before_of(node)).to(node.metadata[KEY].extra)
 
 
+# By the name of the node of autograd; backends add theirs with ``register_recompute``.
 COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
-    NORM_AND_RELU: _norm_and_relu,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
-    ADD_NORM: _add_norm,
     "GeluBackward0": _activated,
     "SiluBackward0": _activated,
-    "_ByTableBackward": _by_table,
     "ReluBackward0": _relu,
     "AddBackward0": _add,
     **dict.fromkeys(CASTS, _cast),
 }
 
-# What saved its own result, where nothing is said of computing it again.
-KEPT: dict[str, Callable[[Any], Tensor]] = {
-    "ReluBackward0": lambda node: node._saved_result,
-    NORM_AND_RELU: lambda node: node.saved_tensors[4],
-}
+# What saved its own result, where nothing is said of computing it again; and where it did.
+KEPT: dict[str, Callable[[Any], Tensor]] = {"ReluBackward0": lambda node: node._saved_result}
+KEEPS: dict[str, Callable[[Any], bool]] = {"ReluBackward0": lambda node: True}
+
+
+def register_recompute(
+    name: str,
+    compute: Callable[[Any], Tensor],
+    kept: Callable[[Any], Tensor] | None = None,
+    keeps: Callable[[Any], bool] = lambda node: True,
+) -> None:
+    """Let ``compute`` make the result of autograd's nodes ``name`` again, from what they saved.
+
+    ``kept`` returns a result that the node saved itself, as it did where ``keeps`` says so.
+    """
+    COMPUTE[name] = compute
+    if kept is not None:
+        KEPT[name], KEEPS[name] = kept, keeps
 
 
 def before_of(node: Any) -> Any:
@@ -200,7 +186,7 @@ def is_known(node: Any) -> bool:
         return False
     if node.name() == "AddBackward0" and KEY not in node.metadata:
         return node._saved_alpha == 1 and all(is_known(source) for source, _ in node.next_functions)
-    kept = node.name() == "ReluBackward0" or (node.name() == NORM_AND_RELU and node.adds)
+    kept = node.name() in KEEPS and KEEPS[node.name()](node)
     return KEY in node.metadata or (kept and outer_saved_tensors_hooks() is None)
 
 

@@ -14,11 +14,13 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import by_table
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.by_table_again import tabled_computed_again
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM
+from amp_graph.passes.registry import Recomputable, declare
 from amp_graph.passes.what_pays import table_pays
 
 TABLED: dict[tuple[str, ...], Callable[..., Any]] = {
@@ -62,3 +64,14 @@ def _fits(node: Node) -> bool:
     if len(given) != 1 or any(not isinstance(t, torch.Tensor) or t.dtype != torch.bfloat16 for t in (made, *given)):
         return False
     return table_pays(made.device.type, form_of(node), made.numel())
+
+
+def _name_the_form(node: Node) -> None:
+    node.args, node.kwargs = (node.args[0], form_of(node)), {}
+
+
+for _function in TABLED.values():
+    declare(
+        _function,
+        recomputable=Recomputable(replacement=tabled_computed_again, rewrite=_name_the_form, cost="looked up"),
+    )

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from amp_graph.passes.batch_norm_again import SUMMED
 from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.node_value import value
-from amp_graph.passes.recompute_makers import add_norm_computed_again
 from amp_graph.passes.regions import REGION
-from amp_graph.passes.residual_norm import add_norm
+from amp_graph.passes.registry import traits_of
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import concrete_size, numel
 
@@ -31,7 +29,6 @@ POOLS = frozenset(f"aten.{kind}_pool2d" for kind in ("max", "avg", "adaptive_avg
 READERS = PRODUCTS | CONVOLUTIONS | TRANSPOSED | POOLS
 SAVES_NOTHING = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "cat", "stack", "mean", "sum"))
 CASTS = frozenset({"aten.to", "aten._to_copy"})
-SUMS_AND_NORMS = (add_norm, add_norm_computed_again)
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,8 @@ def _why_kept(node: Node, user: Node) -> str:
         return "it is returned"
     if _is_apart(user):
         return f"{user.name} is in a checkpoint or in the user's own autocast"
-    if user.target in SUMMED and user.args[0] is not node:
-        return ""
-    if user.target in SUMS_AND_NORMS and user.args[1] is not None:  # they save the sum
+    saves = traits_of(user.target).saves
+    if saves is not None and not saves(user, node):
         return ""
     return "" if names_of(user) and SAVES_NOTHING.issuperset(names_of(user)) else f"{user.name} saves it"
 

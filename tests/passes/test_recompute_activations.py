@@ -12,12 +12,13 @@ from torch import nn
 
 from amp_graph.pass_lists import passes_for
 from amp_graph.passes import recompute_recipes, what_pays, what_pays_computed_again
+from amp_graph.passes.add_norm_again import ADD_NORM, add_norm_computed_again
 from amp_graph.passes.fuse_norm import FuseNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_activations import RecomputeActivations
-from amp_graph.passes.recompute_makers import add_norm_computed_again, gelu_computed_again
+from amp_graph.passes.recompute_makers import gelu_computed_again
 from amp_graph.passes.recompute_readers import computing_again
-from amp_graph.passes.recompute_recipes import ADD_NORM, KEY
+from amp_graph.passes.recompute_recipes import KEY
 from amp_graph.passes.what_pays_computed_again import computing_again_is_seen
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes

@@ -15,13 +15,14 @@ from torch.fx import GraphModule
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.fp32_accumulation import accumulating_in_fp32
-from amp_graph.pass_lists import passes_for_compilers, passes_in_inductor
 from amp_graph.passes.checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.custom_functions import call_custom_functions
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.inductor import compile_with_inductor, modes_of_inductor
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory_access import have_data_noticed
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.regions import switches_modes
 from amp_graph.passes.torch_private import ModesOfThread
 from amp_graph.policy import Policy
@@ -125,8 +126,9 @@ def _lowered(
         have_data_noticed(gm)
         return direct_calls(gm)
     tag_checkpoints(gm)
-    run_passes(gm, passes_for_compilers(policy))
-    return compiler_of(compile, policy, device_of(gm), mode=mode)(gm, list(example_inputs))
+    device = device_of(gm)
+    run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
+    return compiler_of(compile, policy, device, mode=mode)(gm, list(example_inputs))
 
 
 def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
@@ -146,7 +148,7 @@ def compiler_of(
     whole: the graphs are those of steps. mode: of Inductor.
     """
     if compile == "inductor":
-        passes = passes_in_inductor(policy, device)
+        passes = pipeline(Phase.INDUCTOR, policy.pipeline_options(device))
         return functools.partial(compile_with_inductor, passes=passes, whole=whole, mode=mode)
     return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
 

@@ -27,10 +27,11 @@ from amp_graph.kept_heap import HEAP
 from amp_graph.loss_scale import LossScale
 from amp_graph.name_nodes import name_nodes
 from amp_graph.one_pass_update import OnePass, plan_one_pass
-from amp_graph.pass_lists import passes_for_compilers, passes_for_inductor, passes_of_step
 from amp_graph.passes.collector import collector_waits
 from amp_graph.passes.direct_calls import direct_calls
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
@@ -66,11 +67,12 @@ class StepBuilder:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        last = passes_for_inductor(policy, self) if (self.compile, device) == ("inductor", "cpu") else []
+        compiled = (self.compile, device) == ("inductor", "cpu")
+        last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if compiled else []
         own, eager = None if device == "cpu" else device, self.compile == "eager"
         rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, in_step=True)
         if not eager:
-            run_passes(gm, passes_for_compilers(policy))
+            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
         return CapturedStep(rewritten, take_loss_mark(gm))
 
     def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
@@ -102,7 +104,8 @@ class StepBuilder:
         parts, how, copies = self._parts(captured, args, trained, absent, updates)
         in_step = self.compile == "eager" and self.policy.level != "O0"
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
-            step = trace_step(parts, self._lower, passes_of_step(self.policy, device_of(gm)) if in_step else [])
+            passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
+            step = trace_step(parts, self._lower, passes)
         if self.policy.keeps_memory and device_of(gm) == "cpu":
             step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
             step.watch = HEAP.watch(step, step.most_bytes) if step.kept_bytes else None

@@ -25,7 +25,6 @@ from amp_graph.escape import without_autocast
 from amp_graph.escaped_code import EscapedCode
 from amp_graph.kept_heap import HEAP
 from amp_graph.name_nodes import name_nodes
-from amp_graph.pass_lists import passes_for_inductor, passes_of_copies
 from amp_graph.passes.base import PassError, VerifyError
 from amp_graph.passes.facts import source_line
 from amp_graph.passes.keep_weight_copies import is_kept
@@ -35,6 +34,8 @@ from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.node_value import has_symbols
 from amp_graph.passes.pieces import BITS, adopt_piece
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.read_modules import is_uninitialized
@@ -114,9 +115,9 @@ class CapturedGraphs:
         device, eager = device_of_model(self.model), self.compile == "eager"
         if eager and torch.is_grad_enabled():  # where the model was converted for evaluation
             compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
-        last = passes_of_copies(self.copies, policy, device or "cpu")
+        last = pipeline(Phase.COPIES, policy.pipeline_options(device or "cpu", copies=self.copies))
         if self.compile == "inductor" and device is None:
-            last = passes_for_inductor(policy, self)
+            last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None
         return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,25 +20,17 @@ from amp_graph.lists import OpList, effective
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.passes.pipeline_options import PipelineOptions
+
+if TYPE_CHECKING:
+    from amp_graph.passes.measure_influence import Measured
+    from amp_graph.passes.weight_copies import WeightCopies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = tuple(DTYPES.values())
 LEVELS = ("O0", "O1", "O2", "O3")
 HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
-# Passes that a policy can do without; the others make the plan and its casts.
-SKIPPABLE = (
-    "accumulate_in_place", "align_shapes", "amx_products", "attention", "cast_parts", "channels_last",
-    "contiguous_linear", "conv1d", "conv_as_linear", "conv_transpose", "convolution", "count_batches",
-    "cudnn_recurrent", "custom_activations", "depthwise", "drop_dropout", "drop_empty", "einsums_as_products",
-    "eliminate_casts", "fold_masks", "fold_norms", "fuse_attention", "fuse_batch_norm", "fuse_bias", "fuse_dropout",
-    "fuse_gelu", "fuse_group_norm", "fuse_norm", "fuse_rms_norm", "global_pool", "group_weight_casts",
-    "grouped_products", "keep_gradient_memory", "keep_large_results", "keep_recurrent", "lay_gradients",
-    "linear_cross_entropy", "linears_of_parameters", "look_at_values", "lstm_backward", "overwrite_logits",
-    "own_products", "pack_weights", "pointwise_conv", "products_as_linears", "protect_norms", "recompute_activations",
-    "reduce_from_low", "share_casts", "small_linears", "small_products", "table_activations", "train_linears",
-    "widen_large", "widen_products",
-)  # fmt: skip
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
 UNPROFITABLE = ("graphs", "true", "false")
@@ -64,7 +56,8 @@ class Policy:
     keep_memory: leave the memory that a step, or a call without gradients, frees in the process for the next one
     (true), or not; see docs/policy.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
-    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores).
+    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores) or by
+    group (``backend``: all that only one device or compiler needs); ``amp-graph passes`` lists both.
     recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel
     computes anew, or "most" of that, but for what would be seen in the time of small networks; empty for "most" with
     accuracy "fast", else for "some". See docs/policy.md.
@@ -107,9 +100,7 @@ class Policy:
         _check("level", self.level, LEVELS)
         object.__setattr__(self, "accuracy", _accuracy(self.accuracy))
         _check("device", self.device, ("", "cpu", "cuda"))
-        object.__setattr__(self, "skip", tuple(name.replace("-", "_") for name in self.skip))
-        for name in self.skip:
-            _check("skip", name, SKIPPABLE)
+        object.__setattr__(self, "skip", _skip_words(self.skip))
         _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
         if isinstance(self.skip_unprofitable, bool):
@@ -250,6 +241,39 @@ class Policy:
             )
         return found
 
+    def pipeline_options(
+        self,
+        device: str,
+        *,
+        eager: bool = False,
+        in_step: bool = False,
+        measured: tuple[Measured, ...] = (),
+        copies: WeightCopies | None = None,
+        user: object = None,
+    ) -> PipelineOptions:
+        """Return what selects the passes for a graph on ``device``, with gradients if they are recorded now."""
+        return PipelineOptions(
+            lists=self.op_list(device),
+            dtype=self.torch_dtype(device),
+            device=device,
+            planned_for=self.device or device,
+            accuracy=self.accuracy,
+            keep_fp32=self.keep_fp32,
+            keep_outputs=self.keep_outputs,
+            planner=self.plans_by,
+            leaves=self.leaves,
+            recompute=self.recomputes,
+            weight_copies=self.weight_copies,
+            keep_memory=self.keeps_memory,
+            skip=_passes_named(self.skip),
+            eager=eager,
+            in_step=in_step,
+            training=torch.is_grad_enabled(),
+            measured=measured,
+            copies=copies,
+            user=user,
+        )
+
     def _check_skips(self, lists: OpList) -> None:
         """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
         painted = self.plans_by != "mincut" and self.skip_unprofitable == "true"
@@ -324,6 +348,32 @@ def _accuracy(value: Any) -> str | float:
             "  fix:   policy='bf16,accuracy=1.5'"
         )
     return float(value)
+
+
+def _skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of ``skip=`` by their present names. Raises PolicyError for one that names no pass or group."""
+    if not words:
+        return ()
+    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_legal, nearest  # loads every pass
+
+    found = tuple(current_word(word) for word in words)
+    for word, given in zip(found, words, strict=True):
+        if not is_legal(word):
+            near = nearest(given[:LONGEST_NAME])
+            raise PolicyError(
+                f"policy: unknown skip value {shortened(given)}\n"
+                f"  legal: an optional pass that `amp-graph passes` lists, or a group: {', '.join(sorted(GROUPS))}\n"
+                + (f"  fix:   did you mean {' or '.join(map(repr, near))}?" if near else "  fix:   skip=backend")
+            )
+    return found
+
+
+def _passes_named(words: tuple[str, ...]) -> dict[str, str]:
+    if not words:
+        return {}
+    from amp_graph.passes.pipeline_skips import passes_named  # loads every pass
+
+    return passes_named(words)
 
 
 def _of_type(name: str, default: Any, value: Any) -> Any:

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes.autocast_graph import UNPLANNED, run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
@@ -26,6 +25,8 @@ from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
 from amp_graph.passes.pieces import GIVEN, PIECE
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.plan_precision import MARK, PlanPrecision
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.regions import mark_regions
@@ -122,7 +123,8 @@ def rewrite_in_place(
     done: tuple[Timed, ...] = ()
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device, strict)
-        passes = [*passes_for(_for_piece(gm, policy), device, measured, eager=eager, in_step=in_step), *last]
+        given = _for_piece(gm, policy).pipeline_options(device, eager=eager, in_step=in_step, measured=measured)
+        passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict)
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
@@ -163,7 +165,7 @@ def _read_values(gm: GraphModule) -> None:
 def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) -> Problem:
     """Do to a captured graph what comes before planning, in place, and return what there is to plan."""
     _read_values(gm)
-    passes = passes_for(policy, device or device_of(gm))
+    passes = pipeline(Phase.CAPTURED, policy.pipeline_options(device or device_of(gm)))
     at = next(i for i, one in enumerate(passes) if isinstance(one, PlanPrecision))
     run_passes(gm, passes[:at])
     plan = passes[at]

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import identify_ops
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import adopt_values
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.record_values import record_values
 from amp_graph.passes.regions import mark_regions
 from amp_graph.policy import Policy
@@ -78,7 +79,7 @@ def rewrite_once(captured: GraphModule, policy: str) -> tuple[float, float, dict
     start, cpu = time.perf_counter(), time.process_time()
     adopt_values(gm)
     mark_regions(gm)
-    done = run_passes(gm, passes_for(Policy.parse(policy), "cpu"), checked=False)
+    done = run_passes(gm, pipeline(Phase.CAPTURED, Policy.parse(policy).pipeline_options("cpu")), checked=False)
     total, cpu = time.perf_counter() - start, time.process_time() - cpu
     by_pass: dict[str, float] = defaultdict(float)
     for timed in done:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes.cut import cheapest
 from amp_graph.passes.formulate import formulate
 from amp_graph.passes.machine import machine_for
@@ -22,6 +21,8 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import adopt_values
 from amp_graph.passes.paint import paint
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.record_values import record_values
@@ -55,7 +56,7 @@ def problem_of(operations: int, policy: Policy) -> Problem:
     gm = torch.fx.symbolic_trace(Stream(operations // 8))
     record_values(gm, (torch.randn(16, 64, requires_grad=True),))
     adopt_values(gm)
-    passes = passes_for(policy, "cpu")
+    passes = pipeline(Phase.CAPTURED, policy.pipeline_options("cpu"))
     last = next(i for i, p in enumerate(passes) if isinstance(p, PlanPrecision))
     found: list[Problem] = []
     plan = passes[last]

@@ -17,7 +17,8 @@ from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text
 from amp_graph.passes.formulate import formulate
 from amp_graph.passes.machine import MACHINES, machine_text, read_machine
-from amp_graph.policy import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, SKIPPABLE, UNPROFITABLE, Policy
+from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
+from amp_graph.policy import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE, Policy
 from tests.fuzz.texts import EVIL, ODD, encoded, mutated, word
 
 PATHS = ("", "lm_head", "model.layers.11.self_attn.q_proj", "a" * 60, "encoder.layer.3.output.LayerNorm")
@@ -61,7 +62,7 @@ def _field(rng: random.Random) -> str:
 
 
 def _text_value(rng: random.Random) -> str:
-    known = (*ACCURACIES, *PLANNERS, *RECOMPUTED, *UNPROFITABLE, *ESCAPED, *SKIPPABLE, *OPS, *DTYPES, *LEVELS)
+    known = (*ACCURACIES, *PLANNERS, *RECOMPUTED, *UNPROFITABLE, *ESCAPED, *SKIPPABLE, *GROUPS, *OPS, *DTYPES, *LEVELS)
     every = (*known, "true", "false", "1.5", "cpu", "default", "autocast_cpu", "bf16_cpu", "lm_head|.*norm", *EVIL)
     return "|".join(word(rng, every) for _ in range(rng.choice((1, 1, 1, 2, 3))))
 

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import regions
 from amp_graph.passes.base import Pass, PassResult
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.node_value import adopt_values
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
@@ -79,6 +80,11 @@ def capture(model: Any, *inputs: Any, dynamic: bool | None = None) -> Capture:
 def capture_function(function: Any, *inputs: Any, dynamic: bool | None = None, **state: torch.Tensor) -> Capture:
     """Capture ``function(self, *inputs)``, where ``self`` has ``state`` as parameters."""
     return capture(Function(function, **state), *inputs, dynamic=dynamic)
+
+
+def passes_for(policy: Policy, device: str, **mode: Any) -> list[Pass]:
+    """Return the passes over a captured graph; mode: ``eager``, ``in_step``, ``measured``."""
+    return pipeline(Phase.CAPTURED, policy.pipeline_options(device, **mode))
 
 
 def standard_passes(policy: str = "bf16") -> list[Pass]:

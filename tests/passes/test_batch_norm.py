@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import batch_norm_ops, native_code, what_pays, what_pays_computed_again, what_pays_for_images
 from amp_graph.passes.batch_norm import norm_add_relu, norm_and_relu
 from amp_graph.passes.batch_norm_again import (
@@ -23,7 +22,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.recompute_recipes import KEY
 from amp_graph.policy import Policy
-from tests.passes.graphs import capture, differences, run_step
+from tests.passes.graphs import capture, differences, passes_for, run_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAST, EPS = torch.channels_last, 1e-5

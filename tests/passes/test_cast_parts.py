@@ -5,12 +5,11 @@ import torch
 from torch.autograd import forward_ad
 
 import amp_graph
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import cast_parts
 from amp_graph.passes.cast_parts import CastParts, joined_low
 from amp_graph.passes.manager import run_passes
 from amp_graph.policy import Policy
-from tests.passes.graphs import capture_function, differences, run_step
+from tests.passes.graphs import capture_function, differences, passes_for, run_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3

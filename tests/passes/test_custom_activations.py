@@ -277,7 +277,7 @@ def test_second_derivatives_are_those_of_the_function():
 
 def test_graphs_for_compilers_are_left_alone():
     policy = amp_graph.policy.Policy.parse("bf16")
-    from amp_graph.pass_lists import passes_for
+    from tests.passes.graphs import passes_for
 
     assert any(isinstance(one, CustomActivations) for one in passes_for(policy, "cpu", eager=True))
     assert not any(isinstance(one, CustomActivations) for one in passes_for(policy, "cpu"))

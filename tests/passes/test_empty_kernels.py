@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import amp_graph.pass_lists  # noqa: F401  which defines all operators
+import amp_graph.passes.pipeline_table  # noqa: F401  which defines all operators
 from amp_graph.passes import attention_kernel, linear_kernel, lstm_kernel
 from amp_graph.passes.attention_backward import _backward_by_products
 from amp_graph.passes.native_code import CompilerError

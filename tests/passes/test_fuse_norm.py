@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import fuse_norm, native_code, norm_ops, what_pays
 from amp_graph.passes.add_norm_again import add_norm_computed_again
 from amp_graph.passes.fuse_norm import FuseNorm
@@ -16,7 +15,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.policy import Policy
-from tests.passes.graphs import BF16, FP32, capture_function, run_step
+from tests.passes.graphs import BF16, FP32, capture_function, passes_for, run_step
 
 WIDTH = 16
 WITHOUT = ",skip=fuse_norm"

@@ -11,11 +11,11 @@ from torch import nn
 import amp_graph
 from amp_graph.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import predict
 from amp_graph.passes.machine import DTYPES, FAMILIES, Machine, machine_text
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.policy import Policy
+from tests.passes.graphs import passes_for
 from tests.passes.planning import machine
 
 FLOPS, BYTES = 1e9, 1e8  # of the machine below: a product of n x n x n is not bound by what it moves

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes import recompute_recipes, what_pays, what_pays_computed_again
 from amp_graph.passes.add_norm_again import ADD_NORM, add_norm_computed_again
 from amp_graph.passes.fuse_norm import FuseNorm
@@ -21,7 +20,7 @@ from amp_graph.passes.recompute_readers import computing_again
 from amp_graph.passes.recompute_recipes import KEY
 from amp_graph.passes.what_pays_computed_again import computing_again_is_seen
 from amp_graph.policy import Policy
-from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes
+from tests.passes.graphs import capture, capture_function, differences, passes_for, run_step, standard_passes
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.pass_lists import passes_for
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.reduce_from_low import ReduceFromLow
 from amp_graph.policy import Policy
-from tests.passes.graphs import capture_function, differences, run_step
+from tests.passes.graphs import capture_function, differences, passes_for, run_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3

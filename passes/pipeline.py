@@ -1,0 +1,27 @@
+"""Which passes run over a graph, in which order: a selection from the table of all passes.
+
+Before: ``Policy.parse("bf16").pipeline_options("cpu")``. After: ``[IdentifyOps(), ..., PlanPrecision(...), ...]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amp_graph.passes.base import Pass
+from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.pipeline_row import PHASE_NEEDS, Phase, Row
+from amp_graph.passes.pipeline_table import TABLE
+
+
+def pipeline(phase: Phase, options: PipelineOptions, table: Sequence[Row] = TABLE) -> list[Pass]:
+    """Return the passes of ``phase``, in order, built from ``options``."""
+    return [row.built(options) for row in table if phase in row.phases and not why_off(row, phase, options)]
+
+
+def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
+    """Return why the pass of ``row`` is left out of a pipeline of ``phase``; "" where it is in it."""
+    for name in (row.name, *row.joins):
+        if name in options.skip:
+            return f"skip={options.skip[name]} in the policy"
+    needs = (*PHASE_NEEDS.get(phase, ()), *row.needs)
+    return next((need.otherwise for need in needs if not need.holds(options)), "")

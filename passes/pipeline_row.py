@@ -1,0 +1,210 @@
+"""What a row of the table of passes says: stage, phase, conditions, order, exactness; and the check of the order.
+
+Before: ``Row(DropDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``. After: ``checked([..., row, ...])``, or a
+``PassError`` that names the row that stands in the wrong place, and the place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from amp_graph.passes.base import Pass, PassError
+from amp_graph.passes.pipeline_options import PipelineOptions
+
+
+class Stage(str, enum.Enum):
+    """The subject of a pass, which is the folder that it is in."""
+
+    GRAPH = "graph"
+    RECOGNIZE = "recognize"
+    PRECISION = "precision"
+    CASTS = "casts"
+    LAYOUT = "layout"
+    MEMORY = "memory"
+    WEIGHTS = "weights"
+    BACKEND = "backend"
+
+
+class Phase(str, enum.Enum):
+    """The graph that a pass runs over."""
+
+    CAPTURED = "captured"  # the graph that was captured, with torch-level calls
+    COPIES = "copies"  # the same, afterwards, where low-precision copies of its weights outlive the call
+    COMPILED = "compiled"  # the same, afterwards, where Inductor will compile it
+    HANDOVER = "handover"  # the rewritten graph, just before any compiler takes it apart
+    INDUCTOR = "inductor"  # the flat graphs inside Inductor, forward and backward
+    STEP = "step"  # the flat graph of a whole training step that runs as it is
+
+
+@dataclass(frozen=True)
+class Grade:
+    """How exact a rewrite is: bit-exact, rounding-equal, or approximate, with the bound."""
+
+    word: str
+    bound: str = ""
+
+    def __str__(self) -> str:
+        """Return ``approximate (one rounding less)``."""
+        return f"{self.word} ({self.bound})" if self.bound else self.word
+
+
+BIT_EXACT = Grade("bit-exact")  # results and gradients have the same bits
+ROUNDING_EQUAL = Grade("rounding-equal")  # as many roundings as before, of sums that may be in another order
+
+
+def approximate(bound: str) -> Grade:
+    """Return the grade of a rewrite that rounds other values, or another number of times."""
+    return Grade("approximate", bound)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What must hold for a pass to be in a pipeline: a word for tables, and the reason given where it does not hold."""
+
+    word: str
+    otherwise: str
+    holds: Callable[[PipelineOptions], bool]
+
+
+OPAQUE = Condition(
+    "opaque lists",
+    "the lists reproduce torch.autocast, operation by operation",
+    lambda options: options.lists.unlisted == "opaque",
+)
+EAGER = Condition(
+    "eager", "needs a graph that runs eagerly; a compiler does this itself", lambda options: options.eager
+)
+EAGER_OR_STEP = Condition(
+    "eager or step",
+    "needs a graph that runs eagerly, or a part of a training step",
+    lambda options: options.eager or options.in_step,
+)
+TRAINING = Condition("training", "needs gradients", lambda options: options.training)
+INFERENCE = Condition("inference", "needs a graph without gradients", lambda options: not options.training)
+WEIGHT_COPIES = Condition("weight copies", "weight_copies=false in the policy", lambda options: options.weight_copies)
+KEEP_MEMORY = Condition("kept memory", "keep_memory=false in the policy", lambda options: options.keep_memory)
+HAS_COPIES = Condition(
+    "weight copies", "no low-precision copy of a weight outlives the call", lambda options: options.copies is not None
+)
+PHASE_NEEDS = {Phase.COPIES: (HAS_COPIES,), Phase.COMPILED: (WEIGHT_COPIES,)}
+# What every pass of a stage stands behind, or before, whatever else its row says.
+STAGE_AFTER = dict.fromkeys((Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.BACKEND), "insert-casts")
+STAGE_BEFORE = {Stage.RECOGNIZE: "expand-composites"}
+FIRST = "identify-ops"  # marks the nodes with the operations that they call, which every other pass reads
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass in the table of all passes.
+
+    cls: the pass; its name and its law come from there. stage: its subject. grade: how exact it is.
+    make: builds it; None for a pass without options.
+    phases: the graphs that it runs over. devices: those for which it changes anything; it asks by itself, of each node.
+    needs: what must hold for it to be in a pipeline. joins: names of passes without which it is left out.
+    after, before: names of passes that it must stand behind, or before.
+    skippable: whether ``skip=`` may name it; the others make the plan and its casts, or have an option of their own.
+    worth: what it gains, in one line, or where that is measured.
+    """
+
+    cls: type[Pass]
+    stage: Stage
+    grade: Grade
+    make: Callable[[PipelineOptions], Pass] | None = None
+    phases: tuple[Phase, ...] = (Phase.CAPTURED,)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    needs: tuple[Condition, ...] = ()
+    joins: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    skippable: bool = True
+    worth: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the pass."""
+        return self.cls.name
+
+    @property
+    def word(self) -> str:
+        """The name of the pass as policies have it."""
+        return self.name.replace("-", "_")
+
+    @property
+    def law(self) -> str:
+        """What the pass does, as the first sentence of its docstring says."""
+        first = (self.cls.__doc__ or "").strip().split("\n\n")[0]
+        return " ".join(re.split(r"(?<=\.)\s", first, maxsplit=1)[0].split())
+
+    @property
+    def backend(self) -> bool:
+        """Whether only one device, or one compiler, needs the pass; every graph is right without it."""
+        return self.stage is Stage.BACKEND
+
+    @property
+    def all_after(self) -> tuple[str, ...]:
+        """The passes that this one stands behind: by its row, and by its stage."""
+        always = () if self.name == FIRST else (FIRST,)
+        of_stage = STAGE_AFTER.get(self.stage, self.name)
+        return (*always, *(() if of_stage == self.name else (of_stage,)), *self.after)
+
+    @property
+    def all_before(self) -> tuple[str, ...]:
+        """The passes that this one stands before: by its row, and by its stage."""
+        return (*((STAGE_BEFORE[self.stage],) if self.stage in STAGE_BEFORE else ()), *self.before)
+
+    def built(self, options: PipelineOptions) -> Pass:
+        """Return the pass with its options."""
+        return self.cls() if self.make is None else self.make(options)
+
+
+def checked(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return ``rows``; raise PassError for one in the wrong place, a second one of a pass, or an unknown name."""
+    table = tuple(rows)
+    places: dict[str, int] = {}
+    for place, row in enumerate(table):
+        if row.name in places:
+            raise PassError(
+                f"pipeline: the pass {row.name!r} has two rows\n  legal: one row a pass, with all of its phases\n"
+                f"  fix:   delete one of them, or give the second class a name of its own"
+            )
+        places[row.name] = place
+    for row in table:
+        for name in (*row.all_after, *row.all_before, *row.joins):
+            _check_known(row, name, places)
+        for first, second in (*((n, row.name) for n in row.all_after), *((row.name, n) for n in row.all_before)):
+            _check_order(first, second, row, places)
+    return table
+
+
+def _check_known(row: Row, name: str, places: dict[str, int]) -> None:
+    if name not in places:
+        near = difflib.get_close_matches(name, places, 1, 0.4)
+        raise PassError(
+            f"pipeline: the row of {row.name!r} names {name!r}, which is no pass of the table\n"
+            f"  legal: names of passes, such as {near[0] if near else FIRST!r}\n"
+            f"  fix:   {'did you mean ' + repr(near[0]) + '?' if near else 'leave it out of the row'}"
+        )
+
+
+def _check_order(first: str, second: str, row: Row, places: dict[str, int]) -> None:
+    if places[first] > places[second]:
+        other = second if row.name == first else first
+        side = "before" if row.name == first else "behind"
+        raise PassError(
+            f"pipeline: the pass {row.name!r} stands on the wrong side of {other!r}\n"
+            f"  legal: {first!r} before {second!r}\n"
+            f"  fix:   move the row of {row.cls.__name__} {side} that of {other!r}"
+        )
+
+
+def placed(row: Row, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return ``rows`` with ``row`` in the first place that is legal for it; raise PassError where none is."""
+    known = {one.name: place for place, one in enumerate(rows)}
+    for name in (*row.all_after, *row.all_before, *row.joins):
+        _check_known(row, name, known)
+    at = 1 + max((known[name] for name in row.all_after), default=-1)
+    return checked((*rows[:at], row, *rows[at:]))

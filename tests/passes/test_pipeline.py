@@ -1,0 +1,299 @@
+"""The table of passes: its order is checked, and each mode selects from it what it did before it was a table."""
+
+import dataclasses
+import itertools
+import textwrap
+from typing import ClassVar
+
+import expecttest
+import pytest
+import torch
+
+from amp_graph import Policy
+from amp_graph.errors import PolicyError
+from amp_graph.passes import pass_aliases
+from amp_graph.passes.base import Pass, PassError, PassResult
+from amp_graph.passes.pipeline import pipeline, why_off
+from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, approximate, checked, placed
+from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
+from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.weight_copies import WeightCopies
+
+ROWS = {row.name: row for row in TABLE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(Pass):
+    """Replaces ``x`` with ``x``. Exactness: bit-exact."""
+
+    name: ClassVar[str] = "nothing"
+
+    def run(self, gm):
+        return PassResult(gm)
+
+
+def names(phase, policy="bf16", device="cpu", grad=True, **mode):
+    with torch.set_grad_enabled(grad):
+        return [one.name for one in pipeline(phase, Policy.parse(policy).pipeline_options(device, **mode))]
+
+
+def difference(phase, mode, other):
+    """What is in the first pipeline alone, and in the second alone."""
+    first, second = names(phase, **mode), names(phase, **other)
+    return [n for n in first if n not in second], [n for n in second if n not in first]
+
+
+# -- which passes run, by mode ------------------------------------------------------------------------------
+
+
+class TestSelection(expecttest.TestCase):
+    """What runs in each mode, as it was when functions made the lists."""
+
+    def test_golden(self):
+        copies = WeightCopies(torch.bfloat16)
+        shown = {
+            "eager": names(Phase.CAPTURED, eager=True),
+            "copies, training": names(Phase.COPIES, copies=copies),
+            "copies, inference": names(Phase.COPIES, grad=False, copies=copies),
+            "compiled": names(Phase.COMPILED),
+            "handover": names(Phase.HANDOVER),
+            "inductor": names(Phase.INDUCTOR),
+            "step": names(Phase.STEP),
+            "autocast's lists": names(Phase.CAPTURED, "bf16,lists=autocast_cpu", eager=True),
+        }
+        lines = [
+            textwrap.fill(f"{mode}: {' '.join(found)}", 110, subsequent_indent="  ") for mode, found in shown.items()
+        ]
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+eager: identify-ops drop-empty drop-dropout einsums-as-products products-as-linears fuse-gelu fuse-rms-norm
+  conv-as-linear fuse-attention fold-masks expand-composites plan-precision insert-casts eliminate-casts own-
+  products share-casts protect-norms custom-activations attention gru-state lstm-backward cudnn-recurrent
+  contiguous-linear reduce-from-low channels-last pointwise-conv convolution conv-transpose depthwise conv1d
+  global-pool fuse-group-norm align-shapes fuse-batch-norm linear-cross-entropy fuse-norm fuse-dropout table-
+  activations recompute-activations grouped-products small-linears train-linears count-batches cast-parts
+  widen-large
+copies, training: keep-weight-copies group-weight-casts keep-gradient-memory linears-of-parameters
+copies, inference: keep-weight-copies group-weight-casts fold-norms pack-weights look-at-values keep-large-
+  results widen-products
+compiled: keep-gradient-memory
+handover: keep-recurrent
+inductor: fuse-bias amx-products small-products lay-gradients
+step: fuse-bias amx-products accumulate-in-place overwrite-logits
+autocast's lists: identify-ops expand-composites plan-precision insert-casts eliminate-casts share-casts
+  protect-norms""",
+        )
+
+
+def test_compiled_graphs_go_without_what_a_compiler_does():
+    runs = dict(eager=True)
+    only_eager, none = difference(Phase.CAPTURED, runs, {})
+    assert none == []
+    assert only_eager == [
+        "custom-activations", "pointwise-conv", "conv1d", "fuse-batch-norm", "linear-cross-entropy", "fuse-norm",
+        "fuse-dropout", "table-activations", "recompute-activations", "grouped-products", "small-linears",
+        "train-linears", "count-batches", "cast-parts", "widen-large",
+    ]  # fmt: skip
+    assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["pointwise-conv", "fuse-batch-norm"], [])
+    assert difference(Phase.CAPTURED, dict(eager=True, in_step=True), runs) == ([], [])
+
+
+def test_gradients_and_devices_do_not_change_which_passes_see_a_captured_graph():
+    for mode in (dict(eager=True), {}):
+        for device, grad in itertools.product(("cpu", "cuda"), (True, False)):
+            assert names(Phase.CAPTURED, device=device, grad=grad, **mode) == names(Phase.CAPTURED, **mode)
+
+
+def test_fusing_attention_needs_the_kernel_that_is_worth_it():
+    assert difference(Phase.CAPTURED, {}, dict(policy="bf16,skip=attention")) == (["fuse-attention", "attention"], [])
+
+
+def test_copies_that_keep_no_memory():
+    copies = WeightCopies(torch.bfloat16)
+    kept = dict(copies=copies, grad=False)
+    gone, _ = difference(Phase.COPIES, kept, dict(policy="bf16,keep_memory=false", **kept))
+    assert gone == ["keep-large-results", "widen-products"]
+    assert names(Phase.COPIES) == names(Phase.COMPILED, grad=False) == []
+    assert names(Phase.COMPILED, "bf16,weight_copies=false") == []
+
+
+def test_options_reach_the_passes():
+    policy = Policy.parse("fp16,accuracy=fast,device=cuda,keep_outputs=false,keep_fp32=head,recompute=all")
+    made = {one.name: one for one in pipeline(Phase.CAPTURED, policy.pipeline_options("cpu", eager=True, in_step=True))}
+    plan = made["plan-precision"]
+    assert (plan.dtype, plan.accuracy, plan.keep_fp32, plan.keep_outputs) == (torch.float16, "fast", "head", False)
+    assert (plan.planner, plan.in_step) == ("mincut", True)
+    assert made["align-shapes"].device == made["fuse-attention"].device == "cuda"
+    assert made["recompute-activations"].thorough
+    assert made["train-linears"].in_step
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_a_row_agrees_with_its_pass(row):
+    told = " ".join((row.cls.__doc__ or "").split()).lower().replace("*", "")
+    assert row.law.endswith(".")
+    assert len(row.law) < 250
+    if row.grade == BIT_EXACT:
+        assert "bit-exact" in told
+    elif row.grade.word == "approximate":
+        assert row.grade.bound
+    else:
+        assert "rounding-equal" in told
+    assert not (row.cls.required and row.skippable) or row.name == "protect-norms"
+    assert set(row.devices) <= {"cpu", "cuda"}
+    assert row.phases
+
+
+def test_the_backend_is_what_stands_in_its_room():
+    assert all(row.backend == (row.stage is Stage.BACKEND) for row in TABLE)
+    in_rooms = [row for row in TABLE if row.cls.__module__.count(".") > 2]
+    for row in in_rooms:  # amp_graph.passes.backends.cpu.norm.fuse_add_norm
+        assert row.backend == row.cls.__module__.startswith("amp_graph.passes.backends."), row.name
+
+
+def test_every_pass_has_a_row():
+    def below(cls):
+        return {cls, *(one for sub in cls.__subclasses__() for one in below(sub))}
+
+    ours = {cls for cls in below(Pass) if cls.__module__.startswith("amp_graph.") and hasattr(cls, "name")}
+    assert ours == {row.cls for row in TABLE}
+
+
+# -- order --------------------------------------------------------------------------------------------------
+
+
+def row(**fields):
+    return Row(Nothing, fields.pop("stage", Stage.RECOGNIZE), BIT_EXACT, **fields)
+
+
+def moved(name, behind):
+    """The table with one row moved behind another."""
+    rest = [one for one in TABLE if one.name != name]
+    at = 1 + next(i for i, one in enumerate(rest) if one.name == behind)
+    return [*rest[:at], ROWS[name], *rest[at:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "behind", "other"),
+    [
+        ("plan-precision", "insert-casts", "plan-precision"),
+        ("pointwise-conv", "convolution", "convolution"),
+        ("fuse-gelu", "insert-casts", "expand-composites"),
+        ("attention", "identify-ops", "insert-casts"),
+        ("train-linears", "protect-norms", "recompute-activations"),
+        ("identify-ops", "drop-empty", "identify-ops"),
+    ],
+)
+def test_a_row_in_the_wrong_place_is_an_error_that_names_the_place(name, behind, other):
+    with pytest.raises(PassError, match=r"(?s)stands on the wrong side.*legal: .*before.*fix:   move the row") as error:
+        checked(moved(name, behind))
+    assert repr(other) in str(error.value)
+
+
+def test_two_rows_and_unknown_names_are_errors():
+    with pytest.raises(PassError, match="has two rows"):
+        checked((*TABLE, ROWS["fuse-gelu"]))
+    with pytest.raises(PassError, match=r"(?s)'fuse-glu', which is no pass.*did you mean 'fuse-gelu'"):
+        checked((*TABLE, row(stage=Stage.CASTS, after=("fuse-glu",))))
+    with pytest.raises(PassError, match="names 'attn'"):
+        placed(row(joins=("attn",)), TABLE)
+
+
+def test_a_new_row_is_placed_where_it_may_stand():
+    def at(**fields):
+        table = placed(row(**fields), TABLE)
+        assert len(table) == len(TABLE) + 1
+        place = [one.name for one in table].index("nothing")
+        return table[place - 1].name, table[place + 1].name
+
+    assert at() == ("identify-ops", "drop-empty")
+    assert at(after=("fuse-gelu",)) == ("fuse-gelu", "fuse-rms-norm")
+    assert at(stage=Stage.LAYOUT) == ("insert-casts", "eliminate-casts")
+    with pytest.raises(PassError, match="move the row of Nothing before that of 'expand-composites'"):
+        placed(row(after=("insert-casts",)), TABLE)
+
+
+def test_a_placed_row_runs_in_its_place_with_its_conditions():
+    table = placed(row(needs=(OPAQUE,)), TABLE)
+    options = Policy.parse("bf16").pipeline_options("cpu")
+    assert [one.name for one in pipeline(Phase.CAPTURED, options, table)][:3] == [
+        "identify-ops",
+        "nothing",
+        "drop-empty",
+    ]
+    options = Policy.parse("bf16,lists=autocast_cpu").pipeline_options("cpu")
+    assert "nothing" not in [one.name for one in pipeline(Phase.CAPTURED, options, table)]
+    assert "reproduce torch.autocast" in why_off(table[1], Phase.CAPTURED, options)
+
+
+# -- skip= --------------------------------------------------------------------------------------------------
+
+
+def test_skipping_the_backend_leaves_the_core():
+    copies = WeightCopies(torch.bfloat16)
+    for phase, grad in itertools.product(Phase, (True, False)):
+        mode = dict(grad=grad, eager=True, copies=None if phase is Phase.COMPILED else copies)
+        gone, none = difference(phase, mode, dict(policy="bf16,skip=backend", **mode))
+        assert none == []
+        assert all(ROWS[name].backend or name == "fuse-attention" for name in gone)
+        assert not any(ROWS[name].backend for name in names(phase, "bf16,skip=backend", **mode))
+
+
+def test_groups_are_the_stages_and_no_pass_has_the_name_of_one():
+    assert sorted(GROUPS) == ["backend", "casts", "layout", "memory", "recognize", "weights"]
+    assert not {*GROUPS} & {one.word for one in TABLE}
+    assert {"gru-state", "fold-norms", "fuse-bias"} <= {*GROUPS["backend"]}
+    assert "insert-casts" not in GROUPS["casts"]
+    assert "keep-weight-copies" not in GROUPS["weights"]
+
+
+@pytest.mark.parametrize("word", [*SKIPPABLE, *GROUPS])
+def test_each_word_leaves_out_what_it_names(word):
+    policy = Policy.parse(f"bf16,skip={word}")
+    assert Policy.parse(str(policy)) == policy
+    options = policy.pipeline_options("cpu", eager=True, copies=WeightCopies(torch.bfloat16))
+    assert {*options.skip} == {*passes_named([word])}
+    for name in options.skip:
+        assert why_off(ROWS[name], ROWS[name].phases[0], options) == f"skip={word} in the policy"
+    for phase in Phase:
+        assert not {one.name for one in pipeline(phase, options)} & {*options.skip}
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("atention", "'attention'"), ("backends", "'backend'"), ("fuse-glu", "'fuse_gelu'"), ("insert_casts", "'")],
+)
+def test_an_unknown_word_is_one_error_with_the_nearest_ones(word, near):
+    with pytest.raises(
+        PolicyError, match=r"(?s)unknown skip value.*legal: .*amp-graph passes.*backend.*fix: "
+    ) as error:
+        Policy.parse(f"bf16,skip={word}")
+    assert near in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_a_former_name_is_read_as_the_present_one(monkeypatch):
+    monkeypatch.setitem(pass_aliases.ALIASES, "gelu_by_formula", "fuse_gelu")
+    monkeypatch.setitem(pass_aliases.ALIASES, "kernels", "backend")
+    policy = Policy.parse("bf16,skip=gelu-by-formula|kernels")
+    assert policy == Policy.parse("bf16,skip=fuse_gelu|backend") == Policy.from_dict(policy.to_dict())
+    assert str(policy) == "bf16-O1,skip=fuse_gelu|backend"
+    assert "fuse-gelu" not in names(Phase.CAPTURED, policy)
+    with pytest.raises(PolicyError, match="did you mean 'fuse_gelu'"):
+        Policy.parse("bf16,skip=gelu_by_formul")
+
+
+def test_former_names_lead_to_present_ones():
+    legal = {*SKIPPABLE, *GROUPS}
+    assert {*pass_aliases.ALIASES.values()} <= legal
+    assert not {*pass_aliases.ALIASES} & legal
+    assert passes_named(["fuse_gelu"]) == {"fuse-gelu": "fuse_gelu"}
+
+
+def test_grades_say_their_bound():
+    assert str(approximate("one rounding less")) == "approximate (one rounding less)"
+    assert str(BIT_EXACT) == "bit-exact"

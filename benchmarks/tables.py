@@ -32,7 +32,8 @@ The second table of each mode has what was measured once: milliseconds, and as a
 (`limits.py`); casts, and the megabytes that they read and write; the megabytes saved for backward as activations and as
 low-precision copies of weights (their sum where a compiler hides which is which), the peak beyond what is held between
 steps, and what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels,
-their milliseconds, and these as a part of the step. An operation is looked at once in a process: the passes of the rows below have it easier. Empty: it cannot be seen."""
+their milliseconds, and these as a part of the step. An operation is looked at once in a process: the passes of the rows
+below have it easier. Empty: it cannot be seen."""
 Results = dict[str, Any]
 
 

@@ -130,7 +130,7 @@ def markdown(held: dict) -> str:
         "# What each optional pass is worth", "", about(held["machine"]), "",
         f"Scale {held['options']['scale']:g}, {held['options']['rounds']} rounds, CPU time, "
         f"{held['options']['threads']} thread. Ratios are without the pass over with it: above 1 is a gain. A pass "
-        f"earns its place with a gain of {TIME - 1:.0%} of time (its lower quartile above 1 as well) or {MEMORY - 1:.0%} of "
+        f"earns its place with a gain of {TIME - 1:.0%} of time (lower quartile above 1) or {MEMORY - 1:.0%} of "
         "memory in some model.", "",
         "| pass | models in which it fires | best time | where | best memory | where | earns its place |",
         "|---|---:|---:|---|---:|---|---|",

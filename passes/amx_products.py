@@ -17,10 +17,10 @@ from amp_graph.passes.amx_product import library
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS
+from amp_graph.passes.transposes import FLAT_TRANSPOSES
 from amp_graph.passes.what_pays_for_products import amx_product_pays, one_of_two_threads_idles
 
 ATEN: Any = torch.ops.aten
-TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def one_thread_idles(node: Node) -> bool:
 
 def _added_up(product: Node, a: Node) -> Node | None:
     """Return the node that adds up the columns of what ``a`` is the transpose of, behind ``product``; None without."""
-    source = a.args[0] if a.target in TRANSPOSES else None
+    source = a.args[0] if a.target in FLAT_TRANSPOSES else None
     if not isinstance(source, Node) or value(source).dim() != 2:
         return None
     sums = (user for user in source.users if user.target is ATEN.sum.dim_IntList and not user.kwargs)

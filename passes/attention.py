@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes import dropout_in_bits, facts
+from amp_graph.passes import dropout_in_bits
+from amp_graph.passes.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
@@ -26,9 +27,6 @@ from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import REGION, is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size, storage_key
 from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays, torchs_attention_pays
-
-SDPA = torch.ops.aten.scaled_dot_product_attention.default
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,3 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     if q.dim() != 4 or not explicit_backward_pays(q.device.type, q.dtype, *sizes):
         return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"
     return ""
-
-
-def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a call of attention that are not the defaults."""
-    defaults = facts.schema_arguments(SDPA, (None,) * 3, {})
-    return {name: given[name] for name in NAMES[3:] if given[name] is not None and given[name] != defaults[name]}

@@ -23,6 +23,7 @@ from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import FakeTensorMode
+from amp_graph.passes.transposes import TRANSPOSES, swaps_last_two
 from amp_graph.passes.what_pays_for_images import patches_pay
 
 # What reads [batch, places, channels] of any strides, and makes the same of it, strides included.
@@ -121,11 +122,7 @@ def _read_in_rows(node: Node) -> list[Node]:
     flat = only_reader(node, "aten.flatten", "aten.view", "aten.reshape")
     if flat is None or value(flat).dim() != 3 or not same(value(flat).shape[1], value(node).shape[1]):
         return []
-    turned = only_reader(flat, "aten.transpose", "aten.permute")
-    if (
-        turned is None
-        or not same(value(turned).shape[2], value(flat).shape[1])
-        or not same(value(turned).shape[0], value(flat).shape[0])
-    ):
+    turned = only_reader(flat, *TRANSPOSES)
+    if turned is None or not swaps_last_two(turned):
         return []
     return [node, flat, turned] if all(names_of(user) in TAKE_ANY_LAYOUT for user in turned.users) else []

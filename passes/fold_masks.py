@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from amp_graph.passes import facts
-from amp_graph.passes.attention import NAMES, SDPA, keywords_of
+from amp_graph.passes.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import OPS, Identity
 from amp_graph.passes.node_value import tensors, value

@@ -25,6 +25,7 @@ from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
+from amp_graph.passes.transposes import transposes
 from amp_graph.passes.what_pays import attention_call_pays, attention_kernel_pays
 
 ALLOWED = (
@@ -124,8 +125,7 @@ class _Operands:
     def _turned_back(self, turned: Node) -> Node:
         """Return what was turned to be the right operand of a product, or that, turned back."""
         source = turned.args[0] if turned.args else None
-        swaps = names_of(turned) in (("aten.transpose",), ("aten.mT",), ("aten.permute",), ("aten.swapaxes",))
-        if isinstance(source, Node) and swaps:
+        if isinstance(source, Node) and transposes(turned):
             a, b = captured(source), captured(turned).mT
             if told((*a.shape, *a.stride())) == told((*b.shape, *b.stride())):
                 return source

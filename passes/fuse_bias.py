@@ -17,10 +17,10 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_operator
 from amp_graph.passes.torch_private import linear_pointwise
+from amp_graph.passes.transposes import FLAT_TRANSPOSES
 from amp_graph.passes.what_pays_for_products import bias_in_product_pays
 
 ATEN: Any = torch.ops.aten
-TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FuseBias(Pass):
 def _weight(node: Node) -> Node | None:
     """Return the weight, [outputs, inputs], of a product that is a linear of rows; None for any other."""
     bias, x, turned = node.args
-    weight = turned.args[0] if isinstance(turned, Node) and turned.target in TRANSPOSES else None
+    weight = turned.args[0] if isinstance(turned, Node) and turned.target in FLAT_TRANSPOSES else None
     if node.kwargs or not all(isinstance(n, Node) for n in (bias, x, weight)):
         return None
     assert isinstance(weight, Node), "seen above"

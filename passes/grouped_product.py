@@ -23,10 +23,10 @@ from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.linear_low import multiply_into
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.own_products import is_turned
 from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, declare
 from amp_graph.passes.torch_private import is_seen, takes_fp32
+from amp_graph.passes.transposes import is_transpose_of
 from amp_graph.passes.what_pays_for_products import grouped_product_pays
 
 # Operators that multiply rows of groups, which lie one behind the other, and their arguments in this order.
@@ -57,7 +57,7 @@ class GroupedProducts(Pass):
                 continue
             x, weight, offs = given
             source = weight.all_input_nodes[0] if len(weight.all_input_nodes) == 1 else None
-            turned = source is not None and is_turned(weight, source)
+            turned = source is not None and is_transpose_of(weight, source)
             node.op, node.target, node.kwargs = "call_function", grouped_product, {}
             node.args = (x, source if turned else weight, offs, turned)
             if not weight.users:

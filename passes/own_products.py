@@ -19,10 +19,10 @@ from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import value
 from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.transposes import is_transpose_of
 from amp_graph.passes.what_pays_for_products import own_product_pays
 
 PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
-TURNS = {("aten.transpose",), ("aten.permute",), ("aten.t",), ("aten.mT",), ("aten.numpy_T",), ("aten.swapaxes",)}
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,12 @@ def _own_rows(node: Node) -> Node | None:
         return None
     rows: Any = node.args[0]
     columns = node.args[1]
-    if not is_turned(columns, rows) and not is_turned(rows, columns):
+    if not is_transpose_of(columns, rows) and not is_transpose_of(rows, columns):
         return None
     shape = value(rows).shape
     if any(type(size) is not int for size in shape):
         return None
     return rows if own_product_pays(value(node).device.type, shape[-2], shape[-1]) else None
-
-
-def is_turned(node: Any, source: Any) -> bool:
-    """Say whether ``node`` is ``source.mT``."""
-    if names_of(node) not in TURNS or node.all_input_nodes != [source] or value(source).dim() < 2:
-        return False
-    a, b = value(source), value(node)
-    if any(type(size) is not int for size in (*a.shape, *b.shape)):
-        return False
-    return (a.shape, a.stride(), a.storage_offset()) == (b.mT.shape, b.mT.stride(), b.storage_offset())
 
 
 class _OwnProduct(torch.autograd.Function):

@@ -17,7 +17,7 @@ from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import Formula, operation, put_call
 from amp_graph.passes.node_value import captured, fake_mode_of
-from amp_graph.passes.own_products import is_turned
+from amp_graph.passes.transposes import is_transpose_of
 
 ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 PRODUCTS = ("aten.matmul", "aten.mm")
@@ -58,4 +58,4 @@ def _weight(node: Node) -> Node | None:
         return None
     source, rows = turned.all_input_nodes[0], captured(x)
     fits = source.op in GIVEN and captured(turned).dim() == 2 and isinstance(rows, torch.Tensor) and rows.dim() >= 2
-    return source if fits and rows.dtype == captured(source).dtype and is_turned(turned, source) else None
+    return source if fits and rows.dtype == captured(source).dtype and is_transpose_of(turned, source) else None

@@ -25,6 +25,8 @@ def drawn(*shape, seed=0):
 X = drawn(3, 4, 5, 6, seed=1)
 W, B = drawn(7, 4, 5, 6, seed=2) / 8, drawn(7, seed=3)
 
+PATCHES = drawn(4, 3, 16, 16, seed=4) / 30
+
 COVER = {
     "with a bias": lambda s, x: F.conv2d(x, s.w, s.b),
     "without": lambda s, x: F.conv2d(x, s.w),
@@ -264,3 +266,18 @@ def test_images_of_other_sizes():
     for shape in ((2, 3, 32, 32), (5, 3, 32, 32), (2, 3, 30, 32), (1, 3, 16, 48)):
         x = drawn(*shape)
         torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 2, 0), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_patches_are_read_in_rows_by_a_transpose_alone(order, dynamic):
+    """Images, channels and places are 4 each: the shape does not tell which dimensions were swapped."""
+    patches = lambda s, x: F.conv2d(x, s.w, None, 16).flatten(2).permute(*order)  # noqa: E731
+    model = Function(lambda s, x: torch.cat([part := patches(s, x), part]), w=PATCHES)
+    x = drawn(4, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(x)
+    ours = amp_graph.convert(model, "bf16")
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    assert torch.allclose(ours(x).float(), theirs.float(), atol=2e-2)

@@ -18,6 +18,10 @@ PLAIN = {
     "mT": lambda s, x: torch.matmul(x, s.w.mT),
     "transpose": lambda s, x: x.matmul(s.w.transpose(0, 1)),
     "permute": lambda s, x: x @ s.w.permute(1, 0),
+    "swapaxes": lambda s, x: x @ s.w.swapaxes(0, 1),
+    "swapdims": lambda s, x: x @ torch.swapdims(s.w, -1, 0),
+    "movedim": lambda s, x: x @ s.w.movedim(0, 1),
+    "moveaxis": lambda s, x: x @ torch.moveaxis(s.w, 1, 0),
     "rows": lambda s, x: torch.mm(x[0], s.w.t())[None],
     "turned for another one, too": lambda s, x: (x @ (turned := s.w.t())) * turned.sum(),
 }

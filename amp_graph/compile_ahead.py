@@ -14,20 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from amp_graph.passes import (
-    amx_product,
-    attention_kernel,
-    batch_norm_ops,
-    by_table,
-    cast_kernel,
-    cross_entropy_kernel,
-    depthwise_ops,
-    dropout_in_bits,
-    group_norm,
-    linear_kernel,
-    lstm_kernel,
-    norm_ops,
-)
+from amp_graph.passes.cast_kernel import LARGE
+from amp_graph.passes.kernels import load_kernel
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.read_modules import is_uninitialized, plain_attribute, weights_of
 from amp_graph.passes.torch_private import cpu_has_bf16
@@ -78,15 +66,19 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     norms = _has_norms(parts)
     if linears and low == torch.bfloat16:
-        yield "linears", linear_kernel.library  # which the plan asks for
+        yield "linears", _loader("panel_gemm", low)  # which the plan asks for
     if linears and norms and low == torch.bfloat16:
-        yield "attention", attention_kernel.library  # takes longest
+        yield "attention", _loader("attention", low)  # takes longest
     if linears and norms:
-        yield f"norms, {low}", lambda: norm_ops.library(low)
+        yield f"norms, {low}", _loader("add_norm", low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
-        yield "tables", by_table.library
+        yield "tables", _loader("lookup_table", low)
     if _has_many_outputs(linears):  # which are widened
-        yield f"casts, {low}", lambda: cast_kernel.library(low)
+        yield f"casts, {low}", _loader("casts", low)
+
+
+def _loader(kernel: str, low: torch.dtype) -> Library:
+    return lambda: load_kernel(kernel, low)
 
 
 def _has_norms(parts: Iterable[nn.Module]) -> bool:
@@ -97,29 +89,29 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
     """Yield the same of what a forward with gradients calls, or backward."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     if linears and _has_norms(parts) and low == torch.bfloat16:
-        yield "attention's backward", lambda: attention_kernel.library(True)
+        yield "attention's backward", _loader("attention_backward", low)
     if linears and _has_norms(parts):
-        yield f"norms' backward, {low}", lambda: norm_ops.library(low, True)
+        yield f"norms' backward, {low}", _loader("add_norm_backward", low)
     if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
-        yield f"dropout, {low}", lambda: dropout_in_bits.library(low)
+        yield f"dropout, {low}", _loader("dropout", low)
     widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
     if any(lstm_kernel_pays("cpu", low, 1, width) for width in widths):
-        yield "lstm", lstm_kernel.library
+        yield "lstm", _loader("lstm", low)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
-        yield f"batch norms, {low}", lambda: batch_norm_ops.library(low)
+        yield f"batch norms, {low}", _loader("batch_norm", low)
     if any(isinstance(part, nn.GroupNorm) for part in parts):
-        yield f"group norms, {low}", lambda: group_norm.library(low)
+        yield f"group norms, {low}", _loader("group_norm", low)
     convolutions = [part for part in parts if isinstance(part, nn.Conv1d | nn.Conv2d)]
     if any(1 < _number(part, "groups") == _number(part, "in_channels") for part in convolutions):
-        yield f"depthwise, {low}", lambda: depthwise_ops.library(low)
+        yield f"depthwise, {low}", _loader("depthwise_conv", low)
     if _has_many_outputs(linears):
-        yield f"cross entropy, {low}", lambda: cross_entropy_kernel.library(low)
+        yield f"cross entropy, {low}", _loader("cross_entropy", low)
     sizes = (p.numel() for part in parts for p in part.parameters(recurse=False) if not is_uninitialized(p))
-    if any(size >= cast_kernel.LARGE for size in sizes):
-        yield f"casts, {low}", lambda: cast_kernel.library(low)
+    if any(size >= LARGE for size in sizes):
+        yield f"casts, {low}", _loader("casts", low)
     weights = (w for part in parts if isinstance(part, nn.Linear | nn.Conv2d) for w in weights_of(part) if w.numel())
     if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
-        yield "amx products", amx_product.library
+        yield "amx products", _loader("amx_gemm", low)
 
 
 def _has_many_outputs(linears: Iterable[nn.Linear]) -> bool:

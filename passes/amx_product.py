@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.tiled_code import MATRIX_UNITS, built
@@ -32,6 +33,9 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU has no matrix units."""
     found = built(SOURCE, *MATRIX_UNITS)
     return None if found is None else typed(found)
+
+
+register_kernel("amx_gemm", lambda _: library())
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import PARTS, CompilerError, threads_for
 from amp_graph.passes.tiled_code import best
@@ -29,6 +30,10 @@ def library(backward: bool = False) -> ctypes.CDLL | None:
     """Return one direction's kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
     found = best(SOURCE, PARTS[backward])
     return None if found is None else typed(found)
+
+
+register_kernel("attention", lambda _: library())
+register_kernel("attention_backward", lambda _: library(True))
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:

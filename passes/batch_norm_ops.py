@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
@@ -34,6 +35,9 @@ def library(low: torch.dtype) -> ctypes.CDLL:
     found.forward.argtypes = (table, real, real, number)
     found.again.argtypes = found.backward.argtypes = (table, number)
     return found
+
+
+register_kernel("batch_norm", lambda low: library(low))
 
 
 def batch_norm_relu(

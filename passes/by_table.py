@@ -22,6 +22,7 @@ from torch import Tensor
 
 from amp_graph.passes.cast_kernel import is_dense
 from amp_graph.passes.derivatives import leaves_to_torch
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
@@ -65,6 +66,9 @@ def library() -> ctypes.CDLL | None:
     if found is not None:
         found.look_up.argtypes = found.times_slope.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
+
+
+register_kernel("lookup_table", lambda _: library())
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.torch_private import address_of, is_in_mode
 
@@ -32,6 +33,9 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
         for function in (found.add_up, found.round_off, found.channels_first, found.channels_last):
             function.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
+
+
+register_kernel("casts", lambda low: library(low))
 
 
 def copy_into(made: Tensor, source: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.torch_private import address_of
 
@@ -28,6 +29,9 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
     if found is not None:
         found.rows.argtypes = found.backward.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
+
+
+register_kernel("cross_entropy", lambda low: library(low))
 
 
 def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.operators import define_as_typed
@@ -29,6 +30,9 @@ def library(low: torch.dtype) -> ctypes.CDLL:
     found = load(SOURCE, MACROS[low])
     found.weight_gradient.argtypes = found.input_gradient.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
+
+
+register_kernel("depthwise_conv", lambda low: library(low))
 
 
 def depthwise_weight_gradient(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from amp_graph.passes.cast_kernel import is_dense
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, load_if_possible, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
@@ -46,6 +47,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         found.draw.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p)
         found.scale_low.argtypes = found.scale_full.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found if found is not None and _draws_as_torch(found) else None
+
+
+register_kernel("dropout", lambda low: library(low))
 
 
 def _draws_as_torch(found: ctypes.CDLL) -> bool:

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes import dropout_in_bits, facts
+from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import PLACE, Formula, describe, is_written_meanwhile, put_before, put_call
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.kernels import is_available
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
@@ -80,7 +81,7 @@ class FuseAttention(Pass):
         return allowed and attention_call_pays(self.device, self.dtype)
 
     def _drops_by_ours(self) -> bool:
-        return attention_kernel_pays(self.device, self.dtype) and dropout_in_bits.library(self.dtype) is not None
+        return attention_kernel_pays(self.device, self.dtype) and is_available("dropout", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.derivatives import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import MACROS, load, threads_for
 from amp_graph.passes.operators import OPS, define_as_typed
 from amp_graph.passes.torch_private import address_of
@@ -32,6 +33,9 @@ def library(low: torch.dtype) -> ctypes.CDLL:
     found = load(SOURCE, MACROS[low])
     found.backward.argtypes, found.backward.restype = (ctypes.c_void_p, ctypes.c_int64), None
     return found
+
+
+register_kernel("group_norm", lambda low: library(low))
 
 
 def group_norm_low(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import define_as_typed
 from amp_graph.passes.tiled_code import best
@@ -30,6 +31,9 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
     found = best(SOURCE)
     return None if found is None else typed(found)
+
+
+register_kernel("panel_gemm", lambda _: library())
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.amx_product import gradients_of_linear
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.linear_kernel import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native_code import threads_at_once
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
@@ -33,6 +34,9 @@ def library() -> ctypes.CDLL | None:
     if found is not None:
         found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p,)
     return found
+
+
+register_kernel("lstm", lambda _: library())
 
 
 def lstm_forward(

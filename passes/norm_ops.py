@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.large_pages import empty_like
 from amp_graph.passes.native_code import MACROS, PARTS, load, threads_for
 from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
@@ -28,6 +29,10 @@ SOURCE = Path(__file__).with_name("norm_kernel.c")
 def library(low: torch.dtype, backward: bool = False) -> ctypes.CDLL:
     """Return what is compiled for ``low``, bf16 or fp16, one direction. Raises CompilerError where that cannot be."""
     return load(SOURCE, (*MACROS[low], *PARTS[backward]))
+
+
+register_kernel("add_norm", lambda low: library(low))
+register_kernel("add_norm_backward", lambda low: library(low, True))
 
 
 def residual_norm(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from amp_graph.passes.kernels import register_kernel
 from amp_graph.passes.native_code import load_if_possible, threads_for
 from amp_graph.passes.torch_private import address_of, is_seen
 
@@ -25,6 +26,9 @@ def library() -> ctypes.CDLL | None:
     if found is not None:
         found.turn.argtypes, found.turn.restype = (ctypes.c_char_p, ctypes.c_int64), None
     return found
+
+
+register_kernel("transpose", lambda _: library())
 
 
 def turned(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import only_views
-from amp_graph.passes.linear_kernel import library
+from amp_graph.passes.kernels import is_available
 from amp_graph.passes.machine import COUNTED, Machine
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.regions import is_trained
@@ -108,7 +108,9 @@ def _is_ours(work: Work, keeps_weights: bool) -> bool:
     if work.sizes is None:
         return False
     pays = panels_pay if keeps_weights else small_linear_pays
-    return (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes) and library() is not None
+    return (
+        (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes) and is_available("panel_gemm")
+    )
 
 
 def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = False) -> int:

@@ -12,23 +12,36 @@ from torch import nn
 import amp_graph
 from amp_graph import compile_ahead
 from amp_graph.compile_ahead import compile_ahead as begin
-from amp_graph.passes import native_code, what_pays_for_products
+from amp_graph.passes import (
+    amx_product,
+    attention_kernel,
+    batch_norm_ops,
+    by_table,
+    cast_kernel,
+    cross_entropy_kernel,
+    depthwise_ops,
+    group_norm,
+    linear_kernel,
+    native_code,
+    norm_ops,
+    what_pays_for_products,
+)
 from amp_graph.passes.native_code import CompilerError
 
 BF16 = torch.bfloat16
 KERNELS = {
-    "linears": "linear_kernel",
-    "attention": "attention_kernel",
-    "norms": "norm_ops",
-    "attention's backward": "attention_kernel",
-    "norms' backward": "norm_ops",
-    "batch norms": "batch_norm_ops",
-    "cross entropy": "cross_entropy_kernel",
-    "depthwise": "depthwise_ops",
-    "group norms": "group_norm",
-    "casts": "cast_kernel",
-    "tables": "by_table",
-    "amx products": "amx_product",
+    "linears": linear_kernel,
+    "attention": attention_kernel,
+    "norms": norm_ops,
+    "attention's backward": attention_kernel,
+    "norms' backward": norm_ops,
+    "batch norms": batch_norm_ops,
+    "cross entropy": cross_entropy_kernel,
+    "depthwise": depthwise_ops,
+    "group norms": group_norm,
+    "casts": cast_kernel,
+    "tables": by_table,
+    "amx products": amx_product,
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
@@ -59,7 +72,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(what_pays_for_products, "cpu_has_amx", lambda: True)
     for name, module in KERNELS.items():
         if not name.endswith("backward"):
-            monkeypatch.setattr(getattr(compile_ahead, module), "library", partial(_loads, found, name))
+            monkeypatch.setattr(module, "library", partial(_loads, found, name))
     return found
 
 
@@ -115,7 +128,7 @@ def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch)
     def fails(low, backward=False):
         raise CompilerError("no compiler")
 
-    monkeypatch.setattr(compile_ahead.norm_ops, "library", fails)
+    monkeypatch.setattr(norm_ops, "library", fails)
     joined(begin(TRANSFORMER, BF16, trains=True))  # an error in a thread would fail this test
     assert set(loaded) == {"linears", "attention", "attention's backward"}
 

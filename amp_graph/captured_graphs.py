@@ -31,12 +31,12 @@ from amp_graph.passes.keep_weight_copies import is_kept
 from amp_graph.passes.low_by_user import conversions
 from amp_graph.passes.manager import is_strict, is_verifying
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.meta_keys import LEFT_ALONE
 from amp_graph.passes.needed_memory import bytes_made, most_bytes
 from amp_graph.passes.node_value import has_symbols
 from amp_graph.passes.pieces import BITS, adopt_piece
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.predict import LEFT_ALONE
 from amp_graph.passes.read_dtypes import has_raised
 from amp_graph.passes.read_modules import is_uninitialized
 from amp_graph.passes.torch_private import bytes_of, weakly

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from amp_graph.embedding_rows import tables_of
 from amp_graph.passes.checkpoints import outline_checkpoints
 from amp_graph.passes.hoist_weight_casts import Hoisted, hoist_weight_casts
+from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.node_value import value
 from amp_graph.passes.symbolic_sizes import depends_on_data
 
@@ -138,7 +139,7 @@ class PlainCaptured(CapturedStep):
 
 def names_of(gm: GraphModule) -> list[str]:
     """Return the names of a captured graph's inputs."""
-    return [n.meta.get("amp_input", n.name) for n in gm.graph.nodes if n.op == "placeholder"]
+    return [n.meta.get(INPUT, n.name) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
 def takes_symbols(gm: GraphModule) -> bool:

@@ -18,7 +18,7 @@ from amp_graph.captured_step import CapturedStep, PlainCaptured, takes_symbols
 from amp_graph.complaints import warn_of_full_precision
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import STUCK, FloorWatch, complain_of_floor
-from amp_graph.passes.predict import LEFT_ALONE
+from amp_graph.passes.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_private import weakly
 from amp_graph.passes.weight_updates import note_step
 from amp_graph.plain_step import PlainStep

@@ -17,10 +17,9 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from amp_graph.capture_target import captured
 from amp_graph.devices import device_of
-from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.identify_ops import is_part
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.machine import Machine, machine_for
+from amp_graph.passes.meta_keys import CAST, CLASSIFIED
 from amp_graph.passes.node_value import captured as captured_value
 from amp_graph.passes.node_value import tensors, value
 from amp_graph.passes.work import cast_picoseconds, picoseconds, work_of

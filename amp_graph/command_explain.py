@@ -20,7 +20,7 @@ from amp_graph.conversion import Conversion
 from amp_graph.devices import device_of
 from amp_graph.errors import AmpGraphError
 from amp_graph.graph_report import NodeReport
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.meta_keys import CAST
 from amp_graph.passes.node_value import value
 from amp_graph.passes.text import type_text
 from amp_graph.read_graph import Part, is_cast, node_reports, numbered, parts_of, shown_name

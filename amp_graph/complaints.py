@@ -11,7 +11,8 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, warn
-from amp_graph.passes.predict import LEFT_ALONE, WORTH_IT
+from amp_graph.passes.meta_keys import LEFT_ALONE
+from amp_graph.passes.predict import WORTH_IT
 from amp_graph.policy import word_of
 
 

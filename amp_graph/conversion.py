@@ -33,7 +33,7 @@ from amp_graph.graph_limits import GraphLimits
 from amp_graph.left_alone import CallsLeftAlone
 from amp_graph.master_weights import copy_masters, widened
 from amp_graph.passes.measure_influence import Measured
-from amp_graph.passes.predict import LEFT_ALONE
+from amp_graph.passes.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_private import (
     CaptureListener,
     Find,

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.passes.facts import clean_path, with_parents
+from amp_graph.passes.meta_keys import INPUT, MODULE, WISH
 from amp_graph.passes.read_modules import plain_attribute
 
 
@@ -29,15 +30,13 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
     for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
         for node in part.graph.nodes:
             if node.op == "placeholder":
-                node.meta["amp_input"] = _input_name(node, arguments)
+                node.meta[INPUT] = _input_name(node, arguments)
             stack = node.meta.get("nn_module_stack") or {}
             paths = [names[key] for key in stack if key in names]
-            node.meta["amp_module"] = paths[-1] if paths else clean_path(_last_path(stack))
-            wish = next(
-                (wishes[p] for p in reversed(["", *with_parents(node.meta["amp_module"])]) if p in wishes), None
-            )
+            node.meta[MODULE] = paths[-1] if paths else clean_path(_last_path(stack))
+            wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
             if wish:
-                node.meta["amp_wish"] = (wish, "its owner decided so with amp_graph.precision")
+                node.meta[WISH] = (wish, "its owner decided so with amp_graph.precision")
 
 
 def _last_path(stack: Any) -> str:

@@ -15,17 +15,23 @@ from torch.fx import GraphModule, Node
 from amp_graph.captured_graphs import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
 from amp_graph.passes import facts
-from amp_graph.passes.autocast_graph import UNPLANNED
-from amp_graph.passes.error_budget import BUDGET
-from amp_graph.passes.identify_ops import OPS, Identity, is_part
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import Identity, is_part
 from amp_graph.passes.keep_weight_copies import is_kept
-from amp_graph.passes.linears_of_parameters import CASTS_INSIDE
 from amp_graph.passes.manager import Timed
+from amp_graph.passes.meta_keys import (
+    BUDGET,
+    CAST,
+    CASTS_INSIDE,
+    IDENTITY,
+    INPUT,
+    LEFT_ALONE,
+    MARK,
+    PREDICTED,
+    SPARED,
+    UNPLANNED,
+)
 from amp_graph.passes.node_value import captured, tensors, value
-from amp_graph.passes.plan_precision import MARK, Mark
-from amp_graph.passes.predict import LEFT_ALONE, PREDICTED
-from amp_graph.passes.recompute_activations import SPARED
+from amp_graph.passes.plan_precision import Mark
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.weight_groups import low_weight
@@ -123,7 +129,7 @@ def numbered(gm: GraphModule) -> dict[Node, str]:
 def shown_name(node: Node) -> str:
     """Return a node as its user knows it: an input by its name, any other by the node's."""
     if node.op == "placeholder":
-        return facts.clean_path(str(node.meta.get("amp_input", node.target))) or node.name
+        return facts.clean_path(str(node.meta.get(INPUT, node.target))) or node.name
     return str(node.target) if node.op == "get_attr" else node.name
 
 
@@ -240,7 +246,7 @@ def _written(node: Node) -> list[torch.Tensor]:
 def _writes_memory(node: Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_part(node) or facts.is_higher_order(node):
         return False
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity):
         return True
     return not all(facts.is_view(o.op) or facts.is_mutable(o.op) for o in identity.operations)

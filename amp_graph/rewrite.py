@@ -14,20 +14,18 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
-from amp_graph.passes.autocast_graph import UNPLANNED, run_as_autocast
+from amp_graph.passes.autocast_graph import run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.checkpoints import inline_checkpoints
-from amp_graph.passes.classify import CLASSIFIED
 from amp_graph.passes.facts import is_higher_order
-from amp_graph.passes.identify_ops import OPS
-from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.measure_influence import Measured
-from amp_graph.passes.node_value import CAPTURED, adopt_values, tensors, value
-from amp_graph.passes.pieces import GIVEN, PIECE
+from amp_graph.passes.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNPLANNED
+from amp_graph.passes.node_value import adopt_values, tensors, value
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.problem import Problem
 from amp_graph.passes.regions import mark_regions
 from amp_graph.passes.snapshot import copied_graph
@@ -176,7 +174,7 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
 def copy_graph(gm: GraphModule) -> GraphModule:
     """Copy a graph and the graphs inside it; tensors are shared."""
     # Marks and identities name the nodes they were made for: a copy is planned afresh.
-    copied = GraphModule(gm, copied_graph(gm, without=(MARK, OPS, CAPTURED, CLASSIFIED)))
+    copied = GraphModule(gm, copied_graph(gm, without=(MARK, IDENTITY, CAPTURED, CLASSIFIED)))
     copied.meta = dict(gm.meta)
     for name, part in gm.named_children():
         if isinstance(part, GraphModule) and hasattr(copied, name):
@@ -218,5 +216,5 @@ def casts_of(gm: GraphModule) -> list[Node]:
 def forget(gm: GraphModule) -> None:
     """Drop what the passes recorded on the nodes."""
     for node in gm.graph.nodes:
-        for key in (MARK, OPS, CAST, CAPTURED):
+        for key in (MARK, IDENTITY, CAST, CAPTURED):
             node.meta.pop(key, None)

@@ -22,6 +22,7 @@ from amp_graph.loss_scale import LossScale
 from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
 from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.needed_memory import most_bytes
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import make_workspaces
@@ -313,7 +314,7 @@ def trace_step(
         raise CaptureError(NO_SIZE.format((str(error).strip().splitlines() or [""])[0])) from error
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, [*parts.names, *parts.state_names()], strict=True):
-        node.meta["amp_input"] = name
+        node.meta[INPUT] = name
     if parts.ranks is not None:
         start_early(gm)
     if parts.options.one_pass is not None:

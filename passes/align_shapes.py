@@ -15,11 +15,10 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.aligned import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.identify_ops import OPS, names_of, operation_of, tensor_inputs
+from amp_graph.passes.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.image_layout import is_channels_last
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.meta_keys import CAST, IDENTITY, REGION
 from amp_graph.passes.node_value import fake_mode_of, run_node, set_value, value
-from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import aligning_pays
 
@@ -74,7 +73,7 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
         return None
     if getattr(node.target, "__module__", None) and str(node.target.__module__).startswith("amp_graph"):
         return None
-    operations, tensors = node.meta[OPS].operations, tensor_inputs(node)
+    operations, tensors = node.meta[IDENTITY].operations, tensor_inputs(node)
     found = [[tensors[i] for i in operations[0].operands(name)] for name in ("input", "weight", "bias")]
     if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1 or value(found[1][0]).dim() < 2:
         return None
@@ -110,6 +109,6 @@ def _align(node: Node, given: tuple[Node, Node, Node | None], convolves: bool, m
         dense = not all(CAST in n.meta or (n.op, n.target) == ("call_method", "float") for n in node.users)
         node.target, node.args = aligned_linear, (x, weight, bias, dense)
     node.kwargs = {}
-    node.meta.pop(OPS, None)
+    node.meta.pop(IDENTITY, None)
     set_value(node, run_node(node, mode))
     return True

@@ -20,11 +20,10 @@ from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.expand import expand
 from amp_graph.passes.formulas import describe
-from amp_graph.passes.fuse_attention import WRITTEN_OUT
-from amp_graph.passes.identify_ops import OPS, Identity, arguments_of, names_of
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import Identity, arguments_of, names_of
+from amp_graph.passes.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
 from amp_graph.passes.node_value import fake_mode_of, value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size, storage_key
 from amp_graph.passes.what_pays import attention_kernel_pays, explicit_backward_pays, torchs_attention_pays
 
@@ -76,7 +75,7 @@ class Attention(Pass):
 
 def _hides_attention(node: Node) -> bool:
     """Say whether ``node`` is attention with its projections in one call, of which ours computes the dropout, too."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]

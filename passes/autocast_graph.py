@@ -13,11 +13,10 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from amp_graph.passes.node_value import CAPTURED, fake_mode_of, keep_trained, tensors, value
+from amp_graph.passes.meta_keys import CAPTURED, UNPLANNED
+from amp_graph.passes.node_value import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.snapshot import Snapshot
 from amp_graph.passes.torch_private import FakeTensor, tracing_fake
-
-UNPLANNED = "amp_unplanned"  # meta key of a graph: why it has no plan, and how it runs
 
 
 def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, *, keep_outputs: bool = True) -> None:

@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.facts import HALVES
-from amp_graph.passes.identify_ops import OPS, arguments_of, names_of
+from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.image_layout import is_channels_last
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.lifetimes import Lifetimes
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import is_in_mode
 from amp_graph.passes.what_pays import casting_parts_pays
@@ -59,7 +57,7 @@ class CastParts(Pass):
             stacks = names_of(join) == ("aten.stack",)
             cast.op, cast.target, cast.kwargs = "call_function", joined_low, {}
             cast.args = (parts, dim % value(join).dim(), stacks, value(cast).dtype)
-            for key in (OPS, CAST):
+            for key in (IDENTITY, CAST):
                 cast.meta.pop(key, None)
             gm.graph.erase_node(join)
             changes.append(Change(self.name, "cast in parts", cast.name, f"not {join.name} as a whole"))

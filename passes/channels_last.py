@@ -22,11 +22,10 @@ from amp_graph.passes.image_layout import (
     keeps_layout,
     wants_dense,
 )
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import CAPTURED, captured, fake_mode_of, keep_trained, run_node, value
+from amp_graph.passes.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MODULE, REGION
+from amp_graph.passes.node_value import captured, fake_mode_of, keep_trained, run_node, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import FakeTensorMode
 from amp_graph.passes.what_pays_for_images import (
     casting_into_layout_pays,
@@ -35,7 +34,7 @@ from amp_graph.passes.what_pays_for_images import (
 )
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
-KEPT = ("stack_trace", "nn_module_stack", "amp_module", "amp_checkpoint", "amp_grad")
+KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 
 
 @dataclass(frozen=True)

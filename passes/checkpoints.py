@@ -14,11 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import Identity
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, MARK, REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import GRAD, REGION
-
-CHECKPOINT = "amp_checkpoint"  # meta key: which checkpoint a node belongs to
 
 
 def place_of(node: Node) -> tuple[Any, ...]:
@@ -88,7 +86,7 @@ def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
 
 def _may_draw(nodes: list[Node]) -> bool:
     """Say whether ``nodes`` may draw random numbers; those that passes put in, which nobody identified, do not."""
-    known = [n.meta[OPS] for n in nodes if isinstance(n.meta.get(OPS), Identity)]
+    known = [n.meta[IDENTITY] for n in nodes if isinstance(n.meta.get(IDENTITY), Identity)]
     return not known or any(facts.draws(o.op, o.arguments) for i in known for o in i.operations)
 
 
@@ -122,7 +120,7 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node], keeps_random_state
     for index, node in enumerate(results):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (call, index))
-        last.meta = {k: v for k, v in node.meta.items() if k not in (CHECKPOINT, "amp", "amp_cast")}
+        last.meta = {k: v for k, v in node.meta.items() if k not in (CHECKPOINT, MARK, CAST)}
         node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         gm.graph.erase_node(node)

@@ -17,6 +17,7 @@ from amp_graph.passes import facts
 from amp_graph.passes.composite_products import defaults, without_false_products
 from amp_graph.passes.decompositions import DECOMPOSITIONS
 from amp_graph.passes.identify_ops import Identity, Inner, Operation, identify, tensor_inputs
+from amp_graph.passes.meta_keys import CLASSIFIED
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload, allow_in_graph
 
@@ -74,9 +75,6 @@ def _registered(node: Node) -> Classification | None:
 
 def _is_function(content: object) -> bool:
     return isinstance(content, type) and content in _FUNCTIONS
-
-
-CLASSIFIED = "amp_classified"  # meta key: (lists, inputs, classification), so that a graph is classified once
 
 
 def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:

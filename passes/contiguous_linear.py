@@ -17,8 +17,9 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.formulas import describe
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.node_value import captured, fake_mode_of, value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size
 
 PRODUCTS = (("aten.linear",), ("aten.matmul",))

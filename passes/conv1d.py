@@ -20,13 +20,13 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.amx_product import gradients_of_linear
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.depthwise import CALLS, SEQUENCES
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_low import multiplied, multiply_into
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.registry import declare
 from amp_graph.passes.torch_private import (
     concrete_size,

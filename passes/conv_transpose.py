@@ -17,8 +17,9 @@ from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.convolution_backward import conv_transpose_low
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.what_pays_for_images import bias_gradient_by_sum_pays
 
 aten = torch.ops.aten

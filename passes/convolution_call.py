@@ -15,8 +15,9 @@ from torch.fx import Node
 from amp_graph.passes import facts
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last, is_image
+from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.symbolic_sizes import is_contiguous
 from amp_graph.passes.torch_private import concrete_size
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.meta_keys import MODULE
 from amp_graph.passes.node_value import value
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.what_pays import few_calls_pay
@@ -34,7 +35,7 @@ class CountBatches(Pass):
             return PassResult(gm)
         with gm.graph.inserting_before(counts[-1]):
             made = gm.graph.call_function(torch._foreach_add_, ([n.args[0] for n in counts], 1))
-        made.meta = {k: v for k, v in counts[-1].meta.items() if k in ("stack_trace", "nn_module_stack", "amp_module")}
+        made.meta = {k: v for k, v in counts[-1].meta.items() if k in ("stack_trace", "nn_module_stack", MODULE)}
         for node in counts:
             gm.graph.erase_node(node)
         return PassResult(gm, (Change(self.name, "counted together", made.name, f"{len(counts)} counters"),))

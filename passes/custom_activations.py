@@ -19,13 +19,11 @@ from torch.fx.node import map_arg
 from amp_graph.passes import by_table
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.by_table import FORMS, Form
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.custom_functions import bodies_of, drop_bodies, follow_grad_mode, is_custom_function
 from amp_graph.passes.formulas import CONVERSIONS
-from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import Identity, identify, is_tensor_call
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.node_value import adopt_values, fake_mode_of, tensors, value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 from amp_graph.passes.what_pays import table_pays
 
@@ -84,10 +82,10 @@ def _looked_up(gm: GraphModule, site: _Site, form: str, mode: FakeTensorMode) ->
     """Put the look-up in the place of a custom function, its casts included."""
     with gm.graph.inserting_before(min(site.results)):
         made = gm.graph.call_function(by_table.activated, (site.x, form))
-    made.meta = {k: v for k, v in site.results[0].meta.items() if k not in (CAST, OPS)}
+    made.meta = {k: v for k, v in site.results[0].meta.items() if k not in (CAST, IDENTITY)}
     identity = identify(made, mode)
     if isinstance(identity, Identity):
-        made.meta[OPS] = identity
+        made.meta[IDENTITY] = identity
     for result in site.results:
         _erase(gm, result, made)
     return made

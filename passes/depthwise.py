@@ -19,9 +19,10 @@ from amp_graph.passes.convolution_call import ConvolutionCall, calls_convolution
 from amp_graph.passes.depthwise_ops import library
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
+from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.what_pays_for_images import (
     depthwise_by_images_pays,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.node_value import RETURNED, captured, tensors
+from amp_graph.passes.meta_keys import RETURNED
+from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.torch_private import storage_key
 
 # Where each takes how much it drops, and whether it does, with what it takes for that where nothing is said.

@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.facts import calls_torch
-from amp_graph.passes.identify_ops import OPS, Identity, identify
+from amp_graph.passes.identify_ops import Identity, identify
+from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import is_trained
 
@@ -42,14 +43,14 @@ class DropEmpty(Pass):
             _set_parts(node, kept)
             identity = identify(node, mode)
             if isinstance(identity, Identity):
-                node.meta[OPS] = identity
+                node.meta[IDENTITY] = identity
             changes.append(Change(self.name, "left out", node.name, f"{len(parts) - len(kept)} tensors of no elements"))
         return PassResult(gm, tuple(changes))
 
 
 def _concatenated(node: Node) -> list[Node]:
     """Return what ``node`` concatenates; nothing where it does something else, or writes to ``out``."""
-    found = node.meta.get(OPS)
+    found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or found.names not in CATS or "out" in node.kwargs or not calls_torch(node):
         return []
     parts: Any = node.args[0] if node.args else node.kwargs.get("tensors")

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import Formula, describe, put_before, put_call
+from amp_graph.passes.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.node_value import captured, fake_mode_of
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.torch_private import FakeTensorMode
 
 ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.aten.einsum.default)

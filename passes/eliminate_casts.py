@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CAST
 from amp_graph.passes.node_value import captured, set_value, tensors, value
 from amp_graph.passes.plan_precision import marks
 

@@ -21,8 +21,6 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.problem import Choice, Problem
 from amp_graph.passes.tradeoff import Point, Tradeoff
 
-BUDGET = "amp_budget"  # key of a graph's meta
-
 
 @dataclass(frozen=True)
 class Budget:

@@ -17,13 +17,14 @@ from torch.fx.node import map_arg
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classified
-from amp_graph.passes.identify_ops import OPS, Identity, identify, is_tensor_call
-from amp_graph.passes.node_value import CAPTURED, fake_mode_of, tensors
-from amp_graph.passes.regions import GRAD, is_trained
+from amp_graph.passes.identify_ops import Identity, identify, is_tensor_call
+from amp_graph.passes.meta_keys import CAPTURED, GRAD, IDENTITY, MODULE, WISH
+from amp_graph.passes.node_value import fake_mode_of, tensors
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 from amp_graph.passes.trace_node import trace_node, traced_inputs
 
-KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "amp_module", "amp_wish", GRAD)
+KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
     for part in filter(is_tensor_call, made):
         identity = identify(part, mode)
         if isinstance(identity, Identity):
-            part.meta[OPS] = identity
+            part.meta[IDENTITY] = identity
     return made
 
 

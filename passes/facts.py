@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from amp_graph.lists.path_pattern import matches
+from amp_graph.passes.meta_keys import MODULE
 from amp_graph.passes.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -161,8 +162,8 @@ def matches_path(pattern: str, path: str) -> bool:
 
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that ``node`` was traced in, as the user writes it: ``layer.0.fc``."""
-    if "amp_module" in node.meta:
-        return str(node.meta["amp_module"])
+    if MODULE in node.meta:
+        return str(node.meta[MODULE])
     stack = node.meta.get("nn_module_stack")
     return clean_path(str(list(stack.values())[-1][0])) if stack else ""
 

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 from amp_graph.passes import facts
 from amp_graph.passes.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import Identity
+from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.node_value import tensors, value
 from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import outside_modes
@@ -132,7 +133,7 @@ def _sources(mask: Node) -> Sequence[Node] | None:
 
 def _is_arithmetic(node: Node) -> bool:
     """Say whether a node makes the same of the same, writes nothing, and is small."""
-    found = node.meta.get(OPS)
+    found = node.meta.get(IDENTITY)
     if node.op not in ("call_function", "call_method") or not isinstance(found, Identity) or node.target == "cuda":
         return False
     if any(facts.is_mutable(o.op) or facts.is_random(o.op) for o in found.operations):

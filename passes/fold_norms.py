@@ -17,12 +17,13 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.folded_norms import Shape, convolution_with_norm_of
-from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import IDENTITY, REGION
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import REGION, may_record_gradients
+from amp_graph.passes.regions import may_record_gradients
 from amp_graph.passes.symbolic_sizes import alike
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays_for_images import folding_pays
@@ -184,7 +185,7 @@ def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:
     )
     with gm.graph.inserting_before(last):
         made = gm.graph.call_function(call, args)
-    made.meta = {k: v for k, v in last.meta.items() if k != OPS}
+    made.meta = {k: v for k, v in last.meta.items() if k != IDENTITY}
     last.replace_all_uses_with(made)
     for node in (*reversed(chain.nodes), *casts):
         if not node.users:

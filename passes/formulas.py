@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import calls_torch, is_mutable
-from amp_graph.passes.identify_ops import OPS, Identity, identify, names_of, tensor_inputs
-from amp_graph.passes.node_value import CAPTURED, captured, keep_trained, run_node, value
-from amp_graph.passes.regions import GRAD, REGION
+from amp_graph.passes.identify_ops import Identity, identify, names_of, tensor_inputs
+from amp_graph.passes.meta_keys import CAPTURED, CHECKPOINT, GRAD, IDENTITY, MARK, REGION
+from amp_graph.passes.node_value import captured, keep_trained, run_node, value
 from amp_graph.passes.torch_private import FakeTensorMode, storage_key
 
 CONVERSIONS = (("aten.to",), ("aten.type_as",))
@@ -34,7 +33,7 @@ class Formula:
 
 def operation(node: Node) -> tuple[str, list[Any]]:
     """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or len(identity.operations) != 1 or not calls_torch(node):
         return "", []
     # Numbers are read off the call: an identity is shared by calls that differ in their integers.
@@ -96,7 +95,7 @@ def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[N
     """
     node, key = min(found.inside), storage_key(captured(operand))
     while node is not found.last:
-        identity = node.meta.get(OPS)
+        identity = node.meta.get(IDENTITY)
         writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
         touched = [t for n in tensor_inputs(node) if (t := captured(n)) is not None] if writes else []
         if node not in apart_from and any(storage_key(t) == key for t in touched):
@@ -117,27 +116,27 @@ def put_call(
     last = found.last
     with gm.graph.inserting_after(last):
         fused = gm.graph.call_function(function, tuple(args), kwargs)
-    fused.meta = {k: v for k, v in last.meta.items() if k != OPS}
+    fused.meta = {k: v for k, v in last.meta.items() if k != IDENTITY}
     last.replace_all_uses_with(fused)
     for node in reversed([n for n in gm.graph.nodes if n in found.inside]):
         gm.graph.erase_node(node)
     assert isinstance(value(fused), torch.Tensor), "a formula gives a tensor"
     identity = identify(fused, mode)
     if isinstance(identity, Identity):
-        fused.meta[OPS] = identity
+        fused.meta[IDENTITY] = identity
     return fused
 
 
 def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
     """Give ``made``, which a pass put in, what captured nodes have: value, identity, place and gradient of ``like``."""
-    made.meta = {k: v for k, v in like.meta.items() if k not in (OPS, "amp", "val", "example_value")}
+    made.meta = {k: v for k, v in like.meta.items() if k not in (IDENTITY, MARK, "val", "example_value")}
     made.meta["val"] = made.meta[CAPTURED] = run_node(made, mode)
     keep_trained(made.meta["val"], captured(like))
     if "example_value" in like.meta:
         made.meta["example_value"] = made.meta["val"]
     identity = identify(made, mode)
     if isinstance(identity, Identity):
-        made.meta[OPS] = identity
+        made.meta[IDENTITY] = identity
     return made
 
 

@@ -15,9 +15,9 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.cut import FULL_ALWAYS, LOW_ALWAYS, Cast, Kept, Promotion, Task
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.machine import Machine
+from amp_graph.passes.meta_keys import GIVEN, WISH
 from amp_graph.passes.node_value import captured, is_eligible
 from amp_graph.passes.paint import Painting, without_scalars
-from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.problem import FREE, LOW, Choice, Problem
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.work import cast_picoseconds, kept_picoseconds, picoseconds, work_of
@@ -90,7 +90,7 @@ class Formulation:
         if self.painted[node].precision != LOW or node in self.tied or GIVEN in node.meta:
             return False
         if kind.cls is OpClass.ALLOW:
-            return self.skip and "amp_wish" not in node.meta and kind.origin != "amp_graph.precision"
+            return self.skip and WISH not in node.meta and kind.origin != "amp_graph.precision"
         return kind.cls in FREE or kind.cls is OpClass.PROMOTE
 
     def operands(self, node: Node) -> Operands:

@@ -23,6 +23,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.formulas import PLACE, Formula, describe, is_written_meanwhile, put_before, put_call
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.kernels import is_available
+from amp_graph.passes.meta_keys import WISH, WRITTEN_OUT
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.read_attention import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
@@ -34,7 +35,6 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
-WRITTEN_OUT = "amp_written_out"  # meta key: this call of attention was a formula
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -85,7 +85,7 @@ class FuseAttention(Pass):
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
-        if any("amp_wish" in node.meta for node in inside):
+        if any(WISH in node.meta for node in inside):
             return False
         rules = [path for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
         paths = {facts.module_path(node) for node in inside}

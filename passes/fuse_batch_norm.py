@@ -22,13 +22,12 @@ from amp_graph.passes.batch_norm_ops import library
 from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.facts import HALVES
 from amp_graph.passes.formulas import Formula, is_written_meanwhile, operation
-from amp_graph.passes.identify_ops import OPS, names_of
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import value
-from amp_graph.passes.plan_precision import MARK
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.symbolic_sizes import same
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays_for_images import batch_norm_in_one_pass_pays
@@ -149,7 +148,7 @@ def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) 
     args = (x, *rest) if found.other is None else (x, found.other, *rest)
     with gm.graph.inserting_after(found.relu):
         made = gm.graph.call_function(norm_and_relu if found.other is None else norm_add_relu, args)
-    made.meta = {k: v for k, v in found.relu.meta.items() if k not in (OPS, CAST)}
+    made.meta = {k: v for k, v in found.relu.meta.items() if k not in (IDENTITY, CAST)}
     made.meta[MARK] = node.meta.get(MARK)
     found.relu.replace_all_uses_with(made)
     for gone in (found.relu, found.total, node):

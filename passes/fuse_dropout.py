@@ -12,11 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.drop_dropout import given_to
 from amp_graph.passes.dropout_in_bits import dropout_in_bits, library
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.what_pays import dropout_in_bits_pays
 
 

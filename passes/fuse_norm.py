@@ -19,14 +19,14 @@ from amp_graph.passes import add_norm_again, facts  # noqa: F401  declares how n
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import place_of
 from amp_graph.passes.facts import HALVES
-from amp_graph.passes.identify_ops import OPS, names_of
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CAPTURED, CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.native_code import CompilerError
-from amp_graph.passes.node_value import CAPTURED, captured, value
+from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.norm_ops import library
-from amp_graph.passes.plan_precision import MARK, marks
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.residual_norm import add_norm
 from amp_graph.passes.runtime import layer_norm_low, shared_cast
 from amp_graph.passes.symbolic_sizes import same
@@ -39,7 +39,7 @@ NORMS: dict[Any, OpOverload] = {
     **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
 }
 # Of a node's own; the rest is copied to what takes its place.
-OWN = (OPS, MARK, CAST, "val", "example_value", CAPTURED)
+OWN = (IDENTITY, MARK, CAST, "val", "example_value", CAPTURED)
 
 
 @dataclass(frozen=True)

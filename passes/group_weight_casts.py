@@ -16,12 +16,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.keep_weight_copies import casts_of_parameters
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import bytes_of, is_wrapper
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.weight_groups import Format, WeightGroup, low_weight

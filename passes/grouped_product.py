@@ -16,14 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
-from amp_graph.passes.identify_ops import OPS as IDENTITY
 from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.linear_low import multiply_into
+from amp_graph.passes.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
 from amp_graph.passes.operators import OPS, define_as_typed
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, declare
 from amp_graph.passes.torch_private import is_seen, takes_fp32
 from amp_graph.passes.transposes import is_transpose_of

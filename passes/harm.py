@@ -13,9 +13,9 @@ from amp_graph.passes.classify import Classification
 from amp_graph.passes.cut import LOW_ALWAYS, Cast, Task
 from amp_graph.passes.formulate import Formulation
 from amp_graph.passes.influence import Influence
+from amp_graph.passes.meta_keys import GIVEN
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.paint import GATHERS
-from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.problem import LOW
 from amp_graph.passes.torch_private import numel
 

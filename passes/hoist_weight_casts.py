@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import observe
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 

@@ -17,14 +17,12 @@ from torch.utils._pytree import tree_flatten
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.node_key import node_key
 from amp_graph.passes.node_value import fake_mode_of, tensors, value
-from amp_graph.passes.regions import TRANSFORM
 from amp_graph.passes.symbolic_sizes import depends_on_data
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 from amp_graph.passes.trace_node import trace_node
-
-OPS = "amp_ops"  # meta key
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ class IdentifyOps(Pass):
         changes: list[Change] = []
         skips: list[Skip] = []
         for node in gm.graph.nodes:
-            if mode is None or not is_tensor_call(node) or OPS in node.meta:
+            if mode is None or not is_tensor_call(node) or IDENTITY in node.meta:
                 continue
             identity = identify(node, mode)
             if isinstance(identity, Identity):
-                node.meta[OPS] = identity
+                node.meta[IDENTITY] = identity
                 changes.append(Change(self.name, "identified", node.name, ", ".join(identity.names)))
             else:
                 skips.append(Skip(node.name, identity))
@@ -115,7 +113,7 @@ def is_tensor_call(node: Node) -> bool:
 
 def only_views(node: Node) -> bool:
     """Say whether it is known that all ``node`` does is to show memory that is there."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or not identity.operations:
         return False
     return all(facts.is_view(o.op) for o in identity.operations)
@@ -123,7 +121,7 @@ def only_views(node: Node) -> bool:
 
 def names_of(node: Node) -> tuple[str, ...]:
     """Return the operations that ``node`` was identified as, without repeats; () where it was not."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     return identity.names if isinstance(identity, Identity) else ()
 
 
@@ -169,7 +167,7 @@ def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
     """
     names = [a.name for a in op._schema.arguments]
     kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or len(identity.operations) != 1:
         return None
     if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):

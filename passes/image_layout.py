@@ -13,12 +13,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity, Operation, arguments_of, is_part, names_of
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import Identity, Operation, arguments_of, is_part, names_of
 from amp_graph.passes.memory import Memory
+from amp_graph.passes.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.node_value import captured, tensors, value
-from amp_graph.passes.plan_precision import MARK
-from amp_graph.passes.regions import REGION
 from amp_graph.passes.torch_private import concrete_size
 
 CONVOLUTIONS = frozenset(
@@ -116,7 +114,7 @@ def _shows_a_part(node: Node) -> bool:
 
 def wants_dense(node: Node) -> bool:
     """Say whether an operation that takes any layout is slow on images that are a part of others."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if CAST in node.meta or not isinstance(identity, Identity):
         return False
     return not all(_is_pointwise_or_in(ANY_STRIDES, o) for o in identity.operations)
@@ -124,7 +122,7 @@ def wants_dense(node: Node) -> bool:
 
 def keeps_layout(node: Node, names: Collection[str]) -> bool:
     """Say whether all that ``node`` calls is in ``names``."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     return isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= set(names)
 
 
@@ -134,7 +132,7 @@ def _any_layout(node: Node) -> bool:
         return False
     if CAST in node.meta and node.op == "call_method":
         return True
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or not identity.operations:
         return False
     # Random numbers are drawn in the order of memory: another layout would give them to other elements.

@@ -11,6 +11,8 @@ import torch
 from torch.fx import GraphModule, Node, Tracer
 from torch.fx.node import map_arg
 
+from amp_graph.passes.meta_keys import MODULE
+
 
 class _NoLeaves(Tracer):
     """Traces into every module."""
@@ -49,7 +51,7 @@ def _inline(gm: GraphModule, node: Node) -> None:
             elif part.op not in ("placeholder", "output"):
                 env[part] = gm.graph.node_copy(part, lambda n: env[n])
             if part.op not in ("placeholder", "output"):
-                env[part].meta["amp_module"] = path
+                env[part].meta[MODULE] = path
     result = map_arg(inner.output_node().args[0], lambda n: env[n])
     if not isinstance(result, Node):
         return

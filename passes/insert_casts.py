@@ -15,11 +15,10 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CAPTURED, CAST, CHECKPOINT, GIVEN, GRAD, MARK, MODULE, TAKES, TRANSFORM
 from amp_graph.passes.node_value import (
-    CAPTURED,
     captured,
     fake_mode_of,
     is_eligible,
@@ -29,15 +28,14 @@ from amp_graph.passes.node_value import (
     tensors,
     value,
 )
-from amp_graph.passes.pieces import GIVEN, TAKES, leaving
-from amp_graph.passes.plan_precision import MARK, Mark, marks, refuse_mixed
+from amp_graph.passes.pieces import leaving
+from amp_graph.passes.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.problem import FULL, LOW
-from amp_graph.passes.regions import GRAD, TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, tracing_fake
 from amp_graph.passes.user_copies import keep_copy
 
-CAST = "amp_cast"  # meta key: why the cast is there
-KEPT = ("stack_trace", "nn_module_stack", "amp_module", CHECKPOINT, GRAD)
+KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
 
 

@@ -18,8 +18,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.cast_kernel import LARGE
 from amp_graph.passes.gradient_memory import GradientMemory, cleared_rows
+from amp_graph.passes.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.node_value import captured, tensors, value
-from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.table_gradient import POOL, compiled_rows
 from amp_graph.passes.torch_private import numel, storage_key
 from amp_graph.passes.what_pays import reusing_gradients_pays

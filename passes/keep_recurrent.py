@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.identify_ops import OPS, Identity
+from amp_graph.passes.identify_ops import Identity
+from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recurrent import is_faster_than_onednn
 from amp_graph.passes.recurrent_layers import KINDS, recurrent_whole, rounds_its_state
@@ -112,7 +113,7 @@ class CudnnRecurrent(KeepRecurrent):
 
 def _recurrent(node: Node) -> Any:
     """Return the operator of a recurrent layer over a padded batch; None for any other node."""
-    found = node.meta.get(OPS)
+    found = node.meta.get(IDENTITY)
     if node.op != "call_function" or node.target is recurrent_whole or not isinstance(found, Identity):
         return None
     return next((o.op for o in found.operations if len(found.operations) == 1 and o.op in ATEN), None)

@@ -17,13 +17,13 @@ from amp_graph.passes import weight_copies
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last, is_image
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CAST, TRANSFORM
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.recompute_readers import original
-from amp_graph.passes.regions import TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, reads_cached_weight, traits_of
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.passes.weight_copies import WeightCopies

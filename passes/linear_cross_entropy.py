@@ -17,14 +17,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.identify_ops import OPS, names_of, operation_of, tensor_inputs
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import CAPTURED, fake_mode_of, run_node, set_value, tensors, value
-from amp_graph.passes.plan_precision import MARK, marks
-from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.meta_keys import CAPTURED, CAST, CHECKPOINT, IDENTITY, MARK, REGION, TRANSFORM
+from amp_graph.passes.node_value import fake_mode_of, run_node, set_value, tensors, value
+from amp_graph.passes.plan_precision import marks
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import cross_entropy_in_parts_pays
 
@@ -34,7 +33,7 @@ REDUCTIONS = ("none", "mean", "sum")
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
 SELECTIONS = RESHAPES | {"aten.slice", "aten.clone"}
 # Copied from the loss; the rest speaks of its own operation or value.
-LEFT_BEHIND = (OPS, MARK, "val", "example_value", CAPTURED)
+LEFT_BEHIND = (IDENTITY, MARK, "val", "example_value", CAPTURED)
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, 
     low = found.low if found.keeps_rows else _narrowed(found, mode)
     node.args = (low, *(given[name] for name in OPTIONS))
     node.target, node.kwargs = cross_entropy_and_logits if others else cross_entropy_low, {}
-    node.meta.pop(OPS, None)
+    node.meta.pop(IDENTITY, None)
     if others:
         _hand_out(gm, node, found)
     for old in (*reversed(found.path), found.cast):

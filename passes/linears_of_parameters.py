@@ -17,18 +17,16 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.derivatives import is_plain, leaves_to_torch
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.kept_copy import LARGE
 from amp_graph.passes.linear_kernel import as_rows
 from amp_graph.passes.linear_low import gradients_of_low, linear_low, multiplied
+from amp_graph.passes.meta_keys import CAST, CASTS_INSIDE
 from amp_graph.passes.node_value import value
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.small_linears import bias_of
 from amp_graph.passes.weight_copies import WeightCopies, WeightCopy
 
 own_functions(__name__)
-
-CASTS_INSIDE = "amp_casts_inside"  # meta key: why a call casts the parameters that it is given, by their nodes
 
 
 class _OfParameters(torch.autograd.Function):

@@ -20,14 +20,13 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.convolution_call import pair
 from amp_graph.passes.finite_values import AllFinite, all_finite_of, max_pool_of
 from amp_graph.passes.folded_norms import is_folded
-from amp_graph.passes.identify_ops import OPS, names_of
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import observe
+from amp_graph.passes.meta_keys import ASKED, CAST, IDENTITY, REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.pack_weights import ASKED
 from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, relu_linear_of
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import REGION, may_record_gradients
+from amp_graph.passes.regions import may_record_gradients
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays import looking_pays
@@ -87,7 +86,7 @@ class LookAtValues(Pass):
             node.kwargs = {"finite": flag}
             if node in pools:
                 node.target, node.args = max_pool, pools[node]
-                node.meta.pop(OPS, None)
+                node.meta.pop(IDENTITY, None)
             elif not is_folded(node):
                 node.target, node.args = relu_linear, node.args[:3]
             what = "maxima of whole numbers" if node in pools else "told that all is finite"

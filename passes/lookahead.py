@@ -12,8 +12,9 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import written_inside
+from amp_graph.passes.meta_keys import PIECE
 from amp_graph.passes.node_value import captured, is_eligible
-from amp_graph.passes.pieces import PIECE, leaving
+from amp_graph.passes.pieces import leaving
 from amp_graph.passes.problem import FREE, Problem
 from amp_graph.passes.torch_private import numel
 

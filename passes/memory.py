@@ -15,10 +15,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import OPS, Identity, tensor_inputs
-from amp_graph.passes.node_value import RETURNED, adopt_values, captured, is_eligible, tensors
+from amp_graph.passes.identify_ops import Identity, tensor_inputs
+from amp_graph.passes.meta_keys import GIVEN, IDENTITY, RETURNED
+from amp_graph.passes.node_value import adopt_values, captured, is_eligible, tensors
 from amp_graph.passes.overlap import may_overlap
-from amp_graph.passes.pieces import GIVEN
 from amp_graph.passes.torch_private import storage_key
 
 MANY = 64  # values of one storage that leave the graph: of more it is not asked which of them overlap
@@ -187,7 +187,7 @@ def _is_held(node: Node) -> bool:
 
 def _aliased_by_schema(node: Node) -> list[Node]:
     """Return the inputs whose memory the value of ``node`` may be, by schemas that are not torch's own."""
-    found = node.meta.get(OPS)
+    found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
         return []
     inputs = tensor_inputs(node)

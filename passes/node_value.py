@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.passes.meta_keys import CAPTURED
 from amp_graph.passes.symbolic_sizes import depends_on_data, with_sizes_of
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, tracing_fake, unset_fake_temporarily
 
-CAPTURED = "amp_captured"  # meta key: the value as captured, before any pass
-RETURNED = "amp_returned"  # meta key: storages of fake copies of the value, which are the value itself when run
 # They make one new tensor, by way of many operations where nothing is computed.
 TAKEN_APART = frozenset({F.batch_norm, torch.batch_norm})
 

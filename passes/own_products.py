@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.derivatives import leaves_to_torch
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.transposes import is_transpose_of
 from amp_graph.passes.what_pays_for_products import own_product_pays
 

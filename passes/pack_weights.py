@@ -14,17 +14,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
-from amp_graph.passes.identify_ops import OPS, names_of
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
-from amp_graph.passes.node_value import CAPTURED, value
+from amp_graph.passes.meta_keys import ASKED, CAPTURED, CAST, IDENTITY, REGION, TURNED
+from amp_graph.passes.node_value import value
 from amp_graph.passes.packed_weights import linear_of_packed, linear_of_panels, packed_reader
-from amp_graph.passes.regions import REGION, may_record_gradients
+from amp_graph.passes.regions import may_record_gradients
 from amp_graph.passes.weight_copies import WeightCopies
 from amp_graph.passes.what_pays_for_products import packing_pays, panels_pay
 
-TURNED = "amp_turned"  # meta key: whether the weight that is packed is [inputs, outputs]
-ASKED = "amp_asked"  # meta key: whether it is noted if a packed weight is finite
 ACTIVATIONS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
@@ -140,7 +138,7 @@ def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
     weight.meta[TURNED] = transposed
     if weight is not copy:
         weight.meta[CAST] = copy.meta[CAST]
-        weight.meta.pop(OPS, None)
+        weight.meta.pop(IDENTITY, None)
         weight.graph.erase_node(copy)
     if transposed:
         weight.meta["val"] = weight.meta[CAPTURED] = value(weight).t()
@@ -154,7 +152,7 @@ def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     node.op, node.target = "call_function", linear_of_panels if few else linear_of_packed
     node.kwargs = {"outputs": value(node).shape[-1]} if few else {}
     node.args = (product.x, product.weight, product.bias)
-    node.meta.pop(OPS, None)
+    node.meta.pop(IDENTITY, None)
     if behind is not None:
         node.args += behind
         _absorb(gm, node)

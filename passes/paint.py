@@ -20,8 +20,9 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.classify import Classification
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.lookahead import Lookahead, is_leaf
+from amp_graph.passes.meta_keys import GIVEN
 from amp_graph.passes.node_value import captured, has_eligible, is_eligible, value
-from amp_graph.passes.pieces import GIVEN, WHY
+from amp_graph.passes.pieces import WHY
 from amp_graph.passes.positions import exact
 from amp_graph.passes.problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
 

@@ -17,13 +17,10 @@ from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.custom_functions import is_custom_function
 from amp_graph.passes.identify_ops import identify, is_tensor_call
 from amp_graph.passes.low_by_user import METHODS
-from amp_graph.passes.node_value import CAPTURED, adopt_values, fake_mode_of, keep_trained, tensors, value
+from amp_graph.passes.meta_keys import CAPTURED, GIVEN, LEAVES, PIECE, TAKES
+from amp_graph.passes.node_value import adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, storage_of, tracing_fake
 
-PIECE = "amp_piece"  # meta key of a graph: it is a piece
-GIVEN = "amp_given"  # meta key: the low-precision value that a node has whatever the plan says
-TAKES = "amp_takes"  # meta key of a call that runs as captured: the inputs that were of low precision then
-LEAVES = "amp_leaves"  # meta key of an output: the dtype in which each of its leaves has to leave the graph, or None
 WHY = "arrives in low precision, or is made so by the user's code"
 BITS = "it shows the bits of a low-precision value as another dtype"
 AS_COMPLEX = (torch.view_as_complex, torch.ops.aten.view_as_complex.default)

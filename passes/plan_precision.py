@@ -1,6 +1,6 @@
 """Decide the precision of every value, with the reason; touch nothing else.
 
-Before: a captured graph. After: ``node.meta["amp"]`` is a ``Mark`` on every node that computes on floats.
+Before: a captured graph. After: ``node.meta[MARK]`` is a ``Mark`` on every node that computes on floats.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import facts, memory, positions, strided_views, weight_views
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.classify import Classification, classified
-from amp_graph.passes.error_budget import BUDGET, plan_within
+from amp_graph.passes.error_budget import plan_within
 from amp_graph.passes.identify_ops import is_tensor_call
 from amp_graph.passes.machine import Machine, machine_for
 from amp_graph.passes.measure_influence import Measured
+from amp_graph.passes.meta_keys import BUDGET, LEFT_ALONE, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.node_value import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.operands_left_full import left_full
 from amp_graph.passes.paint import paint
-from amp_graph.passes.pieces import PIECE
-from amp_graph.passes.predict import LEFT_ALONE, PREDICTED, left_alone, predicted
+from amp_graph.passes.predict import left_alone, predicted
 from amp_graph.passes.problem import AS_CAPTURED, FULL, Choice, Problem
-from amp_graph.passes.read_dtypes import RAISES, raised_by_read_dtypes
-from amp_graph.passes.regions import REGION
+from amp_graph.passes.read_dtypes import raised_by_read_dtypes
 
-MARK = "amp"  # meta key
 MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
 
 
@@ -86,7 +84,7 @@ class PlanPrecision(Pass):
     required: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Fill ``node.meta["amp"]``."""
+        """Fill ``node.meta[MARK]``."""
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
@@ -149,7 +147,7 @@ class PlanPrecision(Pass):
         for node, found in classes.items():
             path = facts.module_path(node)
             rule = next(((p, why) for regex, p, why in rules if facts.matches_path(regex, path)), None)
-            wish = node.meta.get("amp_wish")
+            wish = node.meta.get(WISH)
             if REGION in node.meta:
                 done[node] = replace(found, cls=OpClass.OPAQUE, why=node.meta[REGION], listed=True)
             elif wish or rule:

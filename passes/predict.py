@@ -20,7 +20,6 @@ from amp_graph.passes.regions import is_trained
 from amp_graph.passes.work import PICOSECONDS
 
 # Keys of a graph's meta: the Prediction for its plan; and that for one that was not worth it, where it is left alone.
-PREDICTED, LEFT_ALONE = "amp_predicted", "amp_left_alone"
 TIMES_IN_BACKWARD = 2  # what the call of a graph costs there, of what it does in forward
 # Of the time in full precision: for more a graph is left alone. What is predicted of small graphs is 0.6 to 1 of what
 # is measured (benchmarks/predictions.py).

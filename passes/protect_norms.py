@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.facts import HALVES, calls_torch
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.meta_keys import GRAD
 from amp_graph.passes.node_value import captured, value
-from amp_graph.passes.regions import GRAD
 from amp_graph.passes.runtime import layer_norm_low
 
 

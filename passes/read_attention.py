@@ -15,7 +15,6 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes import facts
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.drop_dropout import given_to
 from amp_graph.passes.formulas import (
     CONVERSIONS,
@@ -26,10 +25,10 @@ from amp_graph.passes.formulas import (
     is_written_meanwhile,
     operation,
 )
-from amp_graph.passes.identify_ops import OPS, Identity, names_of
+from amp_graph.passes.identify_ops import Identity, names_of
+from amp_graph.passes.meta_keys import CHECKPOINT, GIVEN, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.node_value import captured, value
-from amp_graph.passes.pieces import GIVEN
-from amp_graph.passes.regions import REGION, TRANSFORM, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.symbolic_sizes import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
@@ -163,7 +162,7 @@ def _changes_nothing(node: Node, scores: Scores) -> bool:
 
 def _drops_nothing(node: Node) -> bool:
     """Say whether ``node`` is dropout in evaluation, or of probability 0."""
-    identity = node.meta.get(OPS)
+    identity = node.meta.get(IDENTITY)
     if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
         return False
     return not any(facts.draws(o.op, o.arguments) for o in identity.operations)
@@ -183,7 +182,7 @@ def _is_any_drawn(dropout: Node, last: Node) -> bool:
     """Say whether something draws random numbers between the two, which would be others if ``dropout`` drew later."""
     node = dropout.next
     while node is not last:
-        identity = node.meta.get(OPS)
+        identity = node.meta.get(IDENTITY)
         if not isinstance(identity, Identity) or any(facts.draws(o.op, o.arguments) for o in identity.operations):
             return True
         node = node.next

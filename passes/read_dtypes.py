@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.custom_functions import is_custom_function
+from amp_graph.passes.meta_keys import RAISES
 from amp_graph.passes.node_value import value
 from amp_graph.passes.paint import Painting
 from amp_graph.passes.pieces import bits_shown, refusal
 from amp_graph.passes.problem import LOW, Problem
 from amp_graph.passes.torch_private import reads_of_dtype
 
-RAISES = "amp_raises"  # key of a graph's meta: whether values that the painting makes low are raised by such code
 PASSED_ON = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.PROMOTE)
 
 

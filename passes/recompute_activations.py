@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts, recompute_makers
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION, SPARED
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.recompute_makers import (
@@ -31,7 +31,7 @@ from amp_graph.passes.recompute_makers import (
     silu_computed_again,
 )
 from amp_graph.passes.recompute_readers import computing_again
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.registry import Recomputable, traits_of
 from amp_graph.passes.runtime import layer_norm_low
 from amp_graph.passes.torch_private import numel
@@ -46,7 +46,6 @@ KINDS = {
     "aten.relu": "relu",
     "aten.relu_": "relu",
 }
-SPARED = "amp_spared"  # meta key: the bytes of the value that are not saved for backward
 SUMS = (("aten.add",), ("aten.add_",))
 _NOTHING = Recomputable()
 

@@ -13,13 +13,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import HALVES
-from amp_graph.passes.identify_ops import OPS, Identity
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.identify_ops import Identity
 from amp_graph.passes.lifetimes import Lifetimes
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.what_pays import reducing_from_low_pays
 
 REDUCTIONS = frozenset({"aten.sum", "aten.mean", "aten.prod", "aten.linalg_vector_norm"})
@@ -57,7 +55,7 @@ class ReduceFromLow(Pass):
 
 def _cast_before(node: Node) -> Node | None:
     """Return the cast to fp32 that ``node`` alone reads, where it is a reduction that can do without."""
-    found = node.meta.get(OPS)
+    found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or len(found.operations) != 1 or node.kwargs.get("dtype") is not None:
         return None
     (one,) = found.operations

@@ -9,12 +9,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes.meta_keys import GRAD, REGION, TRANSFORM
 from amp_graph.passes.node_value import captured, tensors
 
-REGION = "amp_region"  # meta key: what to say of a node inside the user's torch.autocast
-GRAD = "amp_grad"  # meta key: whether the node runs with gradients enabled
 _SWITCHES = frozenset({"_enter_autocast", "_set_grad_enabled", "_enter_inference_mode", "_saved_tensors_hooks_disable"})
-TRANSFORM = "amp_transform"  # meta key: the node is inside of a torch.func transform, and means nothing outside
 
 
 def mark_regions(gm: GraphModule) -> None:

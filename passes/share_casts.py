@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.node_value import CAPTURED, value
+from amp_graph.passes.meta_keys import CAPTURED, CAST, GRAD
+from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
-from amp_graph.passes.regions import GRAD, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.runtime import shared_cast
 
 

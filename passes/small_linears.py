@@ -16,9 +16,10 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.identify_ops import arguments_of, names_of
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.linear_low import linear_low
+from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.node_value import value
 from amp_graph.passes.recompute_readers import computing_again
-from amp_graph.passes.regions import REGION, is_trained
+from amp_graph.passes.regions import is_trained
 from amp_graph.passes.what_pays_for_products import small_linear_pays
 
 

@@ -15,11 +15,10 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import by_table
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.by_table_again import tabled_computed_again
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.facts import calls_torch
 from amp_graph.passes.identify_ops import names_of
+from amp_graph.passes.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.registry import Recomputable, declare
 from amp_graph.passes.what_pays import table_pays
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from amp_graph.passes import facts
+from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.node_value import tensors, value
 
 SHORT = {
@@ -79,7 +80,7 @@ def _line(node: Node, names: dict[Node, str]) -> str:
 
 def _source_name(node: Node) -> str:
     """Return an input's name as the user writes it, where Dynamo recorded it."""
-    return str(node.meta.get("amp_input", node.target))
+    return str(node.meta.get(INPUT, node.target))
 
 
 class _Name(str):

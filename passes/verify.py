@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
-from amp_graph.passes.identify_ops import OPS, Identity, Operation, identify, is_part, is_tensor_call
+from amp_graph.passes.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.lifetimes import Lifetimes
+from amp_graph.passes.meta_keys import IDENTITY, REGION
 from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensors, value
 from amp_graph.passes.plan_precision import refuse_mixed
 from amp_graph.passes.registry import is_own
@@ -78,9 +79,9 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
 
 
 def _state(node: Node) -> tuple[Any, ...]:
-    told = [node.meta.get(OPS), *(value(s) for s in (*node.all_input_nodes, node))]
+    told = [node.meta.get(IDENTITY), *(value(s) for s in (*node.all_input_nodes, node))]
     given = repr((node.args, node.kwargs))  # 1 and 1.0 are equal, and lead to other dtypes
-    return node.target, given, "amp_region" in node.meta, is_part(node), told
+    return node.target, given, REGION in node.meta, is_part(node), told
 
 
 def _is_as_checked(node: Node, checked: Checked) -> bool:
@@ -137,7 +138,7 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     ours = is_own(node.target)
     if not is_tensor_call(node):
         return ()
-    identity = node.meta.get(OPS) if ours else node.meta.get(OPS) or identify(node, mode)
+    identity = node.meta.get(IDENTITY) if ours else node.meta.get(IDENTITY) or identify(node, mode)
     found = identity.operations if isinstance(identity, Identity) else ()
     return tuple(o for o in found if facts.draws(o.op, o.arguments)) if ours else found
 
@@ -145,7 +146,7 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
     if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
         return False
-    if "amp_region" in node.meta or is_part(node) or is_own(node.target):
+    if REGION in node.meta or is_part(node) or is_own(node.target):
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)

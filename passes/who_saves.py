@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from amp_graph.passes.checkpoints import CHECKPOINT
 from amp_graph.passes.identify_ops import is_part, names_of, only_views
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION
 from amp_graph.passes.registry import traits_of
 from amp_graph.passes.runtime import shared_cast
 from amp_graph.passes.torch_private import concrete_size, numel

@@ -12,11 +12,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.checkpoints import CHECKPOINT
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.large_pages import widen
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import REGION, TRANSFORM
 from amp_graph.passes.text import type_text
 from amp_graph.passes.torch_private import numel
 from amp_graph.passes.what_pays import large_pages_pay

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.meta_keys import TURNED
 from amp_graph.passes.node_value import value
-from amp_graph.passes.pack_weights import TURNED
 from amp_graph.passes.packed_weights import linear_of_packed
 from amp_graph.passes.torch_private import concrete_size
 from amp_graph.passes.weight_copies import WeightCopies

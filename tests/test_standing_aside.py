@@ -10,10 +10,10 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, PassError
-from amp_graph.passes.autocast_graph import UNPLANNED
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.fuse_gelu import FuseGelu
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.meta_keys import UNPLANNED
 from amp_graph.passes.plan_precision import PlanPrecision
 from amp_graph.passes.share_casts import ShareCasts
 from tests.passes.graphs import BF16, body_text, capture_function, standard_passes

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.conversion import conversion_of
-from amp_graph.passes.checkpoints import CHECKPOINT, run_checkpoint
+from amp_graph.passes.checkpoints import run_checkpoint
+from amp_graph.passes.meta_keys import CHECKPOINT
 from tests.measure_casts import saved_bytes
 from tests.passes.graphs import capture
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.passes.cut import is_legal
-from amp_graph.passes.error_budget import BUDGET, ErrorBudget
+from amp_graph.passes.error_budget import ErrorBudget
 from amp_graph.passes.formulate import low_of
-from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.insert_casts import InsertCasts
+from amp_graph.passes.meta_keys import BUDGET, CAST
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.problem import FULL
 from amp_graph.passes.tradeoff import Tradeoff

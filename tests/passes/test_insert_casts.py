@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.identify_ops import names_of
-from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.meta_keys import CAST, GRAD
 from amp_graph.passes.node_value import value
-from amp_graph.passes.regions import GRAD
 from tests.passes.graphs import BF16, FP16, FP32, capture_function, passes_before, passes_until, run_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

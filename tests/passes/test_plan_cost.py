@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import amp_graph
 from amp_graph.passes.cut import cheapest, cost, is_legal
 from amp_graph.passes.formulate import formulate, low_of
-from amp_graph.passes.insert_casts import CAST, InsertCasts
+from amp_graph.passes.insert_casts import InsertCasts
+from amp_graph.passes.meta_keys import CAST
 from amp_graph.passes.mincut import mincut
 from amp_graph.passes.paint import paint
 from amp_graph.passes.plan_precision import marks

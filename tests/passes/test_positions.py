@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from amp_graph.passes import positions
+from amp_graph.passes.meta_keys import MARK
 from amp_graph.passes.node_value import value
-from amp_graph.passes.plan_precision import MARK, PlanPrecision
+from amp_graph.passes.plan_precision import PlanPrecision
 from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten, run_step
 
 X = torch.randn(1, 600, 4)

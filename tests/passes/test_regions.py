@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.insert_casts import CAST
+from amp_graph.passes.meta_keys import CAST, GRAD, MARK, REGION
 from amp_graph.passes.node_value import value
-from amp_graph.passes.plan_precision import MARK
-from amp_graph.passes.regions import GRAD, REGION
 from tests.passes.graphs import BF16, FP32, Function, capture_function, rewritten, run_step
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.insert_casts import CAST
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.meta_keys import CAST
 from amp_graph.passes.protect_norms import ProtectNorms
 from amp_graph.passes.runtime import layer_norm_low, shared_cast
 from amp_graph.passes.share_casts import ShareCasts

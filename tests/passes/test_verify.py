@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from amp_graph.passes.base import VerifyError
-from amp_graph.passes.identify_ops import OPS, IdentifyOps
+from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.insert_casts import InsertCasts
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.node_value import set_value, value
 from amp_graph.passes.record_values import record_values
 from amp_graph.passes.verify import Contract, captured_outputs, verify
@@ -217,4 +218,4 @@ def test_what_was_checked_is_checked_again_where_it_changed(graph, break_it):
 
 def test_captured_outputs_are_those_of_the_capture(graph):
     assert captured_outputs(graph) == (torch.float32, torch.int64)
-    assert all(OPS in find(graph, n).meta for n in ("matmul", "dropout", "add_", "exp"))
+    assert all(IDENTITY in find(graph, n).meta for n in ("matmul", "dropout", "add_", "exp"))

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.identify_ops import OPS
 from amp_graph.passes.lookahead import Lookahead
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import observe
+from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.overlap import may_overlap
 from amp_graph.passes.plan_precision import PlanPrecision, marks
 from tests.measure import DtypeLog
@@ -245,7 +245,9 @@ def shown():
 def test_schemas_of_other_libraries_are_asked_too(shown):
     check(Written(shown, True))
     gm = planned(lambda s, x: shown(F.linear(x, s.w)).mul_(2))
-    linear, view = (next(n for n in gm.graph.nodes if name in str(n.meta.get(OPS))) for name in ("linear", "shown"))
+    linear, view = (
+        next(n for n in gm.graph.nodes if name in str(n.meta.get(IDENTITY))) for name in ("linear", "shown")
+    )
     memory = observe(gm, marks(gm))
     assert memory.storages[linear] == memory.storages[view]
 

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | calibrate | cost | plan | demo``.
+"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | demo``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
     _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
+    _add_passes(commands.add_parser("passes", help="all passes in order: which are on, and why others are off"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine, which plans go by", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="what a plan takes and how exact it is; error budgets", epilog=EPILOG))
@@ -96,6 +97,18 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     _add_common(parser)
     parser.set_defaults(module="amp_graph.command_lists")
+
+
+def _add_passes(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"A pass that is on still decides at each node. {EPILOG}"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--compile", choices=("eager", "inductor"), default="eager", help="default: eager")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--step", action="store_true", help="of amp_graph.TrainStep (default: of amp_graph.convert)")
+    mode.add_argument("--no-grad", dest="gradients", action="store_false", help="of calls without gradients")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print (default: text)")
+    _add_common(parser)
+    parser.set_defaults(module="amp_graph.command_passes")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:

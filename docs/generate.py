@@ -1,0 +1,104 @@
+"""Write what the pages say of passes from the table of passes, between markers.
+
+python docs/generate.py            # writes docs/passes.md and docs/how-it-works.md
+python docs/generate.py --check    # only says whether they are what the table gives
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from amp_graph.pass_states import KEYS
+from amp_graph.passes.pipeline_row import Phase, Row
+from amp_graph.passes.pipeline_skips import GROUPS
+from amp_graph.passes.pipeline_table import TABLE
+
+DOCS = Path(__file__).parent
+COLUMNS = ("pass", "stage", "runs over", "devices", "on where", "exactness", "law")
+# A line of the diagram: what is run over, and how that graph came about.
+DIAGRAM = {
+    Phase.CAPTURED: "every graph, when it has been captured",
+    Phase.COPIES: "then, where it runs eagerly in calls",
+    Phase.COMPILED: "then, where Inductor compiles it for a CPU",
+    Phase.HANDOVER: "then, before any compiler gets it",
+    Phase.INDUCTOR: "inside Inductor, the flat graphs of forward and backward",
+    Phase.STEP: "the flat graph of a whole training step that runs eagerly",
+}
+
+
+def table() -> str:
+    """Return the table of passes in Markdown, in order."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in TABLE)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = f"`{row.name}`" + ("" if row.skippable else " (not optional)")
+    phases = ", ".join(phase.value for phase in row.phases)
+    needs = ", ".join([*(need.word for need in row.needs), *(f"with `{name}`" for name in row.joins)])
+    law = row.law.replace("``", "`").replace("|", "\\|")
+    return name, row.stage.value, phases, ", ".join(row.devices), needs or "always", str(row.grade), law
+
+
+def groups() -> str:
+    """Return the groups of ``skip=``, a line a group."""
+    return "\n".join(f"- `{word}`: {', '.join(f'`{name}`' for name in names)}" for word, names in GROUPS.items())
+
+
+def keys() -> str:
+    """Return the keys of a pass in JSON."""
+    return "\n".join(["| key | meaning |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in KEYS.items())])
+
+
+def diagram() -> str:
+    """Return the passes by the graph that they run over, as a block of text."""
+    lines = []
+    for phase, title in DIAGRAM.items():
+        names = "\0> ".join(row.name for row in TABLE if phase in row.phases)  # no line begins with >
+        shown = textwrap.fill(names, 104, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        lines += [f"{title}:", shown.replace("\0", " ")]
+    return "\n".join(["```", "your module > capture > FX graph", *lines, "```"])
+
+
+REGIONS: dict[tuple[str, str], Callable[[], str]] = {
+    ("passes.md", "table"): table,
+    ("passes.md", "groups"): groups,
+    ("passes.md", "keys"): keys,
+    ("how-it-works.md", "diagram"): diagram,
+}
+
+
+def written(page: str, text: str) -> str:
+    """Return ``text`` with what is between the markers of ``page`` written anew."""
+    for (of_page, name), make in REGIONS.items():
+        if of_page == page:
+            begin, end = f"<!-- {name}: python docs/generate.py -->", f"<!-- end of {name} -->"
+            region = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+            text, found = region.subn(lambda _: f"{begin}\n{make()}\n{end}", text)  # noqa: B023 called at once
+            if found != 1:
+                raise SystemExit(f"docs/{page}: {found} regions {name!r}\n  fix:   one line {begin}, and one {end}")
+    return text
+
+
+def main(words: list[str]) -> int:
+    """Write the pages, or with ``--check`` name those that are out of date."""
+    stale = []
+    for page in dict.fromkeys(page for page, _ in REGIONS):
+        path = DOCS / page
+        before = path.read_text()
+        after = written(page, before)
+        if before != after:
+            stale.append(page)
+            if "--check" not in words:
+                path.write_text(after)
+    if stale:
+        print(f"{'out of date' if '--check' in words else 'written'}: {', '.join(stale)}")
+    return int(bool(stale) and "--check" in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The pages on passes are what the table of passes gives."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import TABLE
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture
+def generate():
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_agree_with_the_table(generate, capsys):
+    assert (generate.main(["--check"]), capsys.readouterr().out) == (0, ""), "python docs/generate.py"
+
+
+def test_the_diagram_names_every_pass(generate):
+    shown = generate.diagram()
+    assert [row.name for row in TABLE if row.name not in shown] == []
+    assert {*generate.DIAGRAM} == {*Phase}
+
+
+def test_the_page_says_what_each_word_of_the_table_means():
+    text = (DOCS / "passes.md").read_text()
+    for phase in Phase:
+        assert f"| `{phase.value}` |" in text
+    for word in {need.word for row in TABLE for need in row.needs}:
+        assert f"| {word} |" in text
+
+
+def test_a_stale_page_is_named_and_written(generate, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    for page in ("passes.md", "how-it-works.md"):
+        (tmp_path / page).write_text((DOCS / page).read_text().replace("fuse-gelu", "fuse-glu"))
+    assert generate.main(["--check"]) == 1
+    assert capsys.readouterr().out == "out of date: passes.md, how-it-works.md\n"
+    assert generate.main([]) == generate.main(["--check"]) == 0
+    assert (tmp_path / "passes.md").read_text() == (DOCS / "passes.md").read_text()
+    (tmp_path / "passes.md").write_text("no markers")
+    with pytest.raises(SystemExit, match=r"docs/passes.md: 0 regions 'table'(?s:.*)fix:"):
+        generate.main([])

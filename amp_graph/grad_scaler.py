@@ -15,10 +15,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_graph import scale_ops
 from amp_graph.check_optimizer import is_torchs, named_parameters, refuse_closures
 from amp_graph.errors import ScaleError
 from amp_graph.loss_scale import STUCK, FloorWatch, LossScale, check_at_floor, complain_of_floor
+from amp_graph.passes.loss_scaling import operators as scale_ops
 from amp_graph.update_masters import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from amp_graph.errors import ScaleError, warn
-from amp_graph.scale_ops import OPS
+from amp_graph.passes.loss_scaling.operators import OPS
 
 STUCK = 20  # bad steps in a row at the floor before it is said
 

@@ -21,6 +21,7 @@ from amp_graph.layout import laid_out_as
 from amp_graph.loss_scale import LossScale
 from amp_graph.passes.base import Pass
 from amp_graph.passes.hoist_weight_casts import Hoisted
+from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.needed_memory import most_bytes
@@ -30,7 +31,6 @@ from amp_graph.passes.text import SHORT, type_text
 from amp_graph.passes.torch_private import DEPENDS_ON_DATA, any_branch_of_backward, dispatch_for_data, make_fx
 from amp_graph.passes.what_pays import widening_together_pays
 from amp_graph.reduce_gradients import Ranks, start_early
-from amp_graph.scale_ops import OPS
 from amp_graph.step_state import Copy
 from amp_graph.step_update import AtUpdate, StepOptions, StepUpdate, lows_of
 

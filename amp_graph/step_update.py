@@ -16,9 +16,9 @@ from torch import Tensor
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
 from amp_graph.one_pass_update import GroupTensors, OnePass
+from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.reduce_gradients import Ranks
-from amp_graph.scale_ops import OPS
 
 TOGETHER = 32  # gradients that one call casts
 

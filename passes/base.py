@@ -61,6 +61,7 @@ class Writes(enum.Enum):
     KEPT = "all stay, in order"
     ABSORBED = "sums and relus in place may go, into what made the memory that they write to"
     OWN = "the pass may write to memory that the graph made itself; what is written to inputs stays"
+    APPENDED = "all stay, in order; the pass adds others behind them"
 
 
 class Pass(abc.ABC):
@@ -70,7 +71,8 @@ class Pass(abc.ABC):
 
     * only the ``GraphModule`` given is changed; parameters are shared by identity, never copied;
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
-    * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes;
+    * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes; one that
+      declares ``adds_inputs`` may add inputs behind all others;
     * operations that draw random numbers or write to memory keep their order and their number, but for what the pass
       declares by ``writes``.
 
@@ -82,6 +84,7 @@ class Pass(abc.ABC):
     name: ClassVar[str]
     writes: ClassVar[Writes] = Writes.KEPT
     required: ClassVar[bool] = False
+    adds_inputs: ClassVar[bool] = False
 
     @property
     def changes_outputs(self) -> bool:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_graph import Policy
 from amp_graph.lists import load
@@ -35,6 +36,18 @@ def test_policies_in_python_examples_parse(page):
         compile(block, str(page), "exec")
         for text in re.findall(r'convert\(model, "([^"]+)"', block):
             Policy.parse(text.replace("mine.toml", "default"))
+
+
+def test_the_passes_over_a_graph_of_the_users_own_run():
+    (code,) = [block for block in blocks(ROOT / "docs" / "training.md", "python") if "ScaleLoss" in block]
+    found = {}
+    exec(compile(code, "docs/training.md", "exec"), found)
+    expected = torch.autograd.grad(
+        torch.nn.functional.linear(found["x"], found["weight"]).square().mean(), found["weight"]
+    )
+    assert torch.equal(found["gradient"], expected[0])
+    assert found["found_inf"] == 0
+    assert found["counts"][0] == 0, "the scale grew, and good steps are counted anew"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

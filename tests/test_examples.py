@@ -43,12 +43,18 @@ def test_torch_compile_backend():
     assert load("torch_compile_backend").main() == torch.bfloat16
 
 
+def test_scale_a_joint_graph(capsys):
+    assert load("scale_a_joint_graph").main() == (2.0**29, 2.0**11)
+    assert capsys.readouterr().out.count("amp_graph.check_finite_and_unscale_") == 1
+
+
 def test_all_examples_are_tested():
     assert {path.stem for path in FOLDER.glob("*.py")} == {
         "train_digits",
         "inspect_graph",
         "custom_policy",
         "torch_compile_backend",
+        "scale_a_joint_graph",
     }
 
 

@@ -583,7 +583,7 @@ def test_not_enabled_it_does_nothing():
 
 
 def test_the_operators_are_sound():
-    from amp_graph import scale_ops  # noqa: F401
+    from amp_graph.passes.loss_scaling import operators as scale_ops  # noqa: F401
 
     operators = torch.ops.amp_graph
     grads, state = [torch.ones(3), torch.ones(2).half()], [torch.tensor(8.0)]

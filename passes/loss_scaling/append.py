@@ -1,0 +1,107 @@
+"""Append what a function computes to a graph: traced on the values of its nodes, then inlined; and add inputs.
+
+Before: ``unscale(grads, scale)``, a function of tensors. After: its operations behind those of the graph, as nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_graph.passes.base import PassError
+from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, like_in
+from amp_graph.passes.node_value import fake_mode_of, value
+from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, make_fx, tracing
+
+INPUT = "amp_input"  # meta key: an input's name as people read it
+
+
+def append(gm: GraphModule, function: Callable[..., Any], *given: Any, before: Node | None = None) -> Any:
+    """Trace ``function`` on ``given``, with nodes for tensors, and put its operations ``before`` a node of ``gm``.
+
+    ``before``: None stands for the output, behind everything. Returns what the function returns, with nodes for
+    tensors. Law: the graph computes what the function does, with the same operations in the same order.
+    """
+    leaves, shape = tree_flatten(given)
+    sources = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    mode = mode_of(gm)
+    returned: list[Any] = []
+
+    def call(*values: torch.Tensor) -> list[torch.Tensor]:
+        rest = iter(values)
+        args = tree_unflatten([next(rest) if isinstance(leaf, Node) else leaf for leaf in leaves], shape)
+        found, spec = tree_flatten(function(*args))
+        returned[:] = [spec, found]
+        return [t for t in found if isinstance(t, torch.Tensor)]
+
+    values = [_value_in(mode, value(source)) for source in sources]
+    kind = "symbolic" if any(type(n) is not int for v in values for n in v.shape) else "fake"
+    with torch.no_grad(), tracing(None):
+        traced = make_fx(call, tracing_mode=kind, _allow_non_fake_inputs=True)(*values)
+    made = iter(_inline(gm, traced, sources, before or gm.graph.output_node()))
+    spec, found = returned
+    return tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec)
+
+
+def _inline(gm: GraphModule, traced: GraphModule, sources: list[Node], before: Node) -> list[Node]:
+    """Copy the nodes of ``traced`` before a node of ``gm``; return what it returns."""
+    names = {}
+    for node, source in zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True):
+        names[node] = source
+    with gm.graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                names[node] = gm.graph.get_attr(_take_over(gm, traced, str(node.target)))
+                names[node].meta = dict(node.meta)
+            elif node.op not in ("placeholder", "output"):
+                names[node] = gm.graph.node_copy(node, lambda n: names[n])
+    found: Any = traced.graph.output_node().args[0]
+    return [names[node] for node in found]
+
+
+def _take_over(gm: GraphModule, traced: GraphModule, name: str) -> str:
+    """Give ``gm`` the constant or subgraph ``name`` of ``traced``, under a name of its own; return that."""
+    free = f"appended_{name.replace('.', '_')}"
+    while hasattr(gm, free):
+        free += "_"
+    setattr(gm, free, traced.get_parameter(name) if name in dict(traced.named_parameters()) else getattr(traced, name))
+    return free
+
+
+def add_input(gm: GraphModule, name: str, like: torch.Tensor, shown: str = "") -> Node:
+    """Return the input ``name`` of a joint graph, added behind all others where it has none yet.
+
+    like: a tensor, real or fake, of its sizes, strides, dtype and device. shown: how people read its name.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    known = next((n for n in inputs if n.target == name), None)
+    if known is not None:
+        return known
+    value_of = like_in(mode_of(gm), like)
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    with gm.graph.inserting_before(first):
+        made = gm.graph.placeholder(name)
+    if made.name != name:
+        raise PassError(f"joint graph: the name {name} is taken by another node\n  fix:   rename that node")
+    made.meta = {"val": value_of, INPUT: shown or name}
+    change_joint(gm, inputs=(*joint_of(gm).inputs, name))
+    return made
+
+
+def mode_of(gm: GraphModule) -> FakeTensorMode:
+    """Return the fake mode of the graph's values; PassError where there are none."""
+    mode = fake_mode_of(gm)
+    if mode is None:
+        raise PassError("joint graph: its nodes have no values\n  fix:   name_joint(gm, ...) before any pass")
+    return mode
+
+
+def _value_in(mode: FakeTensorMode, found: Any) -> torch.Tensor:
+    """Return a value as a tensor of ``mode`` that nothing trains; it shares memory with what it shares memory with."""
+    if isinstance(found, FakeTensor) and found.fake_mode is mode:
+        return found.detach()
+    return like_in(mode, found)

@@ -1,0 +1,117 @@
+"""Average gradients over the ranks inside the graph, in buckets that overlap with backward.
+
+Before: DDP's hooks, outside of any graph. After: one ``_c10d_functional.all_reduce`` a bucket, started right behind
+the last gradient that it holds, and waited for before the update.
+Source: torch/nn/parallel/distributed.py (buckets), torch/distributed/_functional_collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
+from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
+from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, joint_of, set_gradients
+
+BUCKET = 25 * 2**20  # bytes, as DDP's
+
+
+def average(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the averages of ``grads`` over the ranks of ``group``; traced into a graph, or run as it is.
+
+    Gradients are divided before they are added, so that a sum overflows no earlier than an average would.
+    """
+    made: list[Tensor] = list(grads)
+    buckets = _buckets(grads)
+    started = [_start([grads[i] for i in bucket], group, size, dtype) for bucket in buckets]
+    for bucket, flat in zip(buckets, started, strict=True):
+        done = torch.ops._c10d_functional.wait_tensor(flat)
+        parts = done.split([grads[i].numel() for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
+            made[i] = laid_out_as(grads[i], part.view(grads[i].shape).to(grads[i].dtype))
+    return made
+
+
+def _start(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None) -> Tensor:
+    flat = torch.cat([g.reshape(-1) for g in grads]) / size
+    return torch.ops._c10d_functional.all_reduce(flat.to(dtype or flat.dtype), "sum", group)
+
+
+def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
+    """Return the gradients' numbers in buckets of one dtype, last first: the order in which backward makes them."""
+    found: list[list[int]] = []
+    size = 0
+    for i in reversed(range(len(grads))):
+        grad = grads[i]
+        if not found or size > BUCKET or grads[found[-1][0]].dtype != grad.dtype:
+            found.append([])
+            size = 0
+        found[-1].append(i)
+        size += grad.numel() * grad.element_size()
+    return found
+
+
+@dataclass(frozen=True)
+class AverageOverRanks(Pass):
+    """Averages the gradients of a joint graph over the ``size`` ranks of the process group named ``group``.
+
+    dtype: what travels; None for the gradients' own.
+
+    Law: each gradient is the mean of the ranks'. Exactness: approximate, the sum's order is the network's. An infinite
+    gradient of one rank is infinite on all: run it before ``CheckFiniteAndUnscale``, and all ranks agree.
+    """
+
+    group: str
+    size: int
+    dtype: torch.dtype | None = None
+
+    name: ClassVar[str] = "average-over-ranks"
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the all-reduces, then move each up to where its last gradient is made."""
+        joint = joint_of(gm)
+        if joint.found_inf is not None:
+            raise PassError(
+                "pass average-over-ranks: this rank has looked for infinite gradients, and others may have found some\n"
+                "  fix:   run it before CheckFiniteAndUnscale()"
+            )
+        if not joint.gradients:
+            return PassResult(gm)
+        grads = gradient_nodes(gm)
+        made = append(gm, average, grads, self.group, self.size, self.dtype)
+        set_gradients(gm, made)
+        start_early(gm)
+        return PassResult(gm, (Change("average", "average gradients", made[0].name, f"over {self.size} ranks"),))
+
+
+def start_early(gm: GraphModule) -> None:
+    """Move each all-reduce, and what only feeds it, right behind the last value that it needs."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops._c10d_functional.all_reduce.default:
+            _raise(node, place)
+
+
+def _raise(node: Node, place: dict[Node, int]) -> None:
+    """Move ``node`` up, after its inputs that feed nothing else."""
+    for source in node.all_input_nodes:
+        if len(source.users) == 1 and source.op == "call_function" and _only_moves(source):
+            _raise(source, place)
+    last = max(node.all_input_nodes, key=lambda n: place[n])
+    last.append(node)
+    place[node] = place[last]
+
+
+def _only_moves(node: Node) -> bool:
+    """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    return name in {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}

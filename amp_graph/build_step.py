@@ -36,8 +36,9 @@ from amp_graph.passes.torch_private import one_capture_at_a_time, weakly
 from amp_graph.policy import Policy
 from amp_graph.reduce_gradients import Ranks
 from amp_graph.rewrite import rewrite_in_place
-from amp_graph.step_graph import NoGradient, StepGraph, StepParts, refuse_sparse, take_loss_mark, trace_step
+from amp_graph.step_graph import StepGraph, take_loss_mark, trace_step
 from amp_graph.step_inputs import refuse_gradients_beyond, refuse_several_devices
+from amp_graph.step_parts import NoGradient, StepParts, refuse_sparse
 from amp_graph.step_state import Copy, StepState
 from amp_graph.step_update import StepOptions, lows_of
 from amp_graph.update_masters import step_with_gradients

@@ -10,13 +10,14 @@ import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.gradient_rows import OPS
+from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.node_value import fake_mode_of, run_node, value
 from amp_graph.passes.symbolic_sizes import is_contiguous
 from amp_graph.passes.torch_private import numel
@@ -61,17 +62,24 @@ def tables_of(gm: GraphModule, *, sparse: bool = False) -> list[int]:
     return sorted({inputs[w] for w in weights if w in inputs})
 
 
-def rows_instead_of_tables(gm: GraphModule) -> int:
-    """Rewrite every gradient that fits; return how many.
+@dataclass(frozen=True)
+class RowSparseGradients(Pass):
+    """Rewrites every gradient of a table that fits.
 
     Law: the rows are added up in fp32 in the order of ``ids``, then to the dense gradient, as in the table. Exactness:
     rounding-equal.
     """
-    readers = [(n, place) for n in gm.graph.nodes for target, place in READERS if n.target is target]
-    tables = {total: found for n, place in readers for total in _grads(n, place) if (found := _table(total))}
-    for table in tables.values():
-        _rewrite(gm, table, readers)
-    return len(tables)
+
+    name: ClassVar[str] = "row-sparse-gradients"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every gradient that an update reads."""
+        readers = [(n, place) for n in gm.graph.nodes for target, place in READERS if n.target is target]
+        tables = {total: found for n, place in readers for total in _grads(n, place) if (found := _table(total))}
+        names = [total.name for total in tables]
+        for table in tables.values():
+            _rewrite(gm, table, readers)
+        return PassResult(gm, tuple(Change("rows", "rows for a table", name, "an update reads rows") for name in names))
 
 
 def _table(total: Node) -> Table | None:

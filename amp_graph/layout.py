@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as as laid_out_as  # for whoever updates
+from amp_graph.passes.loss_scaling.gradient_layout import lies_as as lies_as
 from amp_graph.passes.torch_private import address_of, storage_of
 
 PAGE = 4096  # bytes
@@ -18,25 +20,6 @@ def is_dense(tensor: Tensor) -> bool:
     """Say whether ``tensor`` is one row of numbers in memory, in whatever order of dimensions; no DTensor is."""
     plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local")
     return plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in the strides of ``like``, as autograd lays out a ``.grad``; copied where it has others.
-
-    What has no strides, as sparse gradients have none, is returned as it is.
-    """
-    if tensor.layout is not torch.strided or lies_as(like, tensor):
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-def lies_as(like: Tensor, tensor: Tensor) -> bool:
-    """Say whether ``tensor``, of the same shape, has its elements in the order of those of ``like``.
-
-    A 1x1 convolution's weight is contiguous and channels_last at once: no step is made along a dimension of one.
-    """
-    steps, others = tensor.stride(), like.stride()
-    return steps == others or all(a == b or n == 1 for a, b, n in zip(steps, others, like.shape, strict=True))
 
 
 def zeros_beside(parameter: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from amp_graph.build_step import StepBuilder
 from amp_graph.captured_step import PlainCaptured
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import GroupUpdate
-from amp_graph.step_graph import DETACHED, StepParts
+from amp_graph.step_parts import DETACHED, StepParts
 
 # Numbers of what is trained, in the optimizer's order, and what of it has gradients of other micro-batches alone.
 Who = tuple[list[int], dict[int, Tensor]]

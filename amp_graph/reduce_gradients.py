@@ -1,8 +1,6 @@
-"""Average gradients over the ranks inside the step's graph, in buckets that overlap with backward.
+"""Over which ranks a step averages its gradients, and that all of them start from the same parameters.
 
-Before: DDP's hooks, outside of any graph. After: one ``_c10d_functional.all_reduce`` a bucket, started right behind
-the last gradient that it holds, and waited for before the update.
-Source: torch/nn/parallel/distributed.py (buckets), torch/distributed/_functional_collectives.py.
+Before: a process group, or None. After: ``Ranks``, by whose name and size ``AverageOverRanks`` all-reduces.
 """
 
 from __future__ import annotations
@@ -14,12 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from amp_graph.errors import CaptureError
-from amp_graph.layout import laid_out_as
-
-BUCKET = 25 * 2**20  # bytes, as DDP's
+from amp_graph.passes.loss_scaling.average import average
 
 
 @dataclass(frozen=True)
@@ -31,37 +26,8 @@ class Ranks:
     dtype: torch.dtype | None = None
 
     def average(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the averages of ``grads`` over the ranks; traced into a graph, or run as it is.
-
-        Gradients are divided before they are added, so that a sum overflows no earlier than an average would.
-        """
-        made: list[Tensor] = list(grads)
-        buckets = _buckets(grads)
-        started = [self._start([grads[i] for i in bucket]) for bucket in buckets]
-        for bucket, flat in zip(buckets, started, strict=True):
-            done = torch.ops._c10d_functional.wait_tensor(flat)
-            parts = done.split([grads[i].numel() for i in bucket])
-            for i, part in zip(bucket, parts, strict=True):
-                made[i] = laid_out_as(grads[i], part.view(grads[i].shape).to(grads[i].dtype))
-        return made
-
-    def _start(self, grads: Sequence[Tensor]) -> Tensor:
-        flat = torch.cat([g.reshape(-1) for g in grads]) / self.size
-        return torch.ops._c10d_functional.all_reduce(flat.to(self.dtype or flat.dtype), "sum", self.group)
-
-
-def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Return the gradients' numbers in buckets of one dtype, last first: the order in which backward makes them."""
-    found: list[list[int]] = []
-    size = 0
-    for i in reversed(range(len(grads))):
-        grad = grads[i]
-        if not found or size > BUCKET or grads[found[-1][0]].dtype != grad.dtype:
-            found.append([])
-            size = 0
-        found[-1].append(i)
-        size += grad.numel() * grad.element_size()
-    return found
+        """Return the averages of ``grads`` over the ranks."""
+        return average(grads, self.group, self.size, self.dtype)
 
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
@@ -100,27 +66,3 @@ def make_equal(model: torch.nn.Module, process_group: Any) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), first, group=group)
-
-
-def start_early(gm: GraphModule) -> None:
-    """Move each all-reduce, and what only feeds it, right behind the last value that it needs."""
-    place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for node in list(gm.graph.nodes):
-        if node.target is torch.ops._c10d_functional.all_reduce.default:
-            _raise(node, place)
-
-
-def _raise(node: Node, place: dict[Node, int]) -> None:
-    """Move ``node`` up, after its inputs that feed nothing else."""
-    for source in node.all_input_nodes:
-        if len(source.users) == 1 and source.op == "call_function" and _only_moves(source):
-            _raise(source, place)
-    last = max(node.all_input_nodes, key=lambda n: place[n])
-    last.append(node)
-    place[node] = place[last]
-
-
-def _only_moves(node: Node) -> bool:
-    """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}

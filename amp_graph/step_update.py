@@ -1,7 +1,7 @@
-"""What a step does with its gradients: average, unscale, clip, update weights and their copies, move the loss scale.
+"""What a step that is not traced does with its gradients, by the functions that passes append to a traced one.
 
 Before: gradients of the scaled loss. After: parameters, optimizer state, low-precision copies and scale written in
-place, by torch's fused kernels or in one pass (``one_pass_update.py``).
+place, by torch's fused kernels. The order is that of ``step_passes.py``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from amp_graph.fused_update import GroupUpdate
 from amp_graph.loss_scale import LossScale
-from amp_graph.one_pass_update import GroupTensors, OnePass
+from amp_graph.one_pass_update import OnePass
+from amp_graph.passes.loss_scaling.clip import clip_
 from amp_graph.passes.loss_scaling.operators import OPS
+from amp_graph.passes.loss_scaling.unscale import unscale
+from amp_graph.passes.step.lay_out_gradients import upcast_all
+from amp_graph.passes.step.low_copies import write_copies
+from amp_graph.passes.step.update_parameters import update
 from amp_graph.passes.torch_private import storage_key
 from amp_graph.reduce_gradients import Ranks
-
-TOGETHER = 32  # gradients that one call casts
 
 
 @dataclass(frozen=True)
@@ -62,55 +65,27 @@ class StepUpdate:
 
     def run(self, now: AtUpdate) -> Tensor | None:
         """Do it all; return ``found_inf``, 0-d fp32, or None without a loss scale."""
+        options = self.options
         if self.ranks is not None:
             now.grads[:] = self.ranks.average(now.grads)
-        found_inf = self._by_torch(now) if self.options.one_pass is None else self._in_one_pass(now)
-        if self.scale is not None and found_inf is not None:
-            OPS.update_loss_scale_(*now.scale, found_inf, *self.scale.options())
-        if not self.options.outside:
-            self._write_copies(now)
-        return found_inf
-
-    def _by_torch(self, now: AtUpdate) -> Tensor | None:
-        found_inf = None
-        if not self.options.pointwise:
-            _widen(now.grads)
-        if any(given is not None for given in (self.scale, self.options.clip_norm, self.options.clip_value)):
+        now.grads[:] = upcast_all(now.grads)
+        if any(given is not None for given in (self.scale, options.clip_norm, options.clip_value)):
             now.grads[:] = _each_its_own(now.grads)
+        found_inf = None if self.scale is None else unscale(now.grads, now.scale[0])
+        clip_(now.grads, options.clip_norm, options.clip_value)
+        self._update(now, found_inf)
         if self.scale is not None:
-            found_inf = torch.zeros_like(now.scale[0])
-            OPS.check_finite_and_unscale_(now.grads, _inverse(now.scale), found_inf)
-        _clip(now.grads, self.options)
-        grads = dict(zip(self.trained, now.grads, strict=True))
-        for update, lr, state in zip(self.updates, now.rates, now.states, strict=True):
-            own = [self.numbers[id(p)] for p in update.params]
-            params = [now.targets[i] for i in own]
-            apply = update.apply_pointwise if self.options.pointwise else update.apply
-            apply(params, [grads[i].to(p.dtype) for i, p in zip(own, params, strict=True)], state, lr, found_inf)
+            OPS.update_loss_scale_(*now.scale, found_inf, *self.scale.options())
+        if not options.outside:
+            pairs = [(low, now.targets[i]) for i, copies in now.lows.items() for low in copies]
+            write_copies([low for low, _ in pairs], [full for _, full in pairs], pointwise=False)
         return found_inf
 
-    def _in_one_pass(self, now: AtUpdate) -> Tensor | None:
-        one_pass = self.options.one_pass
-        assert one_pass is not None, "asked for where there is one"
+    def _update(self, now: AtUpdate, found_inf: Tensor | None) -> None:
         grads = dict(zip(self.trained, now.grads, strict=True))
-        given = []
-        for update, state in zip(self.updates, now.states, strict=True):
-            own = [self.numbers[id(p)] for p in update.params]
-            first = [now.lows[i].pop(0) if i in now.lows else None for i in own]
-            params, counted = [now.targets[i] for i in own], "step" in update.state_names()
-            given.append(GroupTensors(params, [grads[i] for i in own], state, first, counted))
-        inverse = _inverse(now.scale) if self.scale is not None else None
-        clips = self.options.clip_norm, self.options.clip_value
-        return one_pass.finish(self.updates, given, now.rates, inverse, *clips)
-
-    def _write_copies(self, now: AtUpdate) -> None:
-        """Round what was updated into the copies that the next forward reads."""
-        pairs = [(low, now.targets[i]) for i, copies in now.lows.items() for low in copies]
-        if self.options.pointwise:
-            for low, full in pairs:
-                low.copy_(full)
-        elif pairs:
-            torch._foreach_copy_([low for low, _ in pairs], [full for _, full in pairs])
+        for group, lr, state in zip(self.updates, now.rates, now.states, strict=True):
+            own = [self.numbers[id(p)] for p in group.params]
+            update(group.apply, [now.targets[i] for i in own], [grads[i] for i in own], state, lr, found_inf)
 
 
 def lows_of(
@@ -127,17 +102,6 @@ def lows_of(
     return lows
 
 
-def _widen(grads: list[Tensor]) -> None:
-    """Put fp32 in the place of gradients in low precision, some at a time: these exist twice meanwhile."""
-    low = [i for i, grad in enumerate(grads) if grad.dtype.itemsize < 4]
-    for start in range(0, len(low), TOGETHER):
-        some = low[start : start + TOGETHER]
-        wide = [torch.empty_like(grads[i], dtype=torch.float32) for i in some]
-        torch._foreach_copy_(wide, [grads[i] for i in some])
-        for i, grad in zip(some, wide, strict=True):
-            grads[i] = grad
-
-
 def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients that can be written in place: autograd gives both summands of ``b1 + b2`` one tensor."""
     known: set[int | None] = set()
@@ -147,19 +111,3 @@ def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
         found.append(grad.clone() if key in known else grad)
         known.add(key)
     return found
-
-
-def _inverse(scale: Sequence[Tensor]) -> Tensor:
-    """Return 1 / scale, by way of fp64, so that it is exact to the last bit."""
-    return scale[0].double().reciprocal().float()
-
-
-def _clip(grads: list[Tensor], options: StepOptions) -> None:
-    """Clip as ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` do, operation by operation."""
-    if options.clip_norm is not None:
-        norms = torch._foreach_norm(grads, 2.0)
-        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-        torch._foreach_mul_(grads, torch.clamp(options.clip_norm / (total + 1e-6), max=1.0))
-    if options.clip_value is not None:
-        torch._foreach_clamp_min_(grads, -options.clip_value)
-        torch._foreach_clamp_max_(grads, options.clip_value)

@@ -63,6 +63,8 @@ CASTS_INSIDE = "amp_casts_inside"
 
 UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_graph; read by reports."""
+JOINT = "amp_joint"
+"""Which nodes are its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step."""
 PIECE = "amp_piece"
 """It was captured under ``torch.autocast``. Written by pieces; read by the planners."""
 RAISES = "amp_raises"

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import amp_graph
-from amp_graph import reduce_gradients
+from amp_graph.passes.loss_scaling import average
 from tests.measure import DtypeLog
 
 STEPS, BAD = 40, {3, 4, 17, 30}
@@ -212,10 +212,10 @@ def _train_step(rank, size, path, policy, options):
     if options.pop("wrapped", False):
         model = nn.parallel.DistributedDataParallel(model)
     bad = options.pop("bad", BAD)
-    bucket = options.pop("bucket", reduce_gradients.BUCKET)
+    bucket = options.pop("bucket", average.BUCKET)
     optimizer = options.pop("kind", torch.optim.AdamW)(model.parameters(), lr=0.01)
     step = amp_graph.TrainStep(model, nn.functional.cross_entropy, optimizer, policy, **options)
-    with mock.patch.object(reduce_gradients, "BUCKET", bucket):
+    with mock.patch.object(average, "BUCKET", bucket):
         for i in range(CHECKED):
             x, y = _batch(rank, i)
             if i in bad and rank == size - 1:

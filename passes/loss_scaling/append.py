@@ -5,8 +5,8 @@ Before: ``unscale(grads, scale)``, a function of tensors. After: its operations 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,10 +14,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.passes.base import PassError
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, like_in
+from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, make_fx, tracing
 
-INPUT = "amp_input"  # meta key: an input's name as people read it
+
+class StateInput(NamedTuple):
+    """An input that a pass adds: its name in the graph, a tensor like the one that is given, its name for people."""
+
+    name: str
+    like: torch.Tensor
+    shown: str = ""
 
 
 def append(gm: GraphModule, function: Callable[..., Any], *given: Any, before: Node | None = None) -> Any:
@@ -72,24 +79,22 @@ def _take_over(gm: GraphModule, traced: GraphModule, name: str) -> str:
     return free
 
 
-def add_input(gm: GraphModule, name: str, like: torch.Tensor, shown: str = "") -> Node:
-    """Return the input ``name`` of a joint graph, added behind all others where it has none yet.
-
-    like: a tensor, real or fake, of its sizes, strides, dtype and device. shown: how people read its name.
-    """
-    inputs = gm.graph.find_nodes(op="placeholder")
-    known = next((n for n in inputs if n.target == name), None)
-    if known is not None:
-        return known
-    value_of = like_in(mode_of(gm), like)
-    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    with gm.graph.inserting_before(first):
-        made = gm.graph.placeholder(name)
-    if made.name != name:
-        raise PassError(f"joint graph: the name {name} is taken by another node\n  fix:   rename that node")
-    made.meta = {"val": value_of, INPUT: shown or name}
-    change_joint(gm, inputs=(*joint_of(gm).inputs, name))
-    return made
+def add_inputs(gm: GraphModule, wanted: Sequence[StateInput]) -> list[Node]:
+    """Return the inputs ``wanted`` of a joint graph, in order; those that it lacks are added behind all others."""
+    known = {str(n.target): n for n in gm.graph.find_nodes(op="placeholder")}
+    missing = [one for one in wanted if one.name not in known]
+    if missing:
+        mode = mode_of(gm)
+        first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        with gm.graph.inserting_before(first):
+            for name, like, shown in missing:
+                known[name] = made = gm.graph.placeholder(name)
+                made.meta = {"val": like_in(mode, like), INPUT: shown or name}
+        taken = next((one.name for one in missing if known[one.name].name != one.name), None)
+        if taken is not None:
+            raise PassError(f"joint graph: the name {taken} is taken by another node\n  fix:   rename that node")
+        change_joint(gm, inputs=(*joint_of(gm).inputs, *(one.name for one in missing)))
+    return [known[one.name] for one in wanted]
 
 
 def mode_of(gm: GraphModule) -> FakeTensorMode:

@@ -1,12 +1,12 @@
 """What a joint graph is: forward and backward in one graph of ATen operators, which names its loss and gradients.
 
-Before: a graph from ``make_fx``, ``aot_module`` or ``aot_export_module``. After: ``joint_of(gm).gradients["fc.weight"]``
-is the number of the output that is the gradient of ``fc.weight``.
+Before: a graph from ``make_fx``, ``aot_module`` or ``aot_export_module``. After: ``joint_of(gm).gradients["fc.bias"]``
+is the number of the output that is the gradient of ``fc.bias``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.fx.graph import CodeGen
 
 from amp_graph.passes.base import PassError
 from amp_graph.passes.lifetimes import Lifetimes
+from amp_graph.passes.meta_keys import JOINT
 from amp_graph.passes.node_value import tensors, value
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, storage_key
 
-JOINT = "amp_joint"  # meta key of a graph: its JointGraph
 APART = "amp_values_apart"  # meta key of a graph: its values do not show which of them share memory
 ONES = (torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default)
 
@@ -140,6 +140,18 @@ def node_named(gm: GraphModule, name: str) -> Node:
     return found
 
 
+def parameter_nodes(gm: GraphModule, names: Sequence[str]) -> list[Node]:
+    """Return the inputs that an update of these parameters writes."""
+    known = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    inputs = joint_of(gm).parameters
+    if missing := next((name for name in names if inputs.get(name) not in known), None):
+        raise PassError(
+            f"joint graph: no input is named as that of the parameter {missing}\n"
+            "  fix:   name_joint(gm, gradients, parameters={name: input})"
+        )
+    return [known[inputs[name]] for name in names]
+
+
 def found_inf_node(gm: GraphModule) -> Node | None:
     """Return the verdict on the gradients, or None where no pass has looked at them."""
     number = joint_of(gm).found_inf
@@ -159,10 +171,14 @@ def shared_gradients(gm: GraphModule) -> list[bool]:
     found = []
     for node in own:
         keys = memory(node)
-        overlaps = any(step == 0 and size != 1 for t in tensors(value(node)) for step, size in zip(t.stride(), t.shape))
-        found.append(overlaps or bool(keys & known))
+        found.append(_is_expanded(node) or bool(keys & known))
         known |= keys
     return found
+
+
+def _is_expanded(node: Node) -> bool:
+    steps = ((step, size) for t in tensors(value(node)) for step, size in zip(t.stride(), t.shape, strict=True))
+    return any(step == 0 and size != 1 for step, size in steps)
 
 
 def _by_storage(node: Node) -> set[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
-from amp_graph.passes.loss_scaling.append import add_input, append
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, node_named
 from amp_graph.passes.node_value import tensors, value
 
@@ -55,11 +55,11 @@ class ScaleLoss(Pass):
             raise PassError(f"pass scale-loss: gradients are multiplied by {joint.scale} already\n  fix:   run it once")
         if joint.found_inf is not None:
             raise PassError("pass scale-loss: gradients were checked and unscaled already\n  fix:   run it first")
-        if not self.scaled and self.micro_batches == 1:
+        if not joint.gradients or (not self.scaled and self.micro_batches == 1):
             return PassResult(gm)
         seed = node_named(gm, joint.seed)
-        like = tensors(value(seed))[0]
-        scale = add_input(gm, SCALE, like.new_empty((), dtype=torch.float32), "loss scale") if self.scaled else None
+        like = tensors(value(seed))[0].new_empty((), dtype=torch.float32)
+        (scale,) = add_inputs(gm, [StateInput(SCALE, like, "loss scale")]) if self.scaled else (None,)
         users = list(seed.users)
         before = seed.next if seed.op != "placeholder" else next(n for n in gm.graph.nodes if n.op != "placeholder")
         made = append(gm, scaled_seed, seed, scale, self.micro_batches, before=before)

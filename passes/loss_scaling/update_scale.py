@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
-from amp_graph.passes.loss_scaling.append import add_input, append
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import found_inf_node
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.loss_scaling.scale_loss import SCALE
@@ -58,9 +58,9 @@ class UpdateLossScale(Pass):
                 "  fix:   run ScaleLoss() and CheckFiniteAndUnscale() over the graph first"
             )
         verdict = value(found_inf)
-        scale = add_input(gm, SCALE, verdict, "loss scale")
         like = verdict.new_empty((), dtype=torch.int32)
-        counts = [add_input(gm, name, like, shown) for name, shown in COUNTS.items()]
+        counts = [StateInput(name, like, shown) for name, shown in COUNTS.items()]
+        scale, *counters = add_inputs(gm, [StateInput(SCALE, verdict, "loss scale"), *counts])
         options = (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis)
-        append(gm, OPS.update_loss_scale_, scale, *counts, found_inf, *options, self.floor, self.ceiling)
+        append(gm, OPS.update_loss_scale_, scale, *counters, found_inf, *options, self.floor, self.ceiling)
         return PassResult(gm, (Change("loss scale", "update the loss scale", scale.name, f"by {found_inf.name}"),))

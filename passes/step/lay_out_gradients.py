@@ -1,0 +1,103 @@
+"""Bring gradients into the precision and the memory layout in which they are added up and read by an update.
+
+Before: gradients as backward makes them, in low precision where a weight was read in it, in any strides. After: fp32,
+unless the update reads low precision itself, in the strides of what is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
+from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, joint_of, parameter_nodes, set_gradients
+
+TOGETHER = 32  # gradients that one call casts
+
+
+def upcast(grad: Tensor) -> Tensor:
+    """Return ``grad`` in fp32 where it is in a lower precision."""
+    return grad.float() if grad.dtype.itemsize < 4 else grad
+
+
+def upcast_all(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients with fp32 in the place of low precision, cast some at a time: these exist twice meanwhile."""
+    found = list(grads)
+    low = [i for i, grad in enumerate(found) if grad.dtype.itemsize < 4]
+    for start in range(0, len(low), TOGETHER):
+        some = low[start : start + TOGETHER]
+        wide = [torch.empty_like(found[i], dtype=torch.float32) for i in some]
+        torch._foreach_copy_(wide, [found[i] for i in some])
+        for i, grad in zip(some, wide, strict=True):
+            found[i] = grad
+    return found
+
+
+def laid_out(grad: Tensor, like: Tensor, keeps: Sequence[torch.dtype]) -> Tensor:
+    """Return ``grad`` in fp32, unless its dtype is one that an update ``keeps``, and in the strides of ``like``."""
+    return laid_out_as(like, grad if grad.dtype in keeps else upcast(grad))
+
+
+@dataclass(frozen=True)
+class LayOutGradients(Pass):
+    """Casts gradients of a joint graph to fp32 and lays them out as the inputs that ``JointGraph.parameters`` names.
+
+    keeps: low precisions that the update reads. Law: each gradient keeps its elements. Exactness: bit-exact.
+    """
+
+    keeps: tuple[torch.dtype, ...] = ()
+
+    name: ClassVar[str] = "lay-out-gradients"
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Gradients in low precision become fp32."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append a cast, and a copy into other strides, where they are needed."""
+        joint = joint_of(gm)
+        grads = gradient_nodes(gm)
+        likes = parameter_nodes(gm, list(joint.gradients))
+
+        def all_laid_out(grads: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+            return [laid_out(grad, like, self.keeps) for grad, like in zip(grads, likes, strict=True)]
+
+        made = append(gm, all_laid_out, grads, likes) if grads else []
+        set_gradients(gm, made)
+        changed = [(new, name) for old, new, name in zip(grads, made, joint.gradients, strict=True) if old is not new]
+        return PassResult(gm, tuple(Change("gradients", "lay out a gradient", n.name, f"as {p}") for n, p in changed))
+
+
+@dataclass(frozen=True)
+class UpcastGradients(Pass):
+    """Casts what is still low among the gradients of a joint graph to fp32, ``TOGETHER`` by one call.
+
+    Law: each gradient keeps its elements. Exactness: bit-exact.
+    """
+
+    name: ClassVar[str] = "upcast-gradients"
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Gradients in low precision become fp32."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the casts."""
+        grads = gradient_nodes(gm)
+        made = append(gm, upcast_all, grads) if grads else []
+        set_gradients(gm, made)
+        changed = [new for old, new in zip(grads, made, strict=True) if old is not new]
+        return PassResult(gm, tuple(Change("gradients", "upcast a gradient", n.name, "to fp32") for n in changed))

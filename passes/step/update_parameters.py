@@ -1,0 +1,95 @@
+"""The optimizer's update as operations of the graph, which change nothing where a gradient was infinite.
+
+Before: gradients, unscaled and clipped. After: parameters, or their masters, and the optimizer's state are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
+from amp_graph.passes.loss_scaling.joint_graph import (
+    found_inf_node,
+    joint_of,
+    outputs,
+    parameter_nodes,
+)
+
+# Takes parameters, gradients in their dtypes, state by kind, the learning rate, and found_inf or None.
+Apply = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """One parameter group: how it updates, its parameters by name, its learning rate, its state by kind."""
+
+    apply: Apply
+    parameters: Sequence[str]
+    rate: StateInput
+    states: Sequence[Sequence[StateInput]] = ()
+
+
+@dataclass(frozen=True)
+class GroupNodes:
+    """The nodes of one group in a joint graph."""
+
+    parameters: list[Node]
+    grads: list[Node]
+    rate: Node
+    states: list[list[Node]]
+
+
+def nodes_of(gm: GraphModule, group: GroupInputs) -> GroupNodes:
+    """Return the nodes of a group; adds the inputs that it lacks."""
+    joint, outs = joint_of(gm), outputs(gm)
+    if missing := next((name for name in group.parameters if name not in joint.gradients), None):
+        raise PassError(
+            f"pass update-parameters: the graph has no gradient of {missing}\n"
+            f"  legal: {', '.join(joint.gradients)}\n  fix:   leave it out of the group"
+        )
+    grads = [outs[joint.gradients[name]] for name in group.parameters]
+    rate, *states = add_inputs(gm, [group.rate, *(given for kind in group.states for given in kind)])
+    count = len(group.parameters)
+    kinds = [states[start : start + count] for start in range(0, len(states), count)]
+    return GroupNodes(parameter_nodes(gm, group.parameters), grads, rate, kinds)
+
+
+def update(apply: Apply, params: Any, grads: Any, states: Any, rate: Tensor, found_inf: Tensor | None) -> None:
+    """Update one group by ``apply``."""
+    apply(params, [grad.to(p.dtype) for p, grad in zip(params, grads, strict=True)], states, rate, found_inf)
+
+
+@dataclass(frozen=True)
+class UpdateParameters(Pass):
+    """Updates parameters in place by functions of the optimizer, one a group.
+
+    Law: what ``apply`` does to tensors; with ``found_inf`` above 0, nothing changes. Exactness: that of ``apply``.
+    """
+
+    groups: Sequence[GroupInputs] = ()
+
+    name: ClassVar[str] = "update-parameters"
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+    adds_inputs: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the update of each group."""
+        if joint_of(gm).scale:
+            raise PassError(
+                "pass update-parameters: gradients are still scaled\n"
+                "  fix:   run CheckFiniteAndUnscale() over the graph first"
+            )
+        changes = []
+        for group in self.groups:
+            own = nodes_of(gm, group)
+            append(gm, update, group.apply, own.parameters, own.grads, own.states, own.rate, found_inf_node(gm))
+            what = f"{len(own.parameters)} parameters"
+            changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
+        return PassResult(gm, tuple(changes))

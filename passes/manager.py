@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import AmpGraphError, ListError, warn
 from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
+from amp_graph.passes.fake_errors import told_of_fakes
 from amp_graph.passes.snapshot import Snapshot
 from amp_graph.passes.text import target_text
 from amp_graph.passes.verify import Checked, Contract, verify
@@ -140,7 +141,8 @@ def _told(one: Pass, error: Exception) -> AmpGraphError:
     elif isinstance(error, PassError):
         told = error if one.name in str(error) else PassError(f"pass {one.name} failed: {error}")
     else:
-        told = PassError(f"pass {one.name} failed: {type(error).__name__}: {error}{_at_node(error)}")
+        what = told_of_fakes(error) or f"{type(error).__name__}: {error}"
+        told = PassError(f"pass {one.name} failed: {what}{_at_node(error)}")
     if told is not error:
         told.__cause__ = error
     return told

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.classify import is_conversion_target
+from amp_graph.passes.fake_errors import told_of_fakes
 from amp_graph.passes.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.lifetimes import Lifetimes
 from amp_graph.passes.meta_keys import IDENTITY, REGION
@@ -33,6 +34,7 @@ class Contract:
     outputs: tuple[torch.dtype, ...]
     parameters: tuple[tuple[str, int, bool], ...]
     effects: tuple[str, ...]
+    without_value: frozenset[str] = frozenset()  # nodes of which it is not known what they compute
 
     @staticmethod
     def of(gm: GraphModule, writes: Writes = Writes.KEPT) -> Contract:
@@ -44,7 +46,8 @@ class Contract:
         mode = fake_mode_of(gm)
         lives = Lifetimes.of(gm) if writes is Writes.OWN else None
         held = [n for n in nodes if lives is None or _outlives(n, lives)]
-        return Contract(inputs, tuple(outputs), parameters, tuple(_effects(held, mode)) if mode else ())
+        effects = tuple(_effects(held, mode)) if mode else ()
+        return Contract(inputs, tuple(outputs), parameters, effects, frozenset(n.name for n in _without_value(gm)))
 
 
 # A node that was checked: its target, its arguments, what passes said of it, and the values of what it reads.
@@ -58,6 +61,7 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
     found to be right, which is not run again where it is as it was; this call adds to it.
     """
     gm.graph.lint()
+    _refuse_without_value(gm, before)
     writes = by.writes if by is not None else Writes.KEPT
     after = Contract.of(gm, writes)
     adds = by is not None and by.adds_inputs
@@ -78,6 +82,23 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
             _check_value(node, mode)
         checked[node] = _state(node)
     return after
+
+
+def _without_value(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op not in ("placeholder", "output") and "val" not in n.meta]
+
+
+def _refuse_without_value(gm: GraphModule, before: Contract) -> None:
+    """Raise VerifyError for a node whose value the pass did not record, rather than for what reads it."""
+    for node in _without_value(gm):
+        if node.users and node.name not in before.without_value:
+            readers = ", ".join(reader.name for reader in node.users)
+            said = (
+                f"the pass wrote it without a value, node.meta['val'], which {readers} reads\n"
+                "  legal: every new node that is read says what it computes, as fake tensors\n"
+                "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.node_value"
+            )
+            raise VerifyError(_told(node, said))
 
 
 def _state(node: Node) -> tuple[Any, ...]:
@@ -165,7 +186,7 @@ def _check_value(node: Node, mode: Any) -> None:
     except DEPENDS_ON_DATA:
         return
     except Exception as error:
-        raise VerifyError(_told(node, f"cannot run on its inputs: {error}")) from error
+        raise VerifyError(_told(node, f"cannot run on its inputs: {told_of_fakes(error) or error}")) from error
     if [_kind(t) for t in tensors(fresh)] != [_kind(t) for t in tensors(stored)]:
         raise VerifyError(_told(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))
 

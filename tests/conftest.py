@@ -1,14 +1,15 @@
 """Settings of every test: one thread, a fixed seed, and the warnings of other packages."""
 
 import gc
+import importlib.util
 import math
 import os
+import sys
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-
-from amp_graph.passes import predict
 
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
@@ -19,7 +20,31 @@ IGNORED_WARNINGS = (
 )
 
 
+# Where each package of this checkout lies; nothing here imports them before it is known that these are they.
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"amp_graph": ROOT / "amp_graph", "amp_graph.passes": ROOT / "passes", "amp_graph.lists": ROOT / "lists"}
+
+
+def packages_elsewhere(packages, found):
+    """Say which of ``packages`` (name: folder) are imported from another folder, and how to mend that; "" if none."""
+    wrong = {name: found(name) for name, folder in packages.items() if found(name) != folder}
+    if not wrong:
+        return ""
+    lines = [f"  {name} comes from {place}, and not from {packages[name]}" for name, place in wrong.items()]
+    return "\n".join([
+        "tests: the tests of this checkout would run the code of another one:", *lines,
+        f"  fix:   {sys.executable} -m pip install --no-deps -e {ROOT}",
+    ])  # fmt: skip
+
+
+def folder_of(name):
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+
+
 def pytest_configure(config):
+    if told := packages_elsewhere(PACKAGES, folder_of):
+        pytest.exit(told, returncode=4)
     os.environ["AMP_GRAPH_MACHINE"] = "default"  # not what was calibrated on the machine that runs the tests
     os.environ["AMP_GRAPH_STRICT"] = "1"  # a pass that fails is an error here, and left out of the graph elsewhere
     for line in IGNORED_WARNINGS:
@@ -51,7 +76,7 @@ def pytest_collection_finish():
 def _all_is_worth_it(request, monkeypatch):
     """Lower the tests' small models whatever that takes, but for what is marked ``by_profit``."""
     if "by_profit" not in request.keywords:
-        monkeypatch.setattr(predict, "WORTH_IT", math.inf)
+        monkeypatch.setattr("amp_graph.passes.predict.WORTH_IT", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,11 @@
 """The manager runs passes in order, times them, verifies them, and says where they failed."""
 
+import ctypes
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from amp_graph.passes import insert_casts, plan_precision
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Skip, VerifyError
 from amp_graph.passes.identify_ops import IdentifyOps
 from amp_graph.passes.manager import VERIFY, run_passes
-from amp_graph.passes.node_value import set_value, value
+from amp_graph.passes.node_value import fake_mode_of, run_node, set_value, value
 from tests.passes.graphs import BF16, capture, capture_function, run_step, standard_passes
 
 X, W = torch.randn(2, 4), torch.randn(4, 4)
@@ -131,6 +134,57 @@ def test_a_broken_contract_names_pass_node_and_line(gm):
         run_passes(gm, [Lies()], checked=True)
     assert "test_manager.py:" in str(caught.value)
     assert "h = x @ s.w" in str(caught.value)
+
+
+def as_numpy(x):
+    return torch.from_numpy(numpy.exp(x))
+
+
+def in_c(x):
+    """What an extension in C++ raises that reads the memory of its argument; torch 2.11 - 2.13."""
+    page = "https://pytorch.org/tutorials/advanced/custom_ops_landing_page.html"
+    raise RuntimeError(f"Cannot access data pointer of Tensor (e.g. FakeTensor). For details see {page}")
+
+
+def by_address(x):
+    return ctypes.CDLL(None).abs(x)
+
+
+LIBRARY = torch.library.Library("amp_graph_test_manager", "DEF")
+LIBRARY.define("cut(Tensor x) -> Tensor")
+LIBRARY.impl("cut", lambda x: x.clone(), "CPU")
+C_FUNCTIONS = [as_numpy, in_c, by_address, torch.ops.amp_graph_test_manager.cut]
+
+
+@dataclass(frozen=True)
+class Puts(Pass):
+    """Puts a call of ``function`` in the place of ``exp`` and asks what it computes."""
+
+    function: object
+    name: ClassVar[str] = "puts"
+
+    def run(self, gm):
+        node = next(n for n in gm.graph.nodes if n.name == "exp")
+        node.op, node.target = "call_function", self.function
+        set_value(node, run_node(node, fake_mode_of(gm)))
+        return PassResult(gm, (Change("puts", "put", "exp", "for the test"),))
+
+
+@pytest.mark.parametrize("function", C_FUNCTIONS)
+def test_c_code_on_fake_tensors_is_told_in_words_of_ours(gm, function):
+    with pytest.raises(
+        PassError, match=r"(?s)pass puts failed: it runs C code on fake tensors.*legal: .*fix: "
+    ) as error:
+        run_passes(gm, [Puts(function)])
+    assert "at exp = " in str(error.value)
+    assert "define_as_typed" in str(error.value)
+    assert "http" not in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+def test_other_errors_are_told_as_they_are(gm):
+    with pytest.raises(PassError, match="pass puts failed: TypeError: must be real number"):
+        run_passes(gm, [Puts(lambda x: math.exp("x"))])
 
 
 def test_a_draw_added_to_a_graph_without_any_is_found(gm):

@@ -157,7 +157,27 @@ def test_metadata_with_a_wrong_shape(graph):
 def test_metadata_that_is_missing(graph):
     before = Contract.of(graph)
     del find(graph, "matmul").meta["val"]
-    broken(graph, before, "verify: ")
+    message = broken(graph, before, "verify: matmul = matmul")
+    assert "which dropout reads" in message
+
+
+@pytest.mark.parametrize("reader", ["exp", "output"])
+def test_a_new_node_without_a_value_is_blamed_and_not_its_reader(graph, reader):
+    before = Contract.of(graph)
+    end = find(graph, reader)
+    (source, *_), kept = end.all_input_nodes, end.args
+    with graph.graph.inserting_after(source):
+        new = graph.graph.call_function(torch.neg, (source,), name="new")
+    end.replace_input_with(source, new)
+    message = broken(graph, before, f"(?s)verify: new = neg.*which {reader} reads.*legal: .*fix:   set_value")
+    assert "verify: exp" not in message
+    end.args = kept
+    verify(graph, before)  # nothing reads it
+
+
+def test_a_node_that_was_captured_without_a_value_is_no_fault_of_a_pass(graph):
+    del find(graph, "add").meta["val"]
+    verify(graph, Contract.of(graph))
 
 
 def test_operands_of_dtypes_that_the_operation_refuses(graph):

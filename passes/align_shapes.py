@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.aligned import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.editing import set_value
 from amp_graph.passes.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.meta_keys import CAST, IDENTITY, REGION
-from amp_graph.passes.node_value import fake_mode_of, run_node, set_value, value
+from amp_graph.passes.node_value import fake_mode_of, run_node, value
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
 from amp_graph.passes.what_pays import aligning_pays
 

@@ -18,8 +18,8 @@ from amp_graph.passes import dropout_in_bits
 from amp_graph.passes.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.editing import describe
 from amp_graph.passes.expand import expand
-from amp_graph.passes.formulas import describe
 from amp_graph.passes.identify_ops import Identity, arguments_of, names_of
 from amp_graph.passes.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
 from amp_graph.passes.node_value import fake_mode_of, value

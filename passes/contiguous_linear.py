@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.editing import describe
 from amp_graph.passes.facts import calls_torch
-from amp_graph.passes.formulas import describe
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.meta_keys import REGION
 from amp_graph.passes.node_value import captured, fake_mode_of, value

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.batch_norm_args import has_norm
 from amp_graph.passes.convolution_call import ONE, ConvolutionCall, calls_convolution, convolution_call
-from amp_graph.passes.formulas import describe, only_reader
+from amp_graph.passes.editing import describe
+from amp_graph.passes.formulas import only_reader
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.image_layout import is_channels_last
 from amp_graph.passes.node_value import fake_mode_of, value

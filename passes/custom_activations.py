@@ -20,6 +20,7 @@ from amp_graph.passes import by_table
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.by_table import FORMS, Form
 from amp_graph.passes.custom_functions import bodies_of, drop_bodies, follow_grad_mode, is_custom_function
+from amp_graph.passes.editing import set_identity
 from amp_graph.passes.formulas import CONVERSIONS
 from amp_graph.passes.identify_ops import Identity, identify, is_tensor_call
 from amp_graph.passes.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
@@ -83,9 +84,7 @@ def _looked_up(gm: GraphModule, site: _Site, form: str, mode: FakeTensorMode) ->
     with gm.graph.inserting_before(min(site.results)):
         made = gm.graph.call_function(by_table.activated, (site.x, form))
     made.meta = {k: v for k, v in site.results[0].meta.items() if k not in (CAST, IDENTITY)}
-    identity = identify(made, mode)
-    if isinstance(identity, Identity):
-        made.meta[IDENTITY] = identity
+    set_identity(made, mode)
     for result in site.results:
         _erase(gm, result, made)
     return made

@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.editing import set_identity
 from amp_graph.passes.facts import calls_torch
-from amp_graph.passes.identify_ops import Identity, identify
+from amp_graph.passes.identify_ops import Identity
 from amp_graph.passes.meta_keys import IDENTITY
 from amp_graph.passes.node_value import fake_mode_of, value
 from amp_graph.passes.regions import is_trained
@@ -41,9 +42,7 @@ class DropEmpty(Pass):
             if mode is None or not kept or len(kept) == len(parts) or _dtype(kept) != value(node).dtype:
                 continue
             _set_parts(node, kept)
-            identity = identify(node, mode)
-            if isinstance(identity, Identity):
-                node.meta[IDENTITY] = identity
+            set_identity(node, mode)
             changes.append(Change(self.name, "left out", node.name, f"{len(parts) - len(kept)} tensors of no elements"))
         return PassResult(gm, tuple(changes))
 

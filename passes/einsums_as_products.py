@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.formulas import Formula, describe, put_before, put_call
+from amp_graph.passes.editing import describe, put_before, put_call
+from amp_graph.passes.formulas import Formula
 from amp_graph.passes.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.torch_private import FakeTensorMode

@@ -14,10 +14,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.editing import set_value
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.meta_keys import CAST
-from amp_graph.passes.node_value import captured, set_value, tensors, value
+from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import marks
 
 # What makes a constant, by the position of the number that it is filled with; None where the name says it.

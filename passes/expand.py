@@ -17,8 +17,9 @@ from torch.fx.node import map_arg
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.classify import classified
-from amp_graph.passes.identify_ops import Identity, identify, is_tensor_call
-from amp_graph.passes.meta_keys import CAPTURED, GRAD, IDENTITY, MODULE, WISH
+from amp_graph.passes.editing import set_identity
+from amp_graph.passes.identify_ops import is_tensor_call
+from amp_graph.passes.meta_keys import CAPTURED, GRAD, MODULE, WISH
 from amp_graph.passes.node_value import fake_mode_of, tensors
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
@@ -86,9 +87,7 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
     for part in filter(is_tensor_call, made):
-        identity = identify(part, mode)
-        if isinstance(identity, Identity):
-            part.meta[IDENTITY] = identity
+        set_identity(part, mode)
     return made
 
 

@@ -1,22 +1,21 @@
-"""Formulas that were written out in Python: how passes read them, and put one call in their place.
+"""Formulas that were written out in Python: how passes read them.
 
-Before: eight nodes of arithmetic on ``x``. After: ``put_call(gm, Formula(x, last, inside), F.gelu, (x,), mode)``.
+Before: eight nodes of arithmetic on ``x``. After: ``Formula(x, last, inside)``, for ``editing.put_call``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from amp_graph.passes.facts import calls_torch, is_mutable
-from amp_graph.passes.identify_ops import Identity, identify, names_of, tensor_inputs
-from amp_graph.passes.meta_keys import CAPTURED, CHECKPOINT, GRAD, IDENTITY, MARK, REGION
-from amp_graph.passes.node_value import captured, keep_trained, run_node, value
-from amp_graph.passes.torch_private import FakeTensorMode, storage_key
+from amp_graph.passes.identify_ops import Identity, names_of, tensor_inputs
+from amp_graph.passes.meta_keys import CHECKPOINT, GRAD, IDENTITY, REGION
+from amp_graph.passes.node_value import captured, value
+from amp_graph.passes.torch_private import storage_key
 
 CONVERSIONS = (("aten.to",), ("aten.type_as",))
 PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
@@ -102,60 +101,3 @@ def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[N
             return True
         node = node.next
     return False
-
-
-def put_call(
-    gm: GraphModule,
-    found: Formula,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    mode: FakeTensorMode,
-    **kwargs: Any,
-) -> Node:
-    """Put ``function(*args, **kwargs)`` in the place of a formula, identified; return it."""
-    last = found.last
-    with gm.graph.inserting_after(last):
-        fused = gm.graph.call_function(function, tuple(args), kwargs)
-    fused.meta = {k: v for k, v in last.meta.items() if k != IDENTITY}
-    last.replace_all_uses_with(fused)
-    for node in reversed([n for n in gm.graph.nodes if n in found.inside]):
-        gm.graph.erase_node(node)
-    assert isinstance(value(fused), torch.Tensor), "a formula gives a tensor"
-    identity = identify(fused, mode)
-    if isinstance(identity, Identity):
-        fused.meta[IDENTITY] = identity
-    return fused
-
-
-def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
-    """Give ``made``, which a pass put in, what captured nodes have: value, identity, place and gradient of ``like``."""
-    made.meta = {k: v for k, v in like.meta.items() if k not in (IDENTITY, MARK, "val", "example_value")}
-    made.meta["val"] = made.meta[CAPTURED] = run_node(made, mode)
-    keep_trained(made.meta["val"], captured(like))
-    if "example_value" in like.meta:
-        made.meta["example_value"] = made.meta["val"]
-    identity = identify(made, mode)
-    if isinstance(identity, Identity):
-        made.meta[IDENTITY] = identity
-    return made
-
-
-def put_before(
-    gm: GraphModule,
-    place: Node,
-    function: Callable[..., Any],
-    operand: Node,
-    *args: Any,
-    mode: FakeTensorMode,
-    like: Node | None = None,
-) -> Node:
-    """Put ``function(operand, *args)`` before ``place``; return it, which is trained and where ``operand`` is.
-
-    ``like``: a node that tells where it is instead, as of a layer that is computed again in backward.
-    """
-    with gm.graph.inserting_before(place):
-        made = describe(gm.graph.call_function(function, (operand, *args)), operand, mode)
-    if like is not None:
-        elsewhere = {key: mark for key, mark in made.meta.items() if key not in PLACE}
-        made.meta = elsewhere | {key: like.meta[key] for key in PLACE if key in like.meta}
-    return made

@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass, OpList
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.formulas import PLACE, Formula, describe, is_written_meanwhile, put_before, put_call
+from amp_graph.passes.editing import describe, put_before, put_call
+from amp_graph.passes.formulas import PLACE, Formula, is_written_meanwhile
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.kernels import is_available
 from amp_graph.passes.meta_keys import WISH, WRITTEN_OUT

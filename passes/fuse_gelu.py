@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.formulas import Formula, constant_beside, is_closed, only_reader, operation, put_call
+from amp_graph.passes.editing import put_call
+from amp_graph.passes.formulas import Formula, constant_beside, is_closed, only_reader, operation
 from amp_graph.passes.node_value import fake_mode_of
 
 # The inner function, and the odd polynomial that it is given: {power: coefficient}.

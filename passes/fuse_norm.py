@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes import add_norm_again, facts  # noqa: F401  declares how norms are computed again
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.checkpoints import place_of
+from amp_graph.passes.editing import OWN, take_over
 from amp_graph.passes.facts import HALVES
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.meta_keys import CAPTURED, CAST, IDENTITY, MARK, REGION
+from amp_graph.passes.meta_keys import CAPTURED, CAST, MARK, REGION
 from amp_graph.passes.native_code import CompilerError
 from amp_graph.passes.node_value import captured, value
 from amp_graph.passes.norm_ops import library
@@ -38,8 +39,7 @@ NORMS: dict[Any, OpOverload] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm, layer_norm_low), LAYER_NORM),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
 }
-# Of a node's own; the rest is copied to what takes its place.
-OWN = (IDENTITY, MARK, CAST, "val", "example_value", CAPTURED)
+LEFT_BEHIND = (*OWN, CAST)  # the rest of a node's meta is copied to what takes its place
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
     # What passes x on belongs to where the norm is, a checkpoint maybe, and not to where x was made.
     likes = [(found.norm if found.branch is None else found.total, value(found.total))] if keep else []
     likes += [(like, value(like)) for like in fulls[:1]] + [(low, value(lows[0])) for low in lows]
-    fused.meta = _meta(found.norm, tuple(val for _, val in likes)) | {MARK: found.norm.meta.get(MARK)}
+    take_over(fused, found.norm, tuple(val for _, val in likes), LEFT_BEHIND)
+    fused.meta[MARK] = found.norm.meta.get(MARK)
     fused.meta[CAPTURED] = (*([captured(found.total)] if found.branch is not None else []), captured(found.norm))
     parts = list(_taken_apart(gm, fused, likes))
     for reader in kept:
@@ -241,11 +242,4 @@ def _taken_apart(gm: GraphModule, fused: Node, likes: list[tuple[Node, Any]]) ->
     for index, (like, val) in enumerate(likes):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (fused, index))
-        last.meta = _meta(like, val)
-        yield last
-
-
-def _meta(like: Node, val: Any) -> dict[str, Any]:
-    """Return the meta of what takes the place of ``like``, with the value ``val``."""
-    found = {k: v for k, v in like.meta.items() if k not in OWN} | {"val": val, CAPTURED: val}
-    return found | ({"example_value": val} if "example_value" in like.meta else {})
+        yield take_over(last, like, val, LEFT_BEHIND)

@@ -15,15 +15,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.formulas import (
-    Formula,
-    constant_beside,
-    converts_nothing,
-    is_closed,
-    only_reader,
-    operation,
-    put_call,
-)
+from amp_graph.passes.editing import put_call
+from amp_graph.passes.formulas import Formula, constant_beside, converts_nothing, is_closed, only_reader, operation
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.node_value import captured, fake_mode_of, value
 from amp_graph.passes.symbolic_sizes import is_number, same

@@ -15,19 +15,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.editing import set_value
 from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.memory import Memory, observe
 from amp_graph.passes.meta_keys import CAPTURED, CAST, CHECKPOINT, GIVEN, GRAD, MARK, MODULE, TAKES, TRANSFORM
-from amp_graph.passes.node_value import (
-    captured,
-    fake_mode_of,
-    is_eligible,
-    keep_trained,
-    run_node,
-    set_value,
-    tensors,
-    value,
-)
+from amp_graph.passes.node_value import captured, fake_mode_of, is_eligible, keep_trained, run_node, tensors, value
 from amp_graph.passes.pieces import leaving
 from amp_graph.passes.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.problem import FULL, LOW

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,10 +17,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
+from amp_graph.passes.editing import give_value, set_value, take_over
 from amp_graph.passes.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.meta_keys import CAPTURED, CAST, CHECKPOINT, IDENTITY, MARK, REGION, TRANSFORM
-from amp_graph.passes.node_value import fake_mode_of, run_node, set_value, tensors, value
+from amp_graph.passes.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.node_value import fake_mode_of, run_node, tensors, value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import is_trained
 from amp_graph.passes.torch_private import FakeTensorMode, concrete_size
@@ -32,8 +32,6 @@ REDUCTIONS = ("none", "mean", "sum")
 # What only selects rows, or lays them out anew; the first three keep them all, in order.
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
 SELECTIONS = RESHAPES | {"aten.slice", "aten.clone"}
-# Copied from the loss; the rest speaks of its own operation or value.
-LEFT_BEHIND = (IDENTITY, MARK, "val", "example_value", CAPTURED)
 
 
 @dataclass(frozen=True)
@@ -192,19 +190,12 @@ def _hand_out(gm: GraphModule, node: Node, found: Logits) -> None:
     """Give the readers of the loss the first result of ``node``, and those of the wide logits the second."""
     with gm.graph.inserting_before(node.next):
         loss, wide = (gm.graph.call_function(operator.getitem, (node, i)) for i in range(2))
-    _describe(loss, value(node), node)
-    _describe(wide, value(found.cast), found.cast)
+    take_over(loss, node, value(node))
+    take_over(wide, found.cast, value(found.cast))
     node.replace_all_uses_with(loss, delete_user_cb=lambda reader: reader not in (loss, wide))
-    _describe(node, (value(loss), value(wide)), node, ())
+    give_value(node, (value(loss), value(wide)))
     found.cast.replace_all_uses_with(wide)
     before = wide
     for one in found.path:  # other readers of these stand behind the loss, and so must they
         before.append(one)
         before = one
-
-
-def _describe(made: Node, val: Any, like: Node, left_behind: Collection[str] = LEFT_BEHIND) -> None:
-    made.meta = {k: v for k, v in like.meta.items() if k not in left_behind}
-    made.meta["val"] = made.meta[CAPTURED] = val
-    if "example_value" in like.meta:
-        made.meta["example_value"] = val

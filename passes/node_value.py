@@ -27,17 +27,6 @@ def value(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def set_value(node: Node, new: Any) -> None:
-    """Store ``new`` where this project and where Dynamo's backends read it.
-
-    Values are computed without gradients here; which ones gradients flow through stays known all the same.
-    """
-    keep_trained(new, captured(node))
-    node.meta["val"] = new
-    if "example_value" in node.meta:
-        node.meta["example_value"] = new
-
-
 def keep_trained(new: Any, old: Any) -> None:
     """Let the tensors of a new value require gradients where those of the old one did."""
     for fresh, known in zip(tensors(new), tensors(old), strict=False):

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.editing import give_value
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.linear_kernel import library
 from amp_graph.passes.meta_keys import ASKED, CAPTURED, CAST, IDENTITY, REGION, TURNED
@@ -141,9 +142,7 @@ def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
         weight.meta.pop(IDENTITY, None)
         weight.graph.erase_node(copy)
     if transposed:
-        weight.meta["val"] = weight.meta[CAPTURED] = value(weight).t()
-        if "example_value" in weight.meta:
-            weight.meta["example_value"] = value(weight)
+        give_value(weight, value(weight).t())
 
 
 def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from amp_graph.passes import facts
 from amp_graph.passes.checkpoints import inline_checkpoints
 from amp_graph.passes.custom_functions import is_custom_function
+from amp_graph.passes.editing import give_value
 from amp_graph.passes.identify_ops import identify, is_tensor_call
 from amp_graph.passes.low_by_user import METHODS
-from amp_graph.passes.meta_keys import CAPTURED, GIVEN, LEAVES, PIECE, TAKES
+from amp_graph.passes.meta_keys import GIVEN, LEAVES, PIECE, TAKES
 from amp_graph.passes.node_value import adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key, storage_of, tracing_fake
 
@@ -150,9 +151,7 @@ def _adopt(node: Node, dtype: torch.dtype, widening: _Widening) -> None:
     low, wide = value(node), widening.of(value(node))
     if _is_low_by_itself(node, dtype):
         node.meta[GIVEN] = low
-    node.meta["val"] = node.meta[CAPTURED] = wide
-    if "example_value" in node.meta:
-        node.meta["example_value"] = wide
+    give_value(node, wide)
 
 
 def _is_low_by_itself(node: Node, dtype: torch.dtype) -> bool:

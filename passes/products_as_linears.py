@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.formulas import Formula, operation, put_call
+from amp_graph.passes.editing import put_call
+from amp_graph.passes.formulas import Formula, operation
 from amp_graph.passes.node_value import captured, fake_mode_of
 from amp_graph.passes.transposes import is_transpose_of
 

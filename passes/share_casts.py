@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.editing import give_value, take_over
 from amp_graph.passes.memory import Memory, observe
-from amp_graph.passes.meta_keys import CAPTURED, CAST, GRAD
+from amp_graph.passes.meta_keys import CAST, GRAD
 from amp_graph.passes.node_value import value
 from amp_graph.passes.plan_precision import marks
 from amp_graph.passes.regions import is_trained
@@ -68,8 +69,8 @@ def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
     low, wide = value(cast), value(source)
     with gm.graph.inserting_after(cast):
         shared = gm.graph.call_function(shared_cast, (source, low.dtype, reads, bool(full)))
-    shared.meta = {k: v for k, v in cast.meta.items() if k not in ("val", "example_value", CAPTURED)}
-    shared.meta["val"] = shared.meta[CAPTURED] = ((wide,) if full else ()) + (low,) * reads
+    shared.meta = {k: v for k, v in cast.meta.items() if k != "example_value"}
+    give_value(shared, ((wide,) if full else ()) + (low,) * reads)
     parts = _parts(gm, shared, cast)
     if full:
         alias = next(parts)
@@ -87,8 +88,5 @@ def _parts(gm: GraphModule, shared: Node, cast: Node) -> Any:
     for index, val in enumerate(value(shared)):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (shared, index))
-        last.meta = {k: v for k, v in cast.meta.items() if k != CAST}
-        last.meta["val"] = last.meta[CAPTURED] = val
-        if "example_value" in last.meta:
-            last.meta["example_value"] = val
+        take_over(last, cast, val, (CAST,))
         yield last

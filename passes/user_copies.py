@@ -11,9 +11,10 @@ from typing import Any
 from torch.fx import Node
 
 from amp_graph.passes.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.editing import set_value
 from amp_graph.passes.identify_ops import names_of
 from amp_graph.passes.memory import Memory
-from amp_graph.passes.node_value import captured, run_node, set_value, tensors, value
+from amp_graph.passes.node_value import captured, run_node, tensors, value
 from amp_graph.passes.torch_private import FakeTensorMode, storage_key
 
 

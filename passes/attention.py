@@ -20,6 +20,7 @@ from amp_graph.passes.attention_backward import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.editing import describe
 from amp_graph.passes.expand import expand
+from amp_graph.passes.facts import is_zero
 from amp_graph.passes.identify_ops import Identity, arguments_of, names_of
 from amp_graph.passes.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
 from amp_graph.passes.node_value import fake_mode_of, value
@@ -79,7 +80,7 @@ def _hides_attention(node: Node) -> bool:
     if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]
-    drops = not all(o.arguments["dropout_p"] == 0 for o in inside)
+    drops = not all(is_zero(o.arguments["dropout_p"]) for o in inside)
     return bool(inside) and (_drops_by_ours(node) if drops else is_trained(node) or _by_ours(node))
 
 

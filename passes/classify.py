@@ -16,7 +16,7 @@ from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes import facts
 from amp_graph.passes.composite_products import defaults, without_false_products
 from amp_graph.passes.decompositions import DECOMPOSITIONS
-from amp_graph.passes.identify_ops import Identity, Inner, Operation, identify, tensor_inputs
+from amp_graph.passes.identify_ops import Identity, Inner, Operation, identify_for, tensor_inputs
 from amp_graph.passes.meta_keys import CLASSIFIED
 from amp_graph.passes.node_value import captured, tensors
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload, allow_in_graph
@@ -198,9 +198,9 @@ def is_conversion_target(node: Node) -> bool:
 def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Identify ``node``, taking composites that no list names apart until the list names the parts."""
     apart: frozenset[OpOverload] = frozenset()
-    whole = identify(node, mode)
+    whole = identify_for(node, lists, mode)
     while True:
-        found = identify(node, mode, apart)
+        found = identify_for(node, lists, mode, apart)
         if isinstance(found, str):  # a composite that will not come apart counts as one operation
             return whole, frozenset()
         more = {

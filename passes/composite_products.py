@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, load
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import Identity, Operation, identify
+from amp_graph.passes.identify_ops import Identity, Operation, identify_for
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 
 
@@ -29,7 +29,7 @@ def without_false_products(
     more, parts = apart, found
     while left:
         more |= {o.op for o in left}
-        again = identify(node, mode, more)
+        again = identify_for(node, lists, mode, more)
         if isinstance(again, str):
             return found, apart
         parts = again

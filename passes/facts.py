@@ -68,13 +68,18 @@ def is_random(op: OpOverload) -> bool:
 def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
     """Say whether a call of ``op`` draws random numbers.
 
-    Attention without dropout does not, for all its tag; nor does dropout in evaluation, or of probability 0. Numbers
-    are told where they are floats: calls that differ in their integers may share ``arguments``.
+    Attention without dropout does not, for all its tag; nor does dropout in evaluation, or of probability 0. A number
+    that is not known, ``OWN_NUMBER``, may be any.
     """
     if op is torch.ops.aten.dropout.default:
         p = arguments["p"]
-        return arguments["train"] is not False and not (isinstance(p, float) and p == 0)
-    return is_random(op) and arguments.get("dropout_p") != 0
+        return arguments["train"] is not False and not is_zero(p)
+    return is_random(op) and not is_zero(arguments.get("dropout_p"))
+
+
+def is_zero(argument: Any) -> bool:
+    """Say whether an argument is known to be the number 0."""
+    return isinstance(argument, (int, float)) and argument == 0
 
 
 def autocast_has_rule(op: OpOverload, device: str) -> bool:

@@ -7,7 +7,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten
 
+from amp_graph.lists import OpList
 from amp_graph.passes import facts
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.meta_keys import IDENTITY, TRANSFORM
-from amp_graph.passes.node_key import node_key
+from amp_graph.passes.node_key import node_key, tells_numbers
 from amp_graph.passes.node_value import fake_mode_of, tensors, value
+from amp_graph.passes.own_number import OWN_NUMBER, without_numbers
 from amp_graph.passes.symbolic_sizes import depends_on_data
 from amp_graph.passes.torch_private import FakeTensorMode, OpOverload
 from amp_graph.passes.trace_node import trace_node
@@ -138,8 +140,8 @@ def tensor_inputs(node: Node) -> list[Node]:
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they cannot be known.
 
-    Nodes that call the same operations share one answer: integers among its arguments may be another node's.
-    Operations in ``decompose`` are replaced by what they are written in terms of.
+    Nodes that call the same operations share one answer, in which ``OWN_NUMBER`` stands for the integers that they may
+    differ in. Operations in ``decompose`` are replaced by what they are written in terms of.
     """
     key = node_key(node)
     if key is None:
@@ -148,8 +150,26 @@ def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] 
     if key not in _CACHE:
         if len(_CACHE) > 50_000:
             _CACHE.clear()
-        _CACHE[key] = _trace(node, mode, decompose)
+        found = _trace(node, mode, decompose)
+        _CACHE[key] = found if tells_numbers(node) or isinstance(found, str) else _shared(found)
     return _CACHE[key]
+
+
+def _shared(found: Identity) -> Identity:
+    """Return an identity without the integers, which other nodes of the same key do not have."""
+    without = lambda o: {name: without_numbers(argument) for name, argument in o.arguments.items()}  # noqa: E731
+    return Identity(tuple(replace(o, arguments=without(o)) for o in found.operations))
+
+
+def identify_for(
+    node: Node, lists: OpList, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
+) -> Identity | str:
+    """``identify``, with the node's own integers where a rule of ``lists`` asks for one."""
+    found = identify(node, mode, decompose)
+    if isinstance(found, str):
+        return found
+    asks = any(o.arguments.get(name) is OWN_NUMBER for o in found.operations for name in lists.asked_of(o.op))
+    return _trace(node, mode, decompose) if asks else found
 
 
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:

@@ -16,6 +16,7 @@ from amp_graph.passes.node_value import argument_values
 from amp_graph.passes.symbolic_sizes import is_number
 from amp_graph.passes.torch_private import concrete_size
 
+TELL_NUMBERS = ("pow", "dropout", "attention")  # in the names of functions
 LAYS_OUT = frozenset({"contiguous", "ravel"})
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -23,8 +24,8 @@ LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 def node_key(node: Node) -> Any:
     """Return what decides a node's operations: the target and its arguments, tensors by dtype and rank.
 
-    Integers count by type only: sizes and dims do not decide which operation a call becomes, and a key with
-    them would be new for each layer.
+    Integers count by type only, but for ``tells_numbers``: sizes and dims do not decide which operation a call becomes,
+    and a key with them would be new for each layer.
     """
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
@@ -32,7 +33,7 @@ def node_key(node: Node) -> Any:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
         leaves = tuple(_leaf_key(leaf) for leaf in flat)
-        told = (_whole_slices(args), _exponents(node, flat), _lying(node, flat))
+        told = (_whole_slices(args), _numbers(node, flat), _lying(node, flat))
         key = (node.op, node.target, str(spec), leaves, same, *told)
         hash(key)
     except TypeError:
@@ -40,10 +41,14 @@ def node_key(node: Node) -> Any:
     return key
 
 
-def _exponents(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the numbers that a power is called with: lists tell small exponents from large ones."""
+def tells_numbers(node: Node) -> bool:
+    """Say whether the integers of a call decide what it is: a small exponent or a large one, a chance of 0."""
     name = getattr(node.target, "__name__", str(node.target))
-    return tuple(leaf for leaf in flat if type(leaf) is int) if "pow" in name else ()
+    return any(part in name for part in TELL_NUMBERS)
+
+
+def _numbers(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(leaf for leaf in flat if type(leaf) is int) if tells_numbers(node) else ()
 
 
 def _lying(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:

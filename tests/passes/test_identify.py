@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes import identify_ops
+from amp_graph.lists import OpClass, effective
+from amp_graph.passes import facts, identify_ops
+from amp_graph.passes.classify import classify
 from amp_graph.passes.facts import is_higher_order
-from amp_graph.passes.identify_ops import Identity, identify, is_part, is_tensor_call, tensor_inputs
+from amp_graph.passes.identify_ops import Identity, identify, is_part, is_tensor_call, operation_of, tensor_inputs
 from amp_graph.passes.node_value import fake_mode_of
+from amp_graph.passes.own_number import OWN_NUMBER
 from amp_graph.passes.record_values import record_values
 from amp_graph.passes.torch_private import FakeTensorMode
 from tests.passes.graphs import BF16, capture
@@ -206,3 +210,63 @@ def test_powers_are_told_apart_by_their_exponents(power):
     """Lists have small whole exponents of their own, and identities are shared by calls that differ in numbers."""
     found = [traced(lambda x, n=n: power(x, n), X)[1] for n in (2, 7)]
     assert [identity.operations[0].arguments["exponent"] for identity in found] == [2, 7]
+
+
+# -- integers, which an identity that is shared does not have ---------------------------------------------
+
+
+NUMBERED = {
+    "a dim": lambda x, w: x.cumsum(1),
+    "a keyword": lambda x, w: torch.softmax(x, dim=1),
+    "in a list": lambda x, w: x.permute(1, 0),
+    "a size": lambda x, w: x.view(2, -1),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_an_integer_of_another_node_cannot_be_read_by_mistake(name):
+    node, found = traced(NUMBERED[name], X.clone(), W)
+    numbers = [a for o in found.operations for a in tree_leaves(list(o.arguments.values())) if a is OWN_NUMBER]
+    assert numbers
+    for read in (bool, int, range, lambda n: n == 1, lambda n: n != 1, lambda n: n < 0, lambda n: n + 1, lambda n: -n):
+        with pytest.raises(TypeError):
+            read(numbers[0])
+    own = operation_of(node, fake_mode_of(node.graph.owning_module))
+    assert not any(a is OWN_NUMBER for a in tree_leaves(list(own.arguments.values())))
+    assert any(type(a) is int for a in tree_leaves(list(own.arguments.values())))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("rule", "function"),
+    [
+        ("aten.cumsum, dim = 1", torch.cumsum),
+        ("aten.unsqueeze, dim = 1", torch.unsqueeze),
+        ("aten.logcumsumexp, dim = 1", torch.logcumsumexp),
+        ("aten.softmax.int, dim = 1", torch.softmax),
+    ],
+)
+def test_a_rule_that_asks_for_an_integer_is_told_the_nodes_own(first, rule, function, tmp_path):
+    """Two calls of one identity, in either order, and a list that names one of them."""
+    op, condition = rule.split(", ")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        f'[list]\nname = "own"\ndtype = "bfloat16"\ndevice = "cpu"\ndescription = "own"\n\n[[op]]\nop = "{op}"\n'
+        f'class = "deny"\nwhy = "of columns"\nsource = "a test"\nwhen = {{ {condition} }}\n'
+    )
+    lists = effective((str(own),), dtype="bfloat16", device="cpu")
+    identify_ops._CACHE.clear()
+    classes = {}
+    for dim in (first, 1 - first):
+        node, _ = traced(lambda x, w, dim=dim: function(x, dim), X.clone(), W)
+        classes[dim] = classify(node, lists, fake_mode_of(node.graph.owning_module)).cls
+    assert {dim: cls is OpClass.DENY for dim, cls in classes.items()} == {0: False, 1: True}
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_dropout_of_probability_zero_in_integers_does_not_speak_for_others(zero_first):
+    identify_ops._CACHE.clear()
+    q = torch.randn(1, 2, 4, 8)
+    for p in (0, 1) if zero_first else (1, 0):
+        _, found = traced(lambda x, w, p=p: F.scaled_dot_product_attention(q, q, q, None, p), X.clone(), W)
+        assert [facts.draws(o.op, o.arguments) for o in found.operations] == [p != 0]

@@ -62,7 +62,7 @@ format: $(STAMPS)/dev  ## format the code and repair what the linter can
 
 bench: $(STAMPS)/demo  ## measure training and inference of nine models against torch.autocast (BENCH_ARGS="--scale 0.5 --output mine")
 	$(VENV)/bin/python benchmarks/speed.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/tables.py
+	$(VENV)/bin/python benchmarks/page_tables.py
 
 clean:  ## remove .venv, caches and results
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,24 +1,14 @@
-"""Markdown from the results of ``speed.py``: all of them, and the table of README.md.
+"""Markdown from the results of ``speed.py``: all that a file of results has, as in ``results/speed.md``.
 
-    python benchmarks/tables.py            # writes README's table and results/speed.md from results/speed.json
-    python benchmarks/tables.py --check    # only says whether they are what the results give
-
-README's table stands between two markers and is of the first run in the file; ``results/speed.md`` has everything.
+``page_tables.py`` writes it, and the shorter tables of README.md and docs/speed.md.
 """
 
-import argparse
-import json
 import math
 import statistics
-import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-SOURCE, README = ROOT / "benchmarks" / "results" / "speed.json", ROOT / "README.md"
-BEGIN, END = "<!-- speed: written by benchmarks/tables.py -->", "<!-- end of speed -->"
 SAME, EAGER, COMPILED_AUTOCAST = "against_same_mode", "against_autocast", "against_compiled"
 SAID = (
     "raised_thresholds",
@@ -41,7 +31,7 @@ def one_line(mode: str, name: str, entry: Results) -> str:
     """Return what is printed once a model was measured."""
     rows = entry["variants"].items()
     return f"{mode} {name}: " + ", ".join(
-        f"{n} {r['ms']:.1f} ms x{_ratio(r, SAME)}" if "ms" in r else f"{n} {r['error']}" for n, r in rows
+        f"{n} {r['ms']:.1f} ms x{ratio(r, SAME)}" if "ms" in r else f"{n} {r['error']}" for n, r in rows
     )
 
 
@@ -111,13 +101,13 @@ def speed_table(mode: str, results: Results) -> list[str]:
     rows = [r for entry in results.values() for r in entry["variants"].items()]
     met = {n for n, row in rows if row.get(COMPILED_AUTOCAST)}
     others += [(n, COMPILED_AUTOCAST, "autocast + Inductor") for n in names if n in met]
-    heads = [*names, *(f"{n}, against {baseline}" for n, _, baseline in others)]
+    heads = [*names, *(f"{n}, against {rival}" for n, _, rival in others)]
     lines = ["", f"### {mode.capitalize()}", "", f"| model | autocast, ms | {' | '.join(heads)} |"]
     lines.append("|---|---:|" + "---|" * len(heads))
     for model, entry in results.items():
         cells = [_spread(entry["variants"].get(n), SAME) for n in names]
         cells += [_spread(entry["variants"].get(n), which) for n, which, _ in others]
-        lines.append(f"| {model} | {_baseline(entry)} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {baseline(entry)} | {' | '.join(cells)} |")
     means = [mean(results, n, SAME) for n in names] + [mean(results, n, which) for n, which, _ in others]
     return [*lines, f"| **geometric mean** | | {' | '.join(f'**{m}**' for m in means)} |"]
 
@@ -185,7 +175,8 @@ def _yes(held: bool) -> str:
     return "yes" if held else "no"
 
 
-def _ratio(row: Results | None, which: str) -> str:
+def ratio(row: Results | None, which: str) -> str:
+    """Return the median of a row's ratios; empty where it has none."""
     return f"{row[which]['ratio']:.2f}" if row and row.get(which) else ""
 
 
@@ -193,50 +184,9 @@ def _spread(row: Results | None, which: str) -> str:
     if row and "error" in row:
         return "fails"
     quartiles = f" [{row[which]['p25']:.2f}-{row[which]['p75']:.2f}]" if row and row.get(which) else ""
-    return _ratio(row, which) + quartiles
+    return ratio(row, which) + quartiles
 
 
-def _baseline(entry: Results) -> str:
+def baseline(entry: Results) -> str:
+    """Return the milliseconds of autocast."""
     return f"{entry['variants'][entry['baseline']]['ms']:.1f}" if entry["baseline"] else "fails"
-
-
-# -- README.md -------------------------------------------------------------------------------------------
-
-
-def readme_block(held: Results) -> str:
-    """Return README's table, of the first run in the file, medians only."""
-    run = held["runs"][0]
-    lines = [about(held["machine"]), f"Here: {title(run['options'])}.", "", options_text(run["options"])]
-    for mode, results in run["results"].items():
-        names = [n for n in columns(results) if n != "fp32"]
-        lines += ["", f"| {mode} | autocast, ms | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
-        for model, entry in results.items():
-            cells = [_ratio(entry["variants"].get(n), SAME) for n in names]
-            lines.append(f"| {model} | {_baseline(entry)} | {' | '.join(cells)} |")
-        lines.append(f"| **geometric mean** | | {' | '.join(f'**{mean(results, n, SAME)}**' for n in names)} |")
-    return "\n".join(lines)
-
-
-def with_block(text: str, block: str) -> str:
-    """Return ``text`` with ``block`` between its markers; SystemExit where they are not there once each, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{README.name}: it needs {BEGIN} and behind it {END}, once each")
-    return f"{text[: text.index(BEGIN)]}{BEGIN}\n{block}\n{text[text.index(END) :]}"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the tables, or with --check say whether they are up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args(argv)
-    held = json.loads(SOURCE.read_text())
-    wanted = {README: with_block(README.read_text(), readme_block(held)), SOURCE.with_suffix(".md"): markdown(held)}
-    for path, text in wanted.items():
-        if not options.check:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            sys.exit(f"{path.name} is not what the results give\n  fix:   python benchmarks/tables.py")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The file of results of the benchmark of speed loses nothing, and README's table is what it gives."""
+"""The file of results of the benchmark of speed loses nothing, and the tables of the pages are what it gives."""
 
 import copy
 import json
@@ -159,27 +159,36 @@ def test_processors_of_one_name_are_told_apart(tmp_path):
     assert processor(tmp_path / "none") == ""
 
 
-def committed():
-    return json.loads((ROOT / "benchmarks" / "results" / "speed.json").read_text())
+def committed(name="speed.json"):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-def test_readme_shows_the_results_that_are_there():
-    from tables import readme_block, with_block
+def test_the_pages_show_the_results_that_are_there():
+    from page_tables import pages
 
-    text = (ROOT / "README.md").read_text()
-    assert with_block(text, readme_block(committed())) == text
-
-
-def test_the_table_of_all_results_is_that_of_the_results_that_are_there():
-    from tables import markdown
-
-    assert (ROOT / "benchmarks" / "results" / "speed.md").read_text() == markdown(committed())
+    assert {path: path.read_text() for path in pages()} == pages()
 
 
-def test_other_results_are_another_table():
-    from tables import readme_block
+def test_a_narrow_table_has_a_row_for_every_model_and_mode(tmp_path):
+    from page_tables import narrow
 
-    held = committed()
+    held = filled(tmp_path / "s.json", gpt=entry(amp_graph=2.0, TrainStep=3.0), vit=entry(amp_graph=0.5))
+    held["runs"][0]["results"]["inference"] = {"gpt": entry(amp_graph=1.5), "gpt_1": entry(amp_graph=2.5)}
+    assert narrow(held).splitlines()[2:] == [
+        "| model | training: autocast, ms | amp_graph | TrainStep | inference: autocast, ms | amp_graph |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| gpt | 10.0 | 2.00 | 3.00 | 10.0 | 1.50 |",
+        "| vit | 10.0 | 0.50 |  |  |  |",
+        "| gpt_1 |  |  |  | 10.0 | 2.50 |",
+        "| **geometric mean** |  | **1.00** | **3.00** |  | **1.94** |",
+    ]
+
+
+@pytest.mark.parametrize("written", ["narrow", "wide"])
+def test_other_results_are_another_table(written):
+    import page_tables
+
+    held, table = committed(), getattr(page_tables, written)
     for mode, results in held["runs"][0]["results"].items():
         for model, made in results.items():
             for which in ("against_same_mode", "ms"):
@@ -189,14 +198,15 @@ def test_other_results_are_another_table():
                     rows[made["baseline"]]["ms"] += 1
                 else:
                     rows["amp_graph"][which]["ratio"] += 0.02
-                assert readme_block(changed) != readme_block(held), (mode, model, which)
+                assert table(changed) != table(held), (mode, model, which)
     assert held["runs"][0]["results"]["training"]
 
 
-def test_a_readme_without_its_markers_is_refused():
-    from tables import BEGIN, END, with_block
+def test_a_page_without_its_markers_is_refused():
+    from page_tables import markers, with_block
 
-    assert with_block(f"a\n{BEGIN}\nold\n{END}\nb", "new") == f"a\n{BEGIN}\nnew\n{END}\nb"
-    for text in ("", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{BEGIN}{END}"):
+    begin, end = markers("speed")
+    assert with_block(f"a\n{begin}\nold\n{end}\nb", "speed", "new") == f"a\n{begin}\nnew\n{end}\nb"
+    for text in ("", begin, f"{end}\n{begin}", f"{begin}{begin}{end}", f"{markers('h200')[0]}{end}"):
         with pytest.raises(SystemExit, match="once each"):
-            with_block(text, "new")
+            with_block(text, "speed", "new")

@@ -1,0 +1,106 @@
+"""The tables of speed in README.md and docs/speed.md, and results/speed.md, from the files of results.
+
+    python benchmarks/page_tables.py            # writes them
+    python benchmarks/page_tables.py --check    # only says whether they are what the results give
+
+README.md has a narrow table for each device, docs/speed.md wide ones of the CPU. They stand between markers, and are of
+the first run in their file of results, medians only. ``results/speed.md`` has everything.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tables import SAME, about, baseline, columns, markdown, mean, options_text, ratio, title
+
+ROOT = Path(__file__).parent.parent
+Results = dict[str, Any]
+README, WIDE = ROOT / "README.md", ROOT / "docs" / "speed.md"
+RESULTS = ROOT / "benchmarks" / "results"
+NARROW = {"training": ["amp_graph", "TrainStep", "TrainStep cuda_graph"], "inference": ["amp_graph"]}
+
+
+def narrow(held: Results) -> str:
+    """Return one table of a device: a row a model, training to the left and inference to the right."""
+    run = held["runs"][0]
+    shown = {m: [n for n in NARROW[m] if n in columns(found)] for m, found in run["results"].items()}
+    heads = [h for mode, names in shown.items() for h in (f"{mode}: autocast, ms", *names)]
+    models = list(dict.fromkeys(model for results in run["results"].values() for model in results))
+    lines = [f"{about(held['machine'])} {title(run['options'])}.", ""]
+    lines += [f"| model | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for model in models:
+        cells = [c for mode, names in shown.items() for c in _cells(run["results"][mode].get(model), names)]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    means = [c for mode, names in shown.items() for c in ("", *(_mean(run["results"][mode], n) for n in names))]
+    return "\n".join([*lines, f"| **geometric mean** | {' | '.join(means)} |"])
+
+
+def wide(held: Results) -> str:
+    """Return a table for each mode: a row a model, a column a variant."""
+    run = held["runs"][0]
+    lines = [about(held["machine"]), f"Here: {title(run['options'])}.", "", options_text(run["options"])]
+    for mode, results in run["results"].items():
+        names = [n for n in columns(results) if n != "fp32"]
+        lines += ["", f"| {mode} | autocast, ms | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+        lines += [f"| {model} | {' | '.join(_cells(entry, names))} |" for model, entry in results.items()]
+        lines.append(f"| **geometric mean** | | {' | '.join(_mean(results, n) for n in names)} |")
+    return "\n".join(lines)
+
+
+def _cells(entry: Results | None, names: list[str]) -> list[str]:
+    if entry is None:  # a model that was measured in the other mode alone
+        return [""] * (1 + len(names))
+    return [baseline(entry), *(ratio(entry["variants"].get(n), SAME) for n in names)]
+
+
+def _mean(results: Results, name: str) -> str:
+    return f"**{mean(results, name, SAME)}**"
+
+
+# Each block: the page, its name in the markers, the file of results, and what writes it.
+BLOCKS: list[tuple[Path, str, Path, Callable[[Results], str]]] = [
+    (README, "speed", RESULTS / "speed.json", narrow),
+    (README, "h200", RESULTS / "h200" / "speed.json", narrow),
+    (WIDE, "speed", RESULTS / "speed.json", wide),
+]
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each page with such tables shall have."""
+    texts = {page: page.read_text() for page, *_ in BLOCKS}
+    for page, name, source, write in BLOCKS:
+        texts[page] = with_block(texts[page], name, write(json.loads(source.read_text())))
+    speed = RESULTS / "speed.json"
+    return texts | {speed.with_suffix(".md"): markdown(json.loads(speed.read_text()))}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Return what stands before and behind a block."""
+    return f"<!-- {name}: written by benchmarks/page_tables.py -->", f"<!-- end of {name} -->"
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """Return ``text`` with ``block`` between its markers; SystemExit where they are not there once each, in order."""
+    begin, end = markers(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(f"the page needs {begin} and behind it {end}, once each")
+    return f"{text[: text.index(begin)]}{begin}\n{block}\n{text[text.index(end) :]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the tables, or with --check say whether they are up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    for path, text in pages().items():
+        if not options.check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"{path.name} is not what the results give\n  fix:   python benchmarks/page_tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -88,8 +88,9 @@ def _box(key: str, node: re.Match[str]) -> str:
 
 def picture() -> str:
     """Return the picture in graphviz's language."""
-    lines = ["digraph block {", "  nodesep=0.25; ranksep=0.2; margin=0.1; fontname=\"Helvetica,sans-serif\";"]
-    lines.append("  node [shape=box, style=filled, fontname=\"Helvetica,sans-serif\", fontsize=12, height=0.25, margin=0.06];")
+    lines = ["digraph block {", '  nodesep=0.25; ranksep=0.2; margin=0.1; fontname="Helvetica,sans-serif";']
+    look = 'shape=box, style=filled, fontname="Helvetica,sans-serif", fontsize=12, height=0.25, margin=0.06'
+    lines.append(f"  node [{look}];")
     for key, (_, policy) in TITLES.items():
         lines += cluster(key, dump(policy))
     return "\n".join([*lines, "}"]) + "\n"

@@ -13,9 +13,10 @@ from amp_graph.passes.pipeline_row import PHASE_NEEDS, Phase, Row
 from amp_graph.passes.pipeline_table import TABLE
 
 
-def pipeline(phase: Phase, options: PipelineOptions, table: Sequence[Row] = TABLE) -> list[Pass]:
-    """Return the passes of ``phase``, in order, built from ``options``."""
-    return [row.built(options) for row in table if phase in row.phases and not why_off(row, phase, options)]
+def pipeline(phase: Phase, options: PipelineOptions, table: Sequence[Row] | None = None) -> list[Pass]:
+    """Return the passes of ``phase``, in order, built from ``options``; ``table``: in place of that of all passes."""
+    rows = TABLE if table is None else table
+    return [row.built(options) for row in rows if phase in row.phases and not why_off(row, phase, options)]
 
 
 def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:

@@ -1,7 +1,10 @@
 """The table of passes: its order is checked, and each mode selects from it what it did before it was a table."""
 
 import dataclasses
+import importlib
 import itertools
+import pkgutil
+import sys
 import textwrap
 from typing import ClassVar
 
@@ -9,6 +12,7 @@ import expecttest
 import pytest
 import torch
 
+import amp_graph.passes
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
 from amp_graph.passes import pass_aliases
@@ -156,10 +160,14 @@ def test_the_backend_is_what_stands_in_its_room():
 
 
 def test_every_pass_has_a_row():
+    for module in pkgutil.walk_packages(amp_graph.passes.__path__, "amp_graph.passes."):
+        importlib.import_module(module.name)
+
     def below(cls):
         return {cls, *(one for sub in cls.__subclasses__() for one in below(sub))}
 
-    ours = {cls for cls in below(Pass) if cls.__module__.startswith("amp_graph.") and hasattr(cls, "name")}
+    named = {cls for cls in below(Pass) if cls.__module__.startswith("amp_graph.") and hasattr(cls, "name")}
+    ours = {cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls}
     assert ours == {row.cls for row in TABLE}
 
 

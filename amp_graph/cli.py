@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from importlib import metadata
 
-FORMATS = ("text", "table", "code", "dot", "json", "report", "html")
+FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, a module or what builds one: module, or (module, inputs)"

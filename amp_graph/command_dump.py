@@ -16,6 +16,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.graph_dot import dot_lines
 from amp_graph.graph_lines import Lines, diff_lines, text_lines
 from amp_graph.graph_report import GraphReport
+from amp_graph.networkx_graph import graphml
 from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.report import Report, report
 from amp_graph.report_html import html_page
@@ -69,6 +70,8 @@ def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextI
         out.write(json.dumps(told.to_dict(), indent=2) + "\n")
     elif args.format == "report":
         out.write(told.text())
+    elif args.format == "graphml":
+        out.write(graphml(told))
     elif args.format == "html":
         out.write(html_page(told))
     else:

@@ -14,15 +14,15 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.captured_graphs import Captured
 from amp_graph.graph_report import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
+from amp_graph.node_bytes import size_of, writes_memory, written
 from amp_graph.passes import facts
-from amp_graph.passes.identify_ops import Identity, is_part
+from amp_graph.passes.identify_ops import is_part
 from amp_graph.passes.keep_weight_copies import is_kept
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.meta_keys import (
     BUDGET,
     CAST,
     CASTS_INSIDE,
-    IDENTITY,
     INPUT,
     LEFT_ALONE,
     MARK,
@@ -33,7 +33,6 @@ from amp_graph.passes.meta_keys import (
 from amp_graph.passes.node_value import captured, tensors, value
 from amp_graph.passes.plan_precision import Mark
 from amp_graph.passes.text import SHORT, graph_text, target_text, type_text
-from amp_graph.passes.torch_private import numel
 from amp_graph.passes.weight_groups import low_weight
 from amp_graph.rewrite import Rewritten
 
@@ -57,7 +56,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
     low = record.rewritten.dtype
     parts = list(parts_of(record.rewritten))
     dtypes = {t.dtype for part in parts for n in part.gm.graph.nodes for t in tensors(captured(n))}
-    held = _weight_nodes(parts, weights)
+    held = weight_nodes(parts, weights)
     by_dtype, before = _activation_bytes(parts, held)
     return GraphReport(
         index,
@@ -67,7 +66,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         record.rewritten.before,
         graph_text(record.rewritten.gm),
         tuple(n for part in parts for _, n in node_reports(part, low)),
-        tuple(c for part in parts for c in _cast_reports(part, held)),
+        tuple(c for part in parts for _, _, c in cast_reports(part, held)),
         tuple(n for part in parts for n in _changes(part.passes, "removed", part.path)),
         tuple(n for part in parts for n in _skips(part)),
         record.break_reason,
@@ -182,21 +181,24 @@ def _unmarked(node: Node) -> str:
     return "in a graph that is left as captured" if tensors(value(node)) else "computes on no tensor"
 
 
-def _cast_reports(part: Part, held: Collection[Node]) -> Iterator[CastReport]:
+def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Node, CastReport]]:
+    """Yield each cast of ``part``: the node that is cast, the node that casts it, and the record."""
     numbers = numbered(part.gm)
     for node in filter(is_cast, part.gm.graph.nodes):
         source = node.args[0]
         of = WEIGHT if source in held else ACTIVATION
         name, number = part.path + node.name, part.path + numbers[node]
         kept = is_kept(node)
-        yield CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
+        told = CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
+        yield source, node, told
     for node in part.gm.graph.nodes:  # whose parameters are cast inside
         for weight, reason in node.meta.get(CASTS_INSIDE, {}).items():
             name, number = part.path + node.name, part.path + numbers[node]
-            yield CastReport(name, number, shown_name(weight), WEIGHT, SHORT[value(node).dtype], reason, True)
+            told = CastReport(name, number, shown_name(weight), WEIGHT, SHORT[value(node).dtype], reason, True)
+            yield weight, node, told
 
 
-def _weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
+def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
     """Return the nodes that hold the model's parameters and buffers, in the graph and in its bodies."""
     held: set[Node] = set()
     for part in parts:
@@ -227,30 +229,11 @@ def _activation_bytes(parts: list[Part], held: Collection[Node]) -> tuple[dict[s
     """Sum what nodes write, by dtype, and what they wrote as captured; views and weights count nothing."""
     after: dict[str, int] = {}
     before = 0
-    for node in (n for part in parts for n in part.gm.graph.nodes if _writes_memory(n)):
+    for node in (n for part in parts for n in part.gm.graph.nodes if writes_memory(n)):
         if is_cast(node) and node.args[0] in held:
             continue
-        for tensor in _written(node):
+        for tensor in written(node):
             name = SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-            after[name] = after.get(name, 0) + _size(tensor)
-        before += 0 if is_cast(node) else sum(map(_size, tensors(captured(node))))
+            after[name] = after.get(name, 0) + size_of(tensor)
+        before += 0 if is_cast(node) else sum(map(size_of, tensors(captured(node))))
     return dict(sorted(after.items())), before
-
-
-def _written(node: Node) -> list[torch.Tensor]:
-    """Return what ``node`` makes: each tensor once, and none that it hands on."""
-    handed_on = {id(t) for source in node.all_input_nodes for t in tensors(value(source))}
-    return list({id(t): t for t in tensors(value(node)) if id(t) not in handed_on}.values())
-
-
-def _writes_memory(node: Node) -> bool:
-    if node.op not in ("call_function", "call_method") or is_part(node) or facts.is_higher_order(node):
-        return False
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity):
-        return True
-    return not all(facts.is_view(o.op) or facts.is_mutable(o.op) for o in identity.operations)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * numel(tensor)

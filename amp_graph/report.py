@@ -1,6 +1,6 @@
 """What ran in which precision, and why, for a converted model.
 
-``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.graphs``.
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.to_networkx()``, ``.graphs``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,10 @@ from amp_graph.captured_step import CapturedStep, PlainCaptured
 from amp_graph.conversion import Conversion, conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.fused_update import why_no_kernel
+from amp_graph.graph_flow import Flow, flow_of
 from amp_graph.graph_report import GraphReport
 from amp_graph.memory_report import memory_of
+from amp_graph.networkx_graph import digraph
 from amp_graph.optim import OnePassOptimizer
 from amp_graph.passes.atomic_files import write_atomically
 from amp_graph.passes.native_code import why_refused
@@ -31,6 +33,9 @@ from amp_graph.read_graph import read_graph
 from amp_graph.report_html import html_page
 from amp_graph.report_text import WIDTH, report_text, size_text
 from amp_graph.train_step import TrainStep
+
+if TYPE_CHECKING:
+    import networkx
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
@@ -46,7 +51,7 @@ class Report:
     ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
     precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``
     says how code between the graphs runs, where some call was captured in pieces, and ``breaks`` where that begins, and
-    why.
+    why. ``flows``: what reads what in each of ``graphs``.
     """
 
     model: str
@@ -60,6 +65,7 @@ class Report:
     memory: dict[str, int]
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
+    flows: tuple[Flow, ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
@@ -68,6 +74,18 @@ class Report:
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one self-contained page, which fetches nothing, to ``path``."""
         write_atomically(path, html_page(self))
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return the rewritten graphs as one ``networkx.DiGraph``: what reads what, with casts marked on edges.
+
+        A node is named as ``amp-graph explain`` takes it (``0:linear``: graph 0). Its attributes: ``graph``,
+        ``number`` ("%7"), ``kind`` ("input", "weight", "constant", "subgraph", "operation", "cast", "part", "output"),
+        ``operation``, ``call``, ``dtype``, ``shape`` ("8,32"), ``precision`` ("low", "full", "captured"), ``class``,
+        ``reason``, ``bytes`` written, ``flops`` of matrix products in forward, ``module``, ``line``. An edge to what
+        casts a value has ``cast`` ("bf16"), ``of`` ("weight", "activation"), ``reason``, ``kept``. All are strings,
+        numbers and booleans.
+        """
+        return digraph(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, the same for the same model, policy and inputs."""
@@ -115,6 +133,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
+        tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
     )
 
 
@@ -135,6 +154,7 @@ def _of_step(step: TrainStep) -> Report:
             *_of_kernels(step.model),
         ),
         memory_of(step.model, step.optimizer, step.weight_copies()),
+        flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
     )
 
 

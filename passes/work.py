@@ -81,6 +81,17 @@ def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = 
     return Work(family, 0, elements, float(is_trained(node)), _keeps(kind) if is_trained(node) else "", sums)
 
 
+def forward_flops(node: Node, cls: OpClass, ops: tuple[str, ...]) -> int:
+    """Return the floating-point operations of the products in ``node``, which calls ``ops`` of class ``cls``.
+
+    Two to a multiply-add, in forward; 0 for an operation that multiplies no matrices.
+    """
+    kind = Classification(cls, "", "", ops)
+    given = [t for s in node.all_input_nodes for t in tensors(captured(s)) if t.is_floating_point()]
+    made = [t for t in tensors(captured(node)) if t.is_floating_point()]
+    return _flops(kind, given, made) if _family(kind) in COUNTED else 0
+
+
 def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     """Return what ``work`` takes on ``machine`` in ``dtype`` ("float32", ...), forward and backward."""
     backward = 0.0 if machine.keeps_weights else work.backward

@@ -48,6 +48,23 @@ def test_scale_a_joint_graph(capsys):
     assert capsys.readouterr().out.count("amp_graph.check_finite_and_unscale_") == 1
 
 
+def test_ask_the_graph():
+    graph, chain, ways = load("ask_the_graph").main()
+    assert {graph.nodes[name]["dtype"] for name in chain} == {"f32"}  # GPT-2's residual stream, to its last norm
+    assert [graph.nodes[name]["operation"].partition(".")[2] for name in chain] == [
+        *("embedding", "add", "dropout"), *["add"] * 4, "layer_norm",
+    ]  # fmt: skip
+    ends = [(graph.nodes[way[0]]["module"], graph.nodes[way[-1]]["module"]) for way in ways]
+    assert ends[:4] == [
+        ("transformer.h.0.attn.c_attn", "transformer.h.0.attn"),
+        ("transformer.h.0.attn", "transformer.h.0.attn.c_proj"),
+        ("transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_fc"),
+        ("transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"),
+    ]
+    assert len(ends) == 10
+    assert "gelu" in " ".join(graph.nodes[name]["operation"] for name in ways[3])
+
+
 def test_all_examples_are_tested():
     assert {path.stem for path in FOLDER.glob("*.py")} == {
         "train_digits",
@@ -55,6 +72,7 @@ def test_all_examples_are_tested():
         "custom_policy",
         "torch_compile_backend",
         "scale_a_joint_graph",
+        "ask_the_graph",
     }
 
 

@@ -9,18 +9,18 @@ Names are imported when first used, so that ``amp-graph --help`` does not wait f
 
 import importlib
 import sys
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_graph import memory as memory
     from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
-    from amp_graph.convert import drop_weight_copies as drop_weight_copies
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.grad_scaler import GradScaler as GradScaler
     from amp_graph.loss_scale import LossScale as LossScale
-    from amp_graph.malloc_thresholds import raise_malloc_thresholds as raise_malloc_thresholds
     from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
@@ -34,13 +34,13 @@ _HOME |= {
     "LossScale": "loss_scale",
     "MixedPrecisionOptimizer": "mixed_precision_optimizer",
     "TrainStep": "train_step",
-    "drop_weight_copies": "convert",
-    "optim": "",  # a module, whose names are torch.optim's
-    "raise_malloc_thresholds": "malloc_thresholds",
+    "memory": "",  # modules
+    "optim": "",
     "report": "report",
     "revert": "convert",
     "rewrite": "rewrite",
 }
+_MOVED = {"drop_weight_copies": "memory", "raise_malloc_thresholds": "memory"}
 __all__ = [
     "AmpGraphError",
     "GradScaler",
@@ -49,10 +49,8 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
-    "drop_weight_copies",
     "optim",
     "precision",
-    "raise_malloc_thresholds",
     "report",
     "revert",
     "rewrite",
@@ -61,6 +59,8 @@ __all__ = [
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        if name in _MOVED:
+            return _moved(name)
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
         home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")
@@ -71,6 +71,12 @@ class _Package(ModuleType):
         # A submodule must not hide its function.
         if not _HOME.get(name) or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
+
+
+def _moved(name: str) -> Any:
+    new = f"amp_graph.{_MOVED[name]}.{name}"
+    warnings.warn(f"amp_graph.{name} is now {new}, and will go from here", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(f"amp_graph.{_MOVED[name]}"), name)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -17,7 +17,6 @@ from amp_graph.lists.path_pattern import matches
 from amp_graph.master_weights import lower_parameters, restore_parameters
 from amp_graph.passes.measure_influence import Measured
 from amp_graph.passes.read_modules import uninitialized
-from amp_graph.passes.table_gradient import POOL
 from amp_graph.passes.torch_private import compiled_in_place
 from amp_graph.policy import HALVES, HELD_LOW, Policy
 from amp_graph.sample import Sample, measure
@@ -131,22 +130,6 @@ def revert(model: Model) -> Model:
     with restore_parameters(model):
         found.detach()
     return model
-
-
-def drop_weight_copies(model: torch.nn.Module) -> int:
-    """Forget the low-precision copies of the weights of a converted ``model``; the next call makes them anew.
-
-    To be called to have the memory, with that kept for gradients of tables and for large results; behind a write that
-    nothing in Python shows, by an extension in C that holds a parameter's address; and to say that nobody writes any
-    more by an address that ``data_ptr()`` gave out, for whose sake a parameter is cast at each call.
-    Returns how many bytes all that had. Raises CaptureError if ``model`` is not converted.
-    """
-    found = conversion_of(model)
-    if found is None:
-        raise CaptureError("drop_weight_copies: the model is not converted\n  fix:   amp_graph.convert(model)")
-    if found.copies is not None:
-        return found.copies.drop(model.parameters())
-    return POOL.drop() if found.compile == "inductor" else 0
 
 
 def _refuse_what_is_no_model(model: Any) -> None:

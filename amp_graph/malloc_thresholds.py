@@ -32,7 +32,7 @@ def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
     if not isinstance(bytes, int) or isinstance(bytes, bool) or not 1 <= bytes <= LARGEST:
         raise AllocatorError(
             f"raise_malloc_thresholds: bytes={bytes!r}\n  legal: a whole number from 1 to {LARGEST}\n"
-            "  fix:   amp_graph.raise_malloc_thresholds(bytes=2**30)"
+            "  fix:   amp_graph.memory.raise_malloc_thresholds(bytes=2**30)"
         )
     mallopt = _mallopt()
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, bytes) and mallopt(M_TRIM_THRESHOLD, NEVER))

@@ -95,6 +95,6 @@ def prepare(
         import torch._inductor.config as inductor
 
         inductor.triton.cudagraphs = True
-    if raised_thresholds and not amp_graph.raise_malloc_thresholds():
+    if raised_thresholds and not amp_graph.memory.raise_malloc_thresholds():
         raise SystemExit("--raised-thresholds: this C library has no mallopt\n  legal: glibc\n  fix:   leave it out")
     return Device(device, cpu_time)

@@ -68,7 +68,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--cpu-time", action="store_true", help="process CPU time, steadier where cores are shared")
-    parser.add_argument("--raised-thresholds", action="store_true", help="amp_graph.raise_malloc_thresholds, all sides")
+    parser.add_argument("--raised-thresholds", action="store_true", help="raise_malloc_thresholds, all sides")
     parser.add_argument("--apart", action="store_true", help="each variant in a process of its own, in turn")
     parser.add_argument("--no-grad", action="store_true", help="inference under no_grad, not inference_mode")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="on a GPU")

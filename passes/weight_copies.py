@@ -308,7 +308,8 @@ class WeightCopies:
                 f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and nothing shows it: not its "
                 "version counter, no access from Python to its memory, no optimizer's step\n"
                 "  legal: writes under torch.no_grad() to the parameter itself\n"
-                "  fix:   amp_graph.drop_weight_copies(model) after the write, or policy='bf16,weight_copies=false'"
+                "  fix:   amp_graph.memory.drop_weight_copies(model) after the write, or "
+                "policy='bf16,weight_copies=false'"
             )
 
 

@@ -227,7 +227,7 @@ def test_it_is_given_back():
     kept = conversion_of(model).copies.gradients
     assert [t.numel() for t in kept.tensors] == [ROWS * WIDTH] * 2
     assert not conversion_of(copy.deepcopy(model)).copies
-    assert amp_graph.drop_weight_copies(model) >= 2 * 4 * ROWS * WIDTH
+    assert amp_graph.memory.drop_weight_copies(model) >= 2 * 4 * ROWS * WIDTH
     assert not kept.tensors
     step(model)
     model.zero_grad()

@@ -202,7 +202,7 @@ def test_memory_is_given_back():
     assert size == conversion_of(theirs).copies.bytes, "parts are no more than the whole"
     out = called(ours, times=1)
     known, results = out.clone(), out.numel() * 4
-    assert amp_graph.drop_weight_copies(ours) == size + 2 * results
+    assert amp_graph.memory.drop_weight_copies(ours) == size + 2 * results
     assert parts(ours) == 0
     called(ours, Y)
     assert torch.equal(out, known)

@@ -17,7 +17,7 @@ import resource, sys, torch
 import amp_graph
 torch.set_num_threads(1)
 if sys.argv[1] == "raised":
-    assert amp_graph.raise_malloc_thresholds()
+    assert amp_graph.memory.raise_malloc_thresholds()
 x = torch.ones(1 << 24)
 for _ in range(40):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -40,22 +40,22 @@ def test_a_large_tensor_is_made_from_memory_that_was_freed():
 def test_both_thresholds_are_set(monkeypatch):
     calls = []
     monkeypatch.setattr(malloc_thresholds, "_mallopt", lambda: lambda which, to: calls.append((which, to)) or 1)
-    assert amp_graph.raise_malloc_thresholds(bytes=12345) is True
+    assert amp_graph.memory.raise_malloc_thresholds(bytes=12345) is True
     assert calls == [(-3, 12345), (-1, -1)]  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 
 def test_a_library_that_would_not_or_has_none_is_told(monkeypatch):
     monkeypatch.setattr(malloc_thresholds, "_mallopt", lambda: lambda which, to: 0)
-    assert amp_graph.raise_malloc_thresholds() is False
+    assert amp_graph.memory.raise_malloc_thresholds() is False
     monkeypatch.setattr(malloc_thresholds, "_mallopt", lambda: None)
-    assert amp_graph.raise_malloc_thresholds() is False
+    assert amp_graph.memory.raise_malloc_thresholds() is False
 
 
 @pytest.mark.parametrize("given", [0, -1, 2**31, 1.5, True, "1G"])
 def test_no_number_of_bytes_is_refused(given, monkeypatch):
     monkeypatch.setattr(malloc_thresholds, "_mallopt", lambda: pytest.fail("called"))
     with pytest.raises(AllocatorError, match="legal: a whole number from 1 to") as caught:
-        amp_graph.raise_malloc_thresholds(bytes=given)
+        amp_graph.memory.raise_malloc_thresholds(bytes=given)
     assert isinstance(caught.value, AmpGraphError)
     assert isinstance(caught.value, ValueError)
     assert "fix:" in str(caught.value)

@@ -302,7 +302,7 @@ def test_a_write_that_nothing_in_python_shows_needs_the_stated_way():
         unseen(model)
     with torch.no_grad():
         assert not torch.equal(ours(X), theirs(X)), "found by itself: say so in the documentation"
-    assert amp_graph.drop_weight_copies(ours) > 0
+    assert amp_graph.memory.drop_weight_copies(ours) > 0
     assert_equal_output(ours, theirs)
 
 
@@ -314,7 +314,7 @@ def test_the_check_mode_finds_it(monkeypatch):
     unseen(ours)
     with pytest.raises(VerifyError, match=r"shape \(32, 32\) was written(.|\n)*legal(.|\n)*fix"):
         ours(X)
-    amp_graph.drop_weight_copies(ours)
+    amp_graph.memory.drop_weight_copies(ours)
     ours(X)
 
 
@@ -551,11 +551,11 @@ def test_memory_is_reported_and_given_back():
     assert "7 of weights, all kept)" in told.text()
     assert "weight copies" not in amp_graph.report(theirs).to_dict()["memory"]
     assert "7 of weights)" in amp_graph.report(theirs).text()
-    assert amp_graph.drop_weight_copies(ours) == size
+    assert amp_graph.memory.drop_weight_copies(ours) == size
     assert "weight copies" not in amp_graph.report(ours).memory
-    assert amp_graph.drop_weight_copies(theirs) == 0
+    assert amp_graph.memory.drop_weight_copies(theirs) == 0
     with pytest.raises(CaptureError, match=r"not converted(.|\n)*fix"):
-        amp_graph.drop_weight_copies(Net())
+        amp_graph.memory.drop_weight_copies(Net())
 
 
 def test_a_compiler_gets_plain_casts():

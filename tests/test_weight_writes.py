@@ -175,7 +175,7 @@ def called(model, x, trains):
 
 def assert_reads_what_is_there(ours, theirs, x, trains):
     """The second makes all copies anew for each call."""
-    amp_graph.drop_weight_copies(theirs)
+    amp_graph.memory.drop_weight_copies(theirs)
     for a, b in zip(called(ours, x, trains), called(theirs, x, trains), strict=True):
         assert torch.equal(a, b)
 
@@ -288,7 +288,7 @@ def test_an_address_is_never_taken_back_but_by_the_users_word(form, name):
     del held
     called(ours, x, trains)
     assert f"0.weight is cast at each call, for {ADDRESS}" in amp_graph.report(ours).text()
-    amp_graph.drop_weight_copies(ours)
+    amp_graph.memory.drop_weight_copies(ours)
     for _ in range(2):
         assert_reads_what_is_there(*form)
     assert not conversion_of(ours).copies._held
@@ -343,7 +343,7 @@ def test_the_same_input_and_weights_have_the_same_bits(form):
             assert torch.equal(ours(x), first)
         del held
         assert torch.equal(ours(x), first)
-        amp_graph.drop_weight_copies(ours)
+        amp_graph.memory.drop_weight_copies(ours)
         assert torch.equal(ours(x), first)
 
 

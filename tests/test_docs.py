@@ -82,9 +82,9 @@ def test_policies_in_python_examples_parse(page):
 
 
 def test_the_passes_over_a_graph_of_the_users_own_run():
-    (code,) = [block for block in blocks(ROOT / "docs" / "training.md", "python") if "ScaleLoss" in block]
+    (code,) = [block for block in blocks(ROOT / "docs" / "loss-scaling.md", "python") if "ScaleLoss" in block]
     found = {}
-    exec(compile(code, "docs/training.md", "exec"), found)
+    exec(compile(code, "docs/loss-scaling.md", "exec"), found)
     expected = torch.autograd.grad(
         torch.nn.functional.linear(found["x"], found["weight"]).square().mean(), found["weight"]
     )

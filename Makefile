@@ -1,10 +1,10 @@
-# A bare machine with Python 3.10 to 3.13 is enough: each target makes .venv and installs what it needs.
+# Only Python 3.10 to 3.13 is needed: each target creates .venv and installs its dependencies.
 #
 #   make demo PYTHON=python3.12
-#   make demo TORCH_INSTALL_ARGS="--index-url ..."    # where pip must be told about a CPU build of torch
+#   make demo TORCH_INSTALL_ARGS="--index-url ..."    # if pip needs another index for a CPU build of torch
 #
-# An unpinned torch brings gigabytes of CUDA packages, so torch goes in first, at the version of constraints.txt.
-# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and pip's own configuration are respected as they are.
+# An unpinned torch installs gigabytes of CUDA packages, so torch is installed first, at the version of constraints.txt.
+# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and pip's own configuration apply.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -28,43 +28,43 @@ STAMPS := $(VENV)/.stamps
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMPS)/demo  ## train small models on real data, side by side with torch.autocast (under 5 minutes)
+demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and with amp_graph (under 5 minutes)
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
 
-test: $(STAMPS)/test  ## run the test-suite without the long sweeps
+test: $(STAMPS)/test  ## run the tests, without the long ones
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS) < /dev/null
 
-test-long: $(STAMPS)/test  ## run the long sweeps
+test-long: $(STAMPS)/test  ## run the long tests
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
-conformance: $(STAMPS)/test  ## run every operator of PyTorch's own database, converted, against eager and autocast
+conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)
 
-programs: $(STAMPS)/test  ## run 5,000 random programs, converted, against eager and autocast
+programs: $(STAMPS)/test  ## compare 5,000 random programs with eager mode and autocast
 	$(VENV)/bin/python -m tests.random_programs $(PROGRAM_ARGS)
 
-guard: $(STAMPS)/test  ## run all compiled C between pages that nobody may touch, over odd and empty sizes
+guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)
 
-fuzz: $(STAMPS)/test  ## 20,000 made-up policies, lists, input specs and machine files: each taken, or refused as promised
+fuzz: $(STAMPS)/test  ## check that 20,000 random policies, lists, input specs and machine files are accepted or refused
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
-check: $(STAMPS)/dev  ## lint, formatting and types
+check: $(STAMPS)/dev  ## check lint rules, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/check
 	$(PIP) install --quiet --no-deps --target build/check .
 	cd build/check && "$(abspath $(VENV))/bin/mypy" --config-file "$(abspath pyproject.toml)" -p amp_graph
 
-format: $(STAMPS)/dev  ## format the code and repair what the linter can
+format: $(STAMPS)/dev  ## format the code and fix lint errors
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(STAMPS)/demo  ## measure training and inference of nine models against torch.autocast (BENCH_ARGS="--scale 0.5 --output mine")
+bench: $(STAMPS)/demo  ## measure nine models against torch.autocast (BENCH_ARGS="--scale 0.5 --output mine")
 	$(VENV)/bin/python benchmarks/speed.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/page_tables.py
 
-clean:  ## remove .venv, caches and results
+clean:  ## remove .venv, builds, caches and the demo's output
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

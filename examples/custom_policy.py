@@ -1,4 +1,4 @@
-"""Steer precision from outside of the model: a TOML list, a pattern of module paths, single operations."""
+"""Choose precisions without changing the model: by a TOML list, by module path, and by operation."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ LIST = Path(__file__).with_name("my_list.toml")
 
 
 class Net(nn.Module):
-    """A model that knows nothing of precision."""
+    """A model whose code does not mention precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def main() -> dict[str, str]:
         dtype="bf16",
         lists=(str(LIST),),  # gelu and the module "head" in fp32
         keep_fp32=r"encoder\.0",  # the first layer as well
-        deny=("tanh",),  # and tanh, wherever it is
+        deny=("tanh",),  # and tanh, everywhere in the model
     )
     print(f"as text: {policy}")
     model = amp_graph.convert(Net(), policy)

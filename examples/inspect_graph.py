@@ -7,7 +7,7 @@ import amp_graph
 
 
 class Net(nn.Module):
-    """Attention without the fused kernel, so that each of its operations shows."""
+    """Attention written out, so that the report shows each of its operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class Net(nn.Module):
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input with what each position attends to."""
+        """Return the input plus the attention's result."""
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
         weights = (q @ k.transpose(-1, -2) / 32**0.5).softmax(-1)
         return x + self.out(weights @ v)
@@ -25,7 +25,7 @@ class Net(nn.Module):
 def main() -> str:
     """Print the report of the model; return it."""
     model = amp_graph.convert(Net(), "bf16")
-    model(torch.randn(4, 16, 32)).sum().backward()  # a model is captured when it is called
+    model(torch.randn(4, 16, 32)).sum().backward()  # the first call captures the model
     text = amp_graph.report(model).text()
     print(text)
     return text

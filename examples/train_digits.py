@@ -1,4 +1,4 @@
-"""Train a small convolutional network in mixed precision: an ordinary loop and one line more."""
+"""Train a small convolutional network in mixed precision: an ordinary training loop plus one line."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -8,7 +8,7 @@ import amp_graph
 
 
 def main(epochs: int = 10) -> float:
-    """Train, and return the accuracy on a fifth of the images that was held out."""
+    """Train; return the accuracy on the held-out fifth of the images."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -28,7 +28,7 @@ ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.at
 
 @dataclass(frozen=True)
 class EinsumsAsProducts(Pass):
-    """Replaces ``einsum`` of two operands by ``matmul``, with what is turned before and behind it.
+    """Replaces ``einsum`` of two operands by ``matmul``, with transposes of the operands and the result.
 
     Law: one index is summed over; the others are of one operand and the result, one each, or of all three; or those of
     one operand are several, and of the other, a matrix, one. The result lies as ``einsum``'s does, which code behind

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.errors import PolicyError
-from amp_graph.lists import OpList, effective
+from amp_graph.lists import OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
@@ -252,8 +252,12 @@ class Policy:
         user: object = None,
     ) -> PipelineOptions:
         """Return what selects the passes for a graph on ``device``, with gradients if they are recorded now."""
+        skip = _passes_named(self.skip)
+        lists = self.op_list(device)
+        if "gru-state" in skip and lists.rules.get("aten.gru.input"):  # torch's kernel would round the state
+            lists = merge(lists, remove=("aten.gru.input",))
         return PipelineOptions(
-            lists=self.op_list(device),
+            lists=lists,
             dtype=self.torch_dtype(device),
             device=device,
             planned_for=self.device or device,
@@ -265,7 +269,7 @@ class Policy:
             recompute=self.recomputes,
             weight_copies=self.weight_copies,
             keep_memory=self.keeps_memory,
-            skip=_passes_named(self.skip),
+            skip=skip,
             eager=eager,
             in_step=in_step,
             training=torch.is_grad_enabled(),

@@ -1,7 +1,4 @@
-"""Which modules of `amp_graph.passes` belong to backends: the core imports none of them.
-
-Every pass of `PASSES` can be left out, and results stay right.
-"""
+"""Which modules of `amp_graph.passes` belong to backends: the core imports none of them."""
 
 ATTENTION = ("attention", "attention_backward", "attention_kernel")
 LINEAR = (
@@ -35,14 +32,6 @@ BACKENDS = frozenset({
 # What puts the passes of all rooms together.
 COMPOSITION = frozenset({"pipeline", "pipeline_table", "pipeline_skips"})
 # The words of ``skip=`` for the passes of these modules.
-PASSES = (
-    "align_shapes", "amx_products", "attention", "conv1d", "conv_transpose", "convolution", "count_batches",
-    "cudnn_recurrent", "custom_activations", "depthwise", "fold_norms", "fuse_batch_norm", "fuse_bias", "fuse_dropout",
-    "fuse_group_norm", "fuse_norm", "grouped_products", "keep_recurrent", "lay_gradients", "linear_cross_entropy",
-    "linears_of_parameters", "look_at_values", "lstm_backward", "overwrite_logits", "own_products", "pack_weights",
-    "pointwise_conv", "reduce_from_low", "small_linears", "small_products", "table_activations", "train_linears",
-    "widen_products",
-)  # fmt: skip
 
 
 def is_of_backend(target):

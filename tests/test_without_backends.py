@@ -11,13 +11,12 @@ import torch
 import amp_graph
 from amp_graph import passes
 from amp_graph.conversion import conversion_of
-from amp_graph.passes.recurrent_layers import recurrent_whole
-from tests.backend_modules import BACKENDS, COMPOSITION, PASSES, is_of_backend
+from tests.backend_modules import BACKENDS, COMPOSITION, is_of_backend
 from tests.corpus import CASES, to_double
 from tests.measure import error_ratio, output_error, run
 
 BF16 = torch.bfloat16
-POLICY = f"bf16,skip={'|'.join(PASSES)}"
+POLICY = "bf16,skip=backend"
 INCOMPARABLE = {"no_fp64", "random", "integer", "no_autocast"}
 NOISY = {"kinks", "discontinuous", "moe"}
 WORST = 1.15
@@ -94,7 +93,7 @@ def backend_calls(model):
     """The functions of backends that graphs of a converted model call."""
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
     found = {n.target for n in nodes if n.op == "call_function" and is_of_backend(n.target)}
-    return found - {recurrent_whole}  # GruState has no word of its own
+    return found
 
 
 def errors_of_inference(name):

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_private import is_batched, stream_of, unflatten
+
+own_functions(__name__)
 
 Format = torch.memory_format | None
 ALIGNED = 64  # elements: parts of one piece begin where kernels read fastest, as what is allocated alone does

@@ -72,6 +72,16 @@ def assert_same(found, expected):
         assert grad is None or torch.equal(grad, found[name]), name
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_it_stays_in_graphs_that_are_verified(monkeypatch, grad):
+    """The memory that the casts of a group write to is the group's own, no memory of the graph's."""
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    model = net(TOGETHER)
+    with torch.set_grad_enabled(grad):
+        model(batch())
+    assert calls(model) == 1
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_results_and_gradients_are_those_of_casts_alone(dtype):
     (together, alone), x = (net(p.replace("bf16", dtype)) for p in (TOGETHER, ALONE)), batch()

@@ -77,7 +77,7 @@ class StepGraph:
 def trace_step(
     parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]], passes: Sequence[Pass] = ()
 ) -> StepGraph:
-    """Trace forward and backward, append the rest of a step by passes, run ``passes``, and ``lower`` the graph."""
+    """Trace forward and backward, append the rest of a step, run ``passes``, and hand the graph to ``lower``."""
     gm = trace_joint(parts)
     make_workspaces(gm)
     inputs = dict(enumerate(n.name for n in gm.graph.find_nodes(op="placeholder")))

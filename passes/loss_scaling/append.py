@@ -16,7 +16,7 @@ from amp_graph.passes.base import PassError
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, like_in
 from amp_graph.passes.meta_keys import INPUT
 from amp_graph.passes.node_value import fake_mode_of, value
-from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, make_fx, tracing
+from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, make_fx, tracing_fake
 
 
 class StateInput(NamedTuple):
@@ -46,9 +46,9 @@ def append(gm: GraphModule, function: Callable[..., Any], *given: Any, before: N
         return [t for t in found if isinstance(t, torch.Tensor)]
 
     values = [_value_in(mode, value(source)) for source in sources]
-    kind = "symbolic" if any(type(n) is not int for v in values for n in v.shape) else "fake"
-    with torch.no_grad(), tracing(None):
-        traced = make_fx(call, tracing_mode=kind, _allow_non_fake_inputs=True)(*values)
+    symbolic = any(type(n) is not int for v in values for n in v.shape)
+    with torch.no_grad(), tracing_fake(mode, symbolic=symbolic):
+        traced = make_fx(call, tracing_mode="real")(*values)  # they are fake: "fake" would convert each once more
     made = iter(_inline(gm, traced, sources, before or gm.graph.output_node()))
     spec, found = returned
     return tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec)
@@ -106,7 +106,4 @@ def mode_of(gm: GraphModule) -> FakeTensorMode:
 
 
 def _value_in(mode: FakeTensorMode, found: Any) -> torch.Tensor:
-    """Return a value as a tensor of ``mode`` that nothing trains; it shares memory with what it shares memory with."""
-    if isinstance(found, FakeTensor) and found.fake_mode is mode:
-        return found.detach()
-    return like_in(mode, found)
+    return found if isinstance(found, FakeTensor) and found.fake_mode is mode else like_in(mode, found)

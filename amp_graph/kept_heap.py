@@ -38,7 +38,7 @@ class Allocator(NamedTuple):
 
 @lru_cache
 def glibc() -> Allocator | None:
-    """Return glibc's; None where the C library is another."""
+    """Return glibc's functions; None where the C library is another."""
     malloc, free, trim = map(of_c_library, Allocator._fields)
     if malloc is None or free is None or trim is None or of_c_library("gnu_get_libc_version") is None:
         return None
@@ -56,6 +56,7 @@ class KeptHeap:
 
     def __init__(self, allocator: Callable[[], Allocator | None]) -> None:
         """Take what finds the allocator, at the first need."""
+        self.by_default = False  # whether graphs whose policy leaves it open are to have memory kept
         self._allocator = allocator
         self._needs: dict[int, int] = {}
         self._size = 0

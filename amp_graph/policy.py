@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.errors import PolicyError
+from amp_graph.kept_heap import HEAP
 from amp_graph.lists import OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
@@ -33,6 +34,7 @@ HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
+BOOLEAN_WORDS = ("keep_memory", "skip_unprofitable")  # fields of words that may be given as True or False
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -53,8 +55,8 @@ class Policy:
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
     weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
-    keep_memory: leave the memory that a step, or a call without gradients, frees in the process for the next one
-    (true), or not; see docs/policy.md.
+    keep_memory: keep the memory that a step, or a call without gradients, frees in the process for the next one
+    ("true"), or not ("false"); empty for what ``amp_graph.memory.keep_heap`` was told, and "false" without it.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores) or by
     group (``backend``: all that only one device or compiler needs); ``amp-graph passes`` lists both.
@@ -84,7 +86,7 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     weight_copies: bool = True
-    keep_memory: bool = True
+    keep_memory: str = ""
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -103,8 +105,10 @@ class Policy:
         object.__setattr__(self, "skip", _skip_words(self.skip))
         _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
-        if isinstance(self.skip_unprofitable, bool):
-            object.__setattr__(self, "skip_unprofitable", str(self.skip_unprofitable).lower())
+        for name in BOOLEAN_WORDS:
+            if isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, str(getattr(self, name)).lower())
+        _check("keep_memory", self.keep_memory, ("", "true", "false"))
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
         if self.planner == "paint" and self.budget is not None:
@@ -139,8 +143,9 @@ class Policy:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether memory is kept between steps; O0 is as it is."""
-        return self.keep_memory and self.level != "O0"
+        """Whether memory is kept between steps, now: by ``keep_memory``, or what an empty one stands for."""
+        asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
+        return asked and self.level != "O0"
 
     @property
     def plans_by(self) -> str:
@@ -382,7 +387,7 @@ def _passes_named(words: tuple[str, ...]) -> dict[str, str]:
 
 def _of_type(name: str, default: Any, value: Any) -> Any:
     """Return ``value`` as a field holds it: a list as a tuple. Raises PolicyError for one of another type."""
-    if name == "accuracy" or (name == "skip_unprofitable" and isinstance(value, bool)):
+    if name == "accuracy" or (name in BOOLEAN_WORDS and isinstance(value, bool)):
         return value
     if isinstance(default, tuple):
         value = tuple(value) if isinstance(value, list) else value

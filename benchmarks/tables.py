@@ -12,6 +12,7 @@ from typing import Any
 SAME, EAGER, COMPILED_AUTOCAST = "against_same_mode", "against_autocast", "against_compiled"
 SAID = (
     "raised_thresholds",
+    "keep_memory",
     "no_grad",
     "cudnn_benchmark",
     "cuda_graphs",

@@ -45,7 +45,7 @@ class PipelineOptions:
     leaves: str = "false"
     recompute: str = "some"
     weight_copies: bool = True
-    keep_memory: bool = True
+    keep_memory: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False
     in_step: bool = False

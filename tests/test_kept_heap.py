@@ -78,6 +78,7 @@ for _ in range(5):
         calls.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+KEEP = "bf16,keep_memory=true"
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep memory themselves")
 
 
@@ -101,7 +102,7 @@ def faults_of_blocks(kept):
 @needs_glibc
 @pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
-    faults, given_back = printed(STEPS, "bf16", kind)
+    faults, given_back = printed(STEPS, KEEP, kind)
     assert faults < 50
     assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more; of a call 12, and more
 
@@ -110,19 +111,19 @@ def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
 @needs_glibc
 @pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_what_others_have_taken_is_kept_anew(kind):
-    assert printed(STEPS, "bf16", kind, 2000)[0] < 50
+    assert printed(STEPS, KEEP, kind, 2000)[0] < 50
 
 
 @needs_glibc
 def test_control_what_others_have_taken_is_missed_where_nobody_looks():
     unwatched = "import amp_graph.kept_heap as k; k.KeptHeap.watch = lambda *given: lambda: None\n"
-    assert has_faults(unwatched + STEPS, "bf16", "inference", 2000)
+    assert has_faults(unwatched + STEPS, KEEP, "inference", 2000)
 
 
 @pytest.mark.slow
 @needs_glibc
 def test_control_calls_without_gradients_have_page_faults_where_nothing_is_kept():
-    assert has_faults(STEPS, "bf16,keep_memory=false", "inference")
+    assert has_faults(STEPS, "bf16", "inference")
 
 
 @needs_glibc
@@ -279,7 +280,7 @@ def step_of(width, policy="bf16"):
 @needs_glibc
 def test_a_step_says_what_it_keeps_and_keeps_nothing_where_it_is_told_not_to():
     x = torch.randn(64, 512)
-    kept, plain = step_of(512), step_of(512, "bf16,keep_memory=false")
+    kept, plain = step_of(512, KEEP), step_of(512)
     kept(x), plain(x)
     assert "MiB are left in the process for the next step (keep_memory=)" in amp_graph.report(kept).text()
     assert "left in the process" not in amp_graph.report(plain).text()
@@ -294,7 +295,7 @@ def test_a_step_says_what_it_keeps_and_keeps_nothing_where_it_is_told_not_to():
 
 @needs_glibc
 def test_a_converted_model_says_of_which_graphs_memory_is_kept():
-    model, plain = (amp_graph.convert(nn.Linear(512, 512), p) for p in ("bf16", "bf16,keep_memory=false"))
+    model, plain = (amp_graph.convert(nn.Linear(512, 512), p) for p in (KEEP, "bf16"))
     x = torch.randn(64, 512)
     with torch.no_grad():
         model(x[:1]), model(x)  # the second graph is of any number of rows; one row is not worth it
@@ -348,3 +349,20 @@ def test_faults_are_looked_at_seldom_and_ever_less_where_keeping_does_not_help(m
     del owner
     gc.collect()
     assert kept_after(1000, 2000) == 0
+
+
+@needs_glibc
+def test_keep_heap_is_for_policies_that_leave_it_open_and_for_later_captures(monkeypatch):
+    monkeypatch.setattr(HEAP, "by_default", False)
+    x = torch.randn(64, 512)
+    before, told_not_to, told_to = step_of(512), step_of(512, "bf16,keep_memory=false"), step_of(512, "bf16-O1")
+    before(x)
+    assert amp_graph.memory.keep_heap()
+    for step in (before, told_not_to, told_to):
+        step(x)
+    kept = ["left in the process" in amp_graph.report(step).text() for step in (before, told_not_to, told_to)]
+    assert kept == [False, False, True]
+    assert amp_graph.memory.keep_heap(on=False)
+    after = step_of(512)
+    after(x)
+    assert "left in the process" not in amp_graph.report(after).text()

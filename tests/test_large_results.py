@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(
     not multiplies_bf16(), reason="no weight is packed on a CPU that does not multiply bf16"
 )
 X, Y = (torch.randn(2, 32, 24, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-PLAIN = "bf16,skip=keep_large_results"
+KEEP = "bf16,keep_memory=true"
+PLAIN = f"{KEEP},skip=keep_large_results"
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def pair(**how):
     torch.manual_seed(0)
     ours, theirs = Head(**how).eval(), Head(**how).eval()
     theirs.load_state_dict(ours.state_dict())
-    return amp_graph.convert(ours, "bf16"), amp_graph.convert(theirs, PLAIN)
+    return amp_graph.convert(ours, KEEP), amp_graph.convert(theirs, PLAIN)
 
 
 @torch.no_grad()
@@ -223,9 +224,9 @@ def test_results_of_inference_mode_are_usable():
     assert torch.equal(out.grad, torch.ones_like(out))
 
 
-def test_keep_memory_false_keeps_no_results():
+def test_no_results_are_kept_unless_asked_for():
     torch.manual_seed(0)
-    model = amp_graph.convert(Head().eval(), "bf16,keep_memory=false")
+    model = amp_graph.convert(Head().eval(), "bf16")
     called(model)
     assert "widen(" in text_of(model)
     assert not conversion_of(model).copies.results.tensors

@@ -25,7 +25,7 @@ OTHER = {
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
     "weight_copies": False,
-    "keep_memory": False,
+    "keep_memory": True,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
     "recompute": "all",

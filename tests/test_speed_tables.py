@@ -17,7 +17,7 @@ MACHINE = {
     "python": "3",
 }
 OPTIONS = {"threads": 1, "scale": 1.0, "rounds": 7, "device": "cpu", "dtype": "bf16", "cpu_time": False, "skip": ""}
-OPTIONS |= dict.fromkeys(("raised_thresholds", "no_grad", "cudnn_benchmark", "cuda_graphs"), False)
+OPTIONS |= dict.fromkeys(("raised_thresholds", "keep_memory", "no_grad", "cudnn_benchmark", "cuda_graphs"), False)
 
 
 @pytest.fixture(autouse=True)

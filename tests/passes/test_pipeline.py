@@ -58,7 +58,7 @@ class TestSelection(expecttest.TestCase):
         shown = {
             "eager": names(Phase.CAPTURED, eager=True),
             "copies, training": names(Phase.COPIES, copies=copies),
-            "copies, inference": names(Phase.COPIES, grad=False, copies=copies),
+            "copies, inference": names(Phase.COPIES, "bf16,keep_memory=true", grad=False, copies=copies),
             "compiled": names(Phase.COMPILED),
             "handover": names(Phase.HANDOVER),
             "inductor": names(Phase.INDUCTOR),
@@ -116,7 +116,7 @@ def test_fusing_attention_needs_the_kernel_that_is_worth_it():
 def test_copies_that_keep_no_memory():
     copies = WeightCopies(torch.bfloat16)
     kept = dict(copies=copies, grad=False)
-    gone, _ = difference(Phase.COPIES, kept, dict(policy="bf16,keep_memory=false", **kept))
+    gone, _ = difference(Phase.COPIES, dict(policy="bf16,keep_memory=true", **kept), kept)
     assert gone == ["keep-large-results", "widen-products"]
     assert names(Phase.COPIES) == names(Phase.COMPILED, grad=False) == []
     assert names(Phase.COMPILED, "bf16,weight_copies=false") == []

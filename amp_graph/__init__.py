@@ -13,30 +13,32 @@ import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from amp_graph.moved import keep_old_paths
+
 if TYPE_CHECKING:
     from amp_graph import memory as memory
     from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
-    from amp_graph.grad_scaler import GradScaler as GradScaler
-    from amp_graph.loss_scale import LossScale as LossScale
-    from amp_graph.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
-    from amp_graph.report import report as report
+    from amp_graph.report.model_report import report as report
     from amp_graph.rewrite import rewrite as rewrite
-    from amp_graph.train_step import TrainStep as TrainStep
+    from amp_graph.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_graph.scaling.loss_scale import LossScale as LossScale
+    from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
+    from amp_graph.step.train_step import TrainStep as TrainStep
 
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
 _HOME |= {
-    "GradScaler": "grad_scaler",
-    "LossScale": "loss_scale",
-    "MixedPrecisionOptimizer": "mixed_precision_optimizer",
-    "TrainStep": "train_step",
+    "GradScaler": "scaling.grad_scaler",
+    "LossScale": "scaling.loss_scale",
+    "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
+    "TrainStep": "step.train_step",
     "memory": "",  # modules
     "optim": "",
-    "report": "report",
+    "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
 }
@@ -80,3 +82,4 @@ def _moved(name: str) -> Any:
 
 
 sys.modules[__name__].__class__ = _Package
+keep_old_paths()

@@ -2,6 +2,6 @@
 
 import sys
 
-from amp_graph.cli import main
+from amp_graph.cli.main import main
 
 sys.exit(main())

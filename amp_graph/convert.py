@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp_graph.backend import Compile, check_compile
-from amp_graph.compile_ahead import compile_ahead
-from amp_graph.conversion import WRAPPERS, Conversion, conversion_of, whole_of
+from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of, whole_of
+from amp_graph.capture.dynamo_backend import Compile, check_compile
+from amp_graph.capture.precompile_kernels import compile_ahead
+from amp_graph.capture.recapture_limits import MOST, check_max_graphs
+from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.lists.path_pattern import matches
-from amp_graph.master_weights import lower_parameters, restore_parameters
-from amp_graph.passes.measure_influence import Measured
-from amp_graph.passes.read_modules import uninitialized
-from amp_graph.passes.torch_private import compiled_in_place
+from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
+from amp_graph.optim.master_weights import lower_parameters, restore_parameters
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.torch_compat.dynamo_frames import compiled_in_place
+from amp_graph.passes.torch_compat.module_attributes import uninitialized
 from amp_graph.policy import HALVES, HELD_LOW, Policy
-from amp_graph.sample import Sample, measure
-from amp_graph.update_masters import let_optimizers_update_masters
-from amp_graph.variants import MOST, check_max_graphs
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

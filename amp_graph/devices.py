@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.passes.node_value import tensors, value
+from amp_graph.passes.graph.fake_values import tensors, value
 
 
 def device_of(gm: GraphModule) -> str:

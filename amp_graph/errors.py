@@ -11,7 +11,7 @@ from amp_graph.lists import ListError as ListError
 from amp_graph.lists import warn as warn
 from amp_graph.passes.base import PassError as PassError
 from amp_graph.passes.base import VerifyError as VerifyError
-from amp_graph.passes.native_code import CompilerError as CompilerError
+from amp_graph.passes.native.jit_compiler import CompilerError as CompilerError
 
 
 class PolicyError(AmpGraphError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from amp_graph.errors import AllocatorError
-from amp_graph.passes.native_code import of_c_library
+from amp_graph.passes.native.jit_compiler import of_c_library
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST = 2**31 - 1  # what mallopt takes: an int

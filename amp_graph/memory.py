@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
-from amp_graph.kept_heap import HEAP, glibc
 from amp_graph.malloc_thresholds import raise_malloc_thresholds as raise_malloc_thresholds
-from amp_graph.passes.table_gradient import POOL
+from amp_graph.passes.memory.compiled_embedding_gradients import POOL
+from amp_graph.passes.memory.heap_retention import HEAP, glibc
 
 __all__ = ["drop_weight_copies", "keep_heap", "raise_malloc_thresholds"]
 

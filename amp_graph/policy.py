@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.errors import PolicyError
-from amp_graph.kept_heap import HEAP
 from amp_graph.lists import OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
 
 if TYPE_CHECKING:
-    from amp_graph.passes.measure_influence import Measured
-    from amp_graph.passes.weight_copies import WeightCopies
+    from amp_graph.passes.precision.measure_sensitivity import Measured
+    from amp_graph.passes.weights.cast_cache import WeightCopies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = tuple(DTYPES.values())

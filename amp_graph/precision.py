@@ -12,7 +12,7 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpClass
-from amp_graph.passes.classify import register_function
+from amp_graph.passes.precision.classify import register_function
 
 Target = TypeVar("Target")
 WORDS = {"full": "full", "fp32": "full", "low": "low"}

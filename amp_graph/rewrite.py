@@ -14,22 +14,24 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
-from amp_graph.passes.autocast_graph import run_as_autocast
+from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.base import Pass
-from amp_graph.passes.checkpoints import inline_checkpoints
-from amp_graph.passes.facts import is_higher_order
-from amp_graph.passes.insert_casts import InsertCasts
+from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
+from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
+from amp_graph.passes.graph.grad_regions import mark_regions
+from amp_graph.passes.graph.graph_snapshot import copied_graph
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.graph.inline_modules import inline_modules
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNPLANNED
+from amp_graph.passes.graph.node_info import is_higher_order
+from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
-from amp_graph.passes.measure_influence import Measured
-from amp_graph.passes.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNPLANNED
-from amp_graph.passes.node_value import adopt_values, tensors, value
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.plan_precision import PlanPrecision
-from amp_graph.passes.problem import Problem
-from amp_graph.passes.regions import mark_regions
-from amp_graph.passes.snapshot import copied_graph
-from amp_graph.passes.text import graph_text
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.plan_precision import PlanPrecision
+from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.policy import Policy
 
 # Bodies of these operators run as they stand; all others keep their bodies as captured.
@@ -200,9 +202,6 @@ def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str, strict: bool |
 
 def _with_values(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """Record the values of a traced graph by running it on fake copies of ``example_inputs``."""
-    from amp_graph.passes.inline_modules import inline_modules
-    from amp_graph.passes.record_values import record_values
-
     inlined = inline_modules(gm)
     record_values(inlined, example_inputs)
     return inlined

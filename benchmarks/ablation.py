@@ -27,8 +27,8 @@ from step_costs import saved_by
 from tables import about
 from variants import Prepared, Setup, Variant, inference_call, training_step
 
-from amp_graph.conversion import conversion_of
-from amp_graph.passes.atomic_files import write_atomically
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import TABLE
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.demo.race import race
+from amp_graph.demo.interleaved_training import race
 from amp_graph.demo.tasks import NAMES, task
 from amp_graph.demo.variants import VARIANTS, Variant
 

@@ -13,8 +13,8 @@ import torch
 from interleaved import interleaved, spread
 from passes_in_models import compare
 
-from amp_graph.passes import attention_kernel
-from amp_graph.passes.attention_backward import _backward_by_products
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.attention.attention_functions import _backward_by_products
 
 WITHOUT = ",skip=attention|fuse_attention"
 # batch, heads, queries, keys, width, causal

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from interleaved import interleaved, parser_of, spread
 from torch import Tensor
 
-from amp_graph.passes.batch_norm import norm_and_relu
+from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_and_relu
 
 # Of a U-Net at 128 x 128, and of ResNet-50 at 112 x 112.
 SIZES = ((2, 32, 128), (2, 64, 64), (2, 128, 32), (8, 64, 56), (8, 64, 28), (8, 128, 14), (8, 256, 7), (8, 512, 4))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.cross_entropy_low import cross_entropy_and_logits, cross_entropy_low
+from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
 
 LOW = torch.bfloat16
 SHAPES = "512x16384x768,512x10240x768,1024x8192x512,256x50257x768,512x8192x768,1024x4096x768,256x16384x768,512x4096x768"

@@ -30,8 +30,8 @@ from image_models import resnet50
 from torch import Tensor, nn
 
 from amp_graph.demo.data import SYMBOLS, Digits, SourceText
+from amp_graph.demo.interleaved_training import race
 from amp_graph.demo.models import CharGPT
-from amp_graph.demo.race import race
 from amp_graph.demo.tasks import Phase, Task, call, task
 from amp_graph.demo.variants import VARIANTS, Variant
 

@@ -3,7 +3,7 @@
 bf16, forward and backward of one layer, by its sizes: with backward by large products, and by compiled C as a whole;
 and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time (with
 several threads, which wait for each other, in wall-clock time); medians [quartiles] of the ratios: above 1 ours is
-faster. Where they pay, ``passes/what_pays_for_products.py`` says.
+faster. Where they pay, ``passes/profitability/gemm_thresholds.py`` says.
 
     python benchmarks/lstm_backward.py [--rounds 15] [--threads 1]
 """
@@ -16,9 +16,9 @@ import torch
 from interleaved import interleaved, quartiles
 from torch import Tensor
 
-from amp_graph.passes import lstm_kernel
-from amp_graph.passes.recurrent import _LstmByKernel, _LstmByProducts, _LstmLayer
-from amp_graph.passes.torch_private import linear_pointwise
+from amp_graph.passes.backends.recurrent import lstm_kernel
+from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmByProducts, _LstmLayer
+from amp_graph.passes.torch_compat.onednn import linear_pointwise
 
 LOW = torch.bfloat16
 # Length, batch, size.

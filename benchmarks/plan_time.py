@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.passes.cut import cheapest
-from amp_graph.passes.formulate import formulate
-from amp_graph.passes.machine import machine_for
+from amp_graph.passes.graph.fake_values import adopt_values
+from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.mincut import mincut
-from amp_graph.passes.node_value import adopt_values
-from amp_graph.passes.paint import paint
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.plan_precision import PlanPrecision
-from amp_graph.passes.problem import Problem
-from amp_graph.passes.record_values import record_values
+from amp_graph.passes.precision.build_assignment import formulate
+from amp_graph.passes.precision.machine_rates import machine_for
+from amp_graph.passes.precision.min_cut_planner import mincut
+from amp_graph.passes.precision.plan_precision import PlanPrecision
+from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.precision_assignment import cheapest
+from amp_graph.passes.precision.rule_based_planner import paint
 from amp_graph.policy import Policy
 
 ROUNDS = 5

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import conversion_of
-from amp_graph.passes.machine import machine_for
-from amp_graph.passes.plan_precision import marks
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.precision.machine_rates import machine_for
+from amp_graph.passes.precision.plan_precision import marks
 
 
 def mlp(width: int, depth: int = 3) -> nn.Module:

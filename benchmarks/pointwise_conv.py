@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from interleaved import interleaved, parser_of, spread
 
 import amp_graph
-from amp_graph.passes import conv_as_product as ours
+from amp_graph.passes.backends.cpu.convolution import pointwise_conv_functions as ours
 
 LOW, LAST = torch.bfloat16, torch.channels_last
 # Channels in and out, width and height, stride.

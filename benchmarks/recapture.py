@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 
 WIDTH, LAYERS, ROWS = 128, 6, 32

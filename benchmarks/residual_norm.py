@@ -17,8 +17,9 @@ from interleaved import interleaved, spread
 from passes_in_models import compare
 from torch import Tensor
 
-from amp_graph.passes.residual_norm import add_norm
-from amp_graph.passes.runtime import layer_norm_low, shared_cast
+from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
+from amp_graph.passes.casts.low_layer_norm import layer_norm_low
+from amp_graph.passes.casts.shared_cast import shared_cast
 
 LOW, WITHOUT = torch.bfloat16, ",skip=fuse_norm"
 KINDS = (

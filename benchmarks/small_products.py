@@ -13,7 +13,7 @@ import torch
 from interleaved import interleaved, parser_of, spread
 from torch import Tensor
 
-from amp_graph.passes.product_kernel import NUMBERS, POINTERS, source_of
+from amp_graph.passes.backends.inductor.small_gemm_template import NUMBERS, POINTERS, source_of
 
 BATCHES, WIDTHS = (1, 8, 32, 128, 512), ((64, 64), (256, 256), (512, 256), (1024, 1024))
 LEAST = 0.02  # seconds a measurement

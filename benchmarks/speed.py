@@ -37,7 +37,7 @@ from result_file import Results, machine, opened, refuse_to_lose, run_of, writte
 from tables import markdown, one_line
 from variants import DTYPES, Setup, Variant, chosen, variants
 
-from amp_graph.passes.native_code import FOLDER
+from amp_graph.passes.native.jit_compiler import FOLDER
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("training", "inference")

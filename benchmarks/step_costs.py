@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from variants import Prepared
 
-from amp_graph.passes.torch_private import bytes_of
+from amp_graph.passes.torch_compat.storage import bytes_of
 
 PAIRS = {"aten.copy_": (1, 0), "aten._foreach_copy_": (1, 0)}  # where source and result stand among the arguments
 CASTS = {"aten._to_copy", "prims.convert_element_type", *PAIRS}

@@ -21,8 +21,8 @@ from models import case
 from variants import WithLoss
 
 import amp_graph
-from amp_graph.one_pass_ops import OPS, library
-from amp_graph.passes.native_code import FOLDER
+from amp_graph.optim.native_update_ops import OPS, library
+from amp_graph.passes.native.jit_compiler import FOLDER
 
 SHAPES = [(1024, 1024)] * 23 + [(1024, 512)]
 RULE = "adam decoupled bf16"

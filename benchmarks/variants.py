@@ -19,9 +19,9 @@ from models import case
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.conversion import conversion_of
-from amp_graph.passes.table_gradient import POOL
-from amp_graph.passes.torch_private import own_code_object
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.memory.compiled_embedding_gradients import POOL
+from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
 
 AUTOCAST, LAST, INDUCTOR, RECORDED = "autocast", " channels_last", " + Inductor", " cuda_graph"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from amp_graph.pass_states import KEYS
+from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.passes.pipeline_table import TABLE

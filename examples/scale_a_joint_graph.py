@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_module
 
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.loss_scaling import (
     CheckFiniteAndUnscale,
     ClipGradients,
@@ -13,7 +14,6 @@ from amp_graph.passes.loss_scaling import (
     name_exported,
 )
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.text import graph_text
 
 
 class WithLoss(nn.Module):

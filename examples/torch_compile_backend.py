@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from amp_graph.backend import amp_graph
+from amp_graph.capture.dynamo_backend import amp_graph
 
 
 def main() -> torch.dtype:

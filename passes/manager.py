@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import AmpGraphError, ListError, warn
-from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
-from amp_graph.passes.fake_errors import told_of_fakes
-from amp_graph.passes.snapshot import Snapshot
-from amp_graph.passes.text import target_text
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_errors import told_of_fakes
+from amp_graph.passes.graph.graph_snapshot import Snapshot
+from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.verify import Checked, Contract, verify
 
 VERIFY = "AMP_GRAPH_VERIFY"
@@ -154,5 +154,5 @@ def _at_node(error: Exception) -> str:
     node = next((n for n in reversed(nodes) if isinstance(n, Node)), None)
     if node is None:
         return ""
-    where = facts.source_line(node)
+    where = node_info.source_line(node)
     return f"\n  at {node.name} = {target_text(node)}" + (f"\n  {where}" if where else "")

@@ -14,8 +14,8 @@ import torch
 from amp_graph.lists import OpList
 
 if TYPE_CHECKING:  # types of fields alone: policies are made without loading the passes
-    from amp_graph.passes.measure_influence import Measured
-    from amp_graph.passes.weight_copies import WeightCopies
+    from amp_graph.passes.precision.measure_sensitivity import Measured
+    from amp_graph.passes.weights.cast_cache import WeightCopies
 
 
 @dataclass(frozen=True)

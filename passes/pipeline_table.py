@@ -5,53 +5,52 @@ Before: ``PipelineOptions``. After: ``[row.built(options) for row in TABLE if ..
 
 from __future__ import annotations
 
-from amp_graph.passes.accumulate_in_place import AccumulateInPlace
-from amp_graph.passes.align_shapes import AlignShapes
-from amp_graph.passes.amx_products import AmxProducts
-from amp_graph.passes.attention import Attention
+from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
+from amp_graph.passes.backends.cpu.convolution.conv1d_as_gemm import Conv1d
+from amp_graph.passes.backends.cpu.convolution.conv_weight_gradient import Convolution
+from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
+from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import PointwiseConv
+from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import ConvTranspose
+from amp_graph.passes.backends.cpu.inference.chunk_upcast_linears import WidenProducts
+from amp_graph.passes.backends.cpu.inference.elide_nan_handling import LookAtValues
+from amp_graph.passes.backends.cpu.inference.fold_batch_norms import FoldNorms
+from amp_graph.passes.backends.cpu.inference.prepack_weights import PackWeights
+from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseBias
+from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import LinearsOfParameters
+from amp_graph.passes.backends.cpu.linear.gram_matrix import OwnProducts
+from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedProducts
+from amp_graph.passes.backends.cpu.linear.lower_large_linears import TrainLinears
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import SmallLinears
+from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import AmxProducts
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import OverwriteLogits
+from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseNorm
+from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNorm
+from amp_graph.passes.backends.cpu.norm.lower_group_norm import FuseGroupNorm
+from amp_graph.passes.backends.cpu.pointwise.lookup_activations import TableActivations
+from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import CustomActivations
+from amp_graph.passes.backends.cpu.pointwise.lower_dropout import FuseDropout
+from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import ReduceFromLow
+from amp_graph.passes.backends.cuda.foreach_batch_counters import CountBatches
+from amp_graph.passes.backends.cuda.pad_shapes import AlignShapes
+from amp_graph.passes.backends.inductor.contiguous_weight_gradients import LayGradients
+from amp_graph.passes.backends.inductor.lower_small_gemm import SmallProducts
+from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
 from amp_graph.passes.base import Pass
-from amp_graph.passes.cast_parts import CastParts
-from amp_graph.passes.channels_last import ChannelsLast
-from amp_graph.passes.contiguous_linear import ContiguousLinear
-from amp_graph.passes.conv1d import Conv1d
-from amp_graph.passes.conv_as_linear import ConvAsLinear
-from amp_graph.passes.conv_transpose import ConvTranspose
-from amp_graph.passes.convolution import Convolution
-from amp_graph.passes.count_batches import CountBatches
-from amp_graph.passes.custom_activations import CustomActivations
-from amp_graph.passes.depthwise import Depthwise
-from amp_graph.passes.drop_dropout import DropDropout
-from amp_graph.passes.drop_empty import DropEmpty
-from amp_graph.passes.einsums_as_products import EinsumsAsProducts
-from amp_graph.passes.eliminate_casts import EliminateCasts
-from amp_graph.passes.expand import ExpandComposites
-from amp_graph.passes.fold_masks import FoldMasks
-from amp_graph.passes.fold_norms import FoldNorms
-from amp_graph.passes.fuse_attention import FuseAttention
-from amp_graph.passes.fuse_batch_norm import FuseBatchNorm
-from amp_graph.passes.fuse_bias import FuseBias
-from amp_graph.passes.fuse_dropout import FuseDropout
-from amp_graph.passes.fuse_gelu import FuseGelu
-from amp_graph.passes.fuse_group_norm import FuseGroupNorm
-from amp_graph.passes.fuse_norm import FuseNorm
-from amp_graph.passes.fuse_rms_norm import FuseRmsNorm
-from amp_graph.passes.global_pool import GlobalPool
-from amp_graph.passes.group_weight_casts import GroupWeightCasts
-from amp_graph.passes.grouped_product import GroupedProducts
-from amp_graph.passes.identify_ops import IdentifyOps
-from amp_graph.passes.insert_casts import InsertCasts
-from amp_graph.passes.keep_gradient_memory import KeepGradientMemory
-from amp_graph.passes.keep_large_results import KeepLargeResults
-from amp_graph.passes.keep_recurrent import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
-from amp_graph.passes.keep_weight_copies import KeepWeightCopies
-from amp_graph.passes.lay_gradients import LayGradients
-from amp_graph.passes.linear_cross_entropy import LinearCrossEntropy
-from amp_graph.passes.linears_of_parameters import LinearsOfParameters
-from amp_graph.passes.look_at_values import LookAtValues
-from amp_graph.passes.machine import class_of, machine_for
-from amp_graph.passes.overwrite_logits import OverwriteLogits
-from amp_graph.passes.own_products import OwnProducts
-from amp_graph.passes.pack_weights import PackWeights
+from amp_graph.passes.casts.eliminate_casts import EliminateCasts
+from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.casts.layer_norm_fp32_gradients import ProtectNorms
+from amp_graph.passes.casts.share_casts import ShareCasts
+from amp_graph.passes.graph.identify_ops import IdentifyOps
+from amp_graph.passes.layout.channels_last import ChannelsLast
+from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinear
+from amp_graph.passes.layout.global_avg_pool_gradient import GlobalPool
+from amp_graph.passes.layout.sink_casts_into_concat import CastParts
+from amp_graph.passes.memory.accumulate_in_place import AccumulateInPlace
+from amp_graph.passes.memory.recompute_activations import RecomputeActivations
+from amp_graph.passes.memory.reuse_embedding_gradients import KeepGradientMemory
+from amp_graph.passes.memory.reuse_output_buffers import KeepLargeResults
+from amp_graph.passes.memory.upcast_into_huge_pages import WidenLarge
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
@@ -68,21 +67,22 @@ from amp_graph.passes.pipeline_row import (
     approximate,
     checked,
 )
-from amp_graph.passes.plan_precision import PlanPrecision
-from amp_graph.passes.pointwise_conv import PointwiseConv
-from amp_graph.passes.products_as_linears import ProductsAsLinears
-from amp_graph.passes.protect_norms import ProtectNorms
-from amp_graph.passes.recompute_activations import RecomputeActivations
-from amp_graph.passes.reduce_from_low import ReduceFromLow
-from amp_graph.passes.share_casts import ShareCasts
-from amp_graph.passes.small_linears import SmallLinears
-from amp_graph.passes.small_products import SmallProducts
-from amp_graph.passes.table_activations import TableActivations
-from amp_graph.passes.train_linears import TrainLinears
-from amp_graph.passes.weight_copies import WeightCopies
-from amp_graph.passes.what_pays_computed_again import fewest_computed_again
-from amp_graph.passes.widen_large import WidenLarge
-from amp_graph.passes.widen_products import WidenProducts
+from amp_graph.passes.precision.decompose_composites import ExpandComposites
+from amp_graph.passes.precision.machine_rates import class_of, machine_for
+from amp_graph.passes.precision.plan_precision import PlanPrecision
+from amp_graph.passes.profitability.recompute_thresholds import fewest_computed_again
+from amp_graph.passes.recognize.attention import FuseAttention
+from amp_graph.passes.recognize.constant_attention_masks import FoldMasks
+from amp_graph.passes.recognize.conv_to_linear import ConvAsLinear
+from amp_graph.passes.recognize.einsum_to_matmul import EinsumsAsProducts
+from amp_graph.passes.recognize.empty_concat_operands import DropEmpty
+from amp_graph.passes.recognize.gelu import FuseGelu
+from amp_graph.passes.recognize.matmul_to_linear import ProductsAsLinears
+from amp_graph.passes.recognize.no_op_dropout import DropDropout
+from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
+from amp_graph.passes.weights.batch_weight_casts import GroupWeightCasts
+from amp_graph.passes.weights.cache_weight_casts import KeepWeightCopies
+from amp_graph.passes.weights.cast_cache import WeightCopies
 
 CPU, CUDA = ("cpu",), ("cuda",)
 RECOGNIZE, PRECISION, CASTS, LAYOUT = Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS, Stage.LAYOUT

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes import facts
 from amp_graph.passes.base import Pass, VerifyError, Writes
-from amp_graph.passes.classify import is_conversion_target
-from amp_graph.passes.fake_errors import told_of_fakes
-from amp_graph.passes.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
-from amp_graph.passes.lifetimes import Lifetimes
-from amp_graph.passes.meta_keys import IDENTITY, REGION
-from amp_graph.passes.node_value import captured, fake_mode_of, run_node, tensors, value
-from amp_graph.passes.plan_precision import refuse_mixed
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_errors import told_of_fakes
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, run_node, tensors, value
+from amp_graph.passes.graph.graph_text import target_text, type_text
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
+from amp_graph.passes.graph.liveness import Lifetimes
+from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
+from amp_graph.passes.precision.classify import is_conversion_target
+from amp_graph.passes.precision.plan_precision import refuse_mixed
 from amp_graph.passes.registry import is_own
-from amp_graph.passes.text import target_text, type_text
-from amp_graph.passes.torch_private import DEPENDS_ON_DATA, FakeTensorMode, OpOverload
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _refuse_without_value(gm: GraphModule, before: Contract) -> None:
             said = (
                 f"the pass wrote it without a value, node.meta['val'], which {readers} reads\n"
                 "  legal: every new node that is read says what it computes, as fake tensors\n"
-                "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.node_value"
+                "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.graph.fake_values"
             )
             raise VerifyError(_told(node, said))
 
@@ -144,13 +145,13 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
         str(part.op)
         for node in nodes
         for part in _operations(node, mode)
-        if facts.draws(part.op, part.arguments) or facts.is_mutable(part.op)
+        if node_info.draws(part.op, part.arguments) or node_info.is_mutable(part.op)
     ]
 
 
 def _outlives(node: Node, lives: Lifetimes) -> bool:
     """Say whether what ``node`` does is seen from outside of the graph: it draws, or writes to an input."""
-    if isinstance(node.target, OpOverload) and facts.is_random(node.target):
+    if isinstance(node.target, OpOverload) and node_info.is_random(node.target):
         return True
     written = lives.memory_written_by(node)
     return not written or any(root.op != "call_function" for root in written)
@@ -163,18 +164,18 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
         return ()
     identity = node.meta.get(IDENTITY) if ours else node.meta.get(IDENTITY) or identify(node, mode)
     found = identity.operations if isinstance(identity, Identity) else ()
-    return tuple(o for o in found if facts.draws(o.op, o.arguments)) if ours else found
+    return tuple(o for o in found if node_info.draws(o.op, o.arguments)) if ours else found
 
 
 def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
-    if node.op not in ("call_function", "call_method") or not tensors(value(node)) or facts.is_higher_order(node):
+    if node.op not in ("call_function", "call_method") or not tensors(value(node)) or node_info.is_higher_order(node):
         return False
     if REGION in node.meta or is_part(node) or is_own(node.target):
         return False
     # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
     operations = _operations(node, mode)
     return (bool(operations) or is_conversion_target(node)) and not any(
-        facts.reshapes_in_place(o.op) or facts.changes_shape_by_data(o.op) for o in operations
+        node_info.reshapes_in_place(o.op) or node_info.changes_shape_by_data(o.op) for o in operations
     )
 
 
@@ -197,7 +198,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
 
 
 def _told(node: Node, what: str) -> str:
-    where = facts.source_line(node)
+    where = node_info.source_line(node)
     inputs = ", ".join(type_text(value(s)) for s in node.all_input_nodes)
     return f"verify: {node.name} = {target_text(node)}({inputs}): {what}" + (f"\n  at {where}" if where else "")
 

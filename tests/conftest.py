@@ -76,7 +76,7 @@ def pytest_collection_finish():
 def _all_is_worth_it(request, monkeypatch):
     """Lower the tests' small models whatever that takes, but for what is marked ``by_profit``."""
     if "by_profit" not in request.keywords:
-        monkeypatch.setattr("amp_graph.passes.predict.WORTH_IT", math.inf)
+        monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from amp_graph.conversion import conversion_of
-from amp_graph.passes.torch_private import storage_of
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.torch_compat.storage import storage_of
 from tests.measure_dtypes import CASTS, MOVES, Watch, op_name, tensors
 
 # Autograd nodes that hand a weight's gradient on without computing: a cast of `w.t()` is a cast of w.

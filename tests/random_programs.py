@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import CONVERSION
-from amp_graph.passes.overlap import may_overlap
+from amp_graph.capture.conversion import CONVERSION
+from amp_graph.passes.graph.view_overlap import may_overlap
 from tests.measure import ZERO_GRADIENT
 from tests.random_lines import CASTS, DATA_DEPENDENT, DTYPED, OPERATIONS, ROWS, VIEWS, WIDTH, WRITES, finite, fit, like
 
@@ -401,7 +401,7 @@ def _smaller(plan: Plan) -> list[Plan]:
 
 
 def main(argv: list[str]) -> int:
-    from amp_graph.passes import predict
+    from amp_graph.passes.precision import predict_time
 
     parser = argparse.ArgumentParser(prog="python -m tests.random_programs")
     parser.add_argument("--count", type=int, default=5000)
@@ -410,7 +410,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--breaks", action="store_true", help="with graph breaks")
     parser.add_argument("--shrink", action="store_true", help="print the smallest program that fails as well")
     asked = parser.parse_args(argv)
-    predict.WORTH_IT = float("inf")
+    predict_time.WORTH_IT = float("inf")
     torch.set_num_threads(1)
     start, failed, worst = time.perf_counter(), 0, []
     for seed in range(asked.seed, asked.seed + asked.count):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.demo import main, race, underflow
+from amp_graph.demo import interleaved_training, main, underflow
 from amp_graph.demo.data import SYMBOLS, Digits, SourceText
 from amp_graph.demo.measure import casts_and_saved
 from amp_graph.demo.models import narrow_stack
@@ -143,11 +143,12 @@ def test_counting_casts_does_not_move_what_is_held_out(monkeypatch):
 
     def held_out():
         return [
-            one.held_out_loss for one in race.race(chosen, chosen.phases[0], lambda: None, 0, VARIANTS["bf16"][:2])[1]
+            one.held_out_loss
+            for one in interleaved_training.race(chosen, chosen.phases[0], lambda: None, 0, VARIANTS["bf16"][:2])[1]
         ]
 
     counted = held_out()
-    monkeypatch.setattr(race, "casts_and_saved", lambda model, forward: (0, 0.0))
+    monkeypatch.setattr(interleaved_training, "casts_and_saved", lambda model, forward: (0, 0.0))
     assert held_out() == counted
 
 

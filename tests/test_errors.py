@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError, ListError, PolicyError
 from tests.corpus import make
 
@@ -290,7 +290,7 @@ def test_interrupted_during_capture_it_works_at_the_next_call(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("amp_graph.captured_graphs.name_nodes", interrupted)
+        patched.setattr("amp_graph.capture.captured_graphs.name_nodes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     before.check()
@@ -301,7 +301,7 @@ def test_interrupted_during_capture_it_works_at_the_next_call(monkeypatch):
 
 
 def test_a_failing_pass_names_itself_and_leaves_the_model(monkeypatch):
-    from amp_graph.passes.insert_casts import InsertCasts
+    from amp_graph.passes.casts.insert_casts import InsertCasts
 
     model, x = Net(), torch.randn(3, 16)
     plain = model(x)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.passes import norm_ops
-from amp_graph.passes.native_code import CompilerError
+from amp_graph.passes.backends.cpu.norm import add_norm_kernel
+from amp_graph.passes.native.jit_compiler import CompilerError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kernels that may die run in forks")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kernels that ma
 def test_no_kernel_leaves_its_tensors_in_a_sample_and_broken_ones_are_found():
     """A process of its own: threads that tests have started do not outlive the forks that cases run in."""
     try:
-        norm_ops.library(norm_ops.torch.bfloat16)
+        add_norm_kernel.library(add_norm_kernel.torch.bfloat16)
     except CompilerError as error:
         pytest.skip(str(error))
     done = subprocess.run(

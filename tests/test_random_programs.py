@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 import amp_graph
-from amp_graph.passes import lookahead
-from amp_graph.passes.memory import Memory
+from amp_graph.passes.graph.aliasing import Memory
+from amp_graph.passes.precision import lookahead
 from tests.random_lines import VIEWS, WRITES
 from tests.random_programs import Line, Plan, check, compare, grow, shrink
 

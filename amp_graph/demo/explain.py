@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from amp_graph.captured_graphs import Captured
-from amp_graph.passes.atomic_files import write_atomically
-from amp_graph.passes.plan_precision import Mark, marks
-from amp_graph.passes.text import graph_text
+from amp_graph.capture.captured_graphs import Captured
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.precision.plan_precision import Mark, marks
 
 Row = tuple[str, int, str, str]
 

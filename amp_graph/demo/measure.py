@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_graph.passes.weight_updates import weights_were_written
+from amp_graph.passes.weights.update_tracking import weights_were_written
 
 COPIES = ("aten._to_copy", "aten.copy_", "prims.convert_element_type")
 

@@ -23,12 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import amp_graph
 from amp_graph.demo import explain, show, underflow
 from amp_graph.demo.data import MissingData
-from amp_graph.demo.race import Result, race
+from amp_graph.demo.interleaved_training import Result, race
 from amp_graph.demo.tasks import NAMES, Task, has_transformers, task
 from amp_graph.demo.threads import useful_threads
 from amp_graph.demo.variants import Trainee
 from amp_graph.errors import AmpGraphError
-from amp_graph.passes.atomic_files import write_atomically
+from amp_graph.passes.native.atomic_files import write_atomically
 
 Results = dict[str, list[Result]]
 CHOICES = (*NAMES, underflow.NAME)

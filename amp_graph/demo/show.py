@@ -17,10 +17,10 @@ from rich.table import Table
 
 from amp_graph.demo.data import MissingData
 from amp_graph.demo.explain import Row
-from amp_graph.demo.race import Result
+from amp_graph.demo.interleaved_training import Result
 from amp_graph.demo.tasks import Task
 from amp_graph.demo.underflow import SMALLEST, Outcome
-from amp_graph.passes.atomic_files import write_atomically
+from amp_graph.passes.native.atomic_files import write_atomically
 
 LEAST_WIDTH = 100
 LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from amp_graph.demo.data import Batch, Digits
+from amp_graph.demo.interleaved_training import train
 from amp_graph.demo.models import narrow_stack
-from amp_graph.demo.race import train
 from amp_graph.demo.tasks import Phase, Task, built, call
 from amp_graph.demo.variants import FP32, Trainee, Variant
 from amp_graph.errors import AmpGraphWarning

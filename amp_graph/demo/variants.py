@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.captured_graphs import Captured
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.captured_graphs import Captured
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.demo.data import Batch
 from amp_graph.demo.tasks import Phase, Task
 

@@ -28,7 +28,7 @@ EDGE = re.compile(r'  "([^"]+)" -> "([^"]+)";')
 
 def dump(policy: str) -> str:
     """Return what the tool prints for the block under ``policy``."""
-    from amp_graph.cli import main
+    from amp_graph.cli.main import main
 
     out = io.StringIO()
     target = f"{FOLDER / 'block.py'}:build"

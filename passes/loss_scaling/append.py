@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.passes.base import PassError
+from amp_graph.passes.graph.fake_values import fake_mode_of, value
+from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, like_in
-from amp_graph.passes.meta_keys import INPUT
-from amp_graph.passes.node_value import fake_mode_of, value
-from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, make_fx, tracing_fake
+from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, make_fx, tracing_fake
 
 
 class StateInput(NamedTuple):

@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from amp_graph.passes.base import PassError
-from amp_graph.passes.lifetimes import Lifetimes
-from amp_graph.passes.meta_keys import JOINT
-from amp_graph.passes.node_value import tensors, value
-from amp_graph.passes.torch_private import FakeTensor, FakeTensorMode, storage_key
+from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.graph.liveness import Lifetimes
+from amp_graph.passes.graph.meta_keys import JOINT
+from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode
+from amp_graph.passes.torch_compat.storage import storage_key
 
 APART = "amp_values_apart"  # meta key of a graph: its values do not show which of them share memory
 ONES = (torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.operators import LIBRARY, define_operator
-from amp_graph.passes.operators import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.native.operator_library import LIBRARY, define_operator
+from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 
 OPTIONS = (
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, node_named
-from amp_graph.passes.node_value import tensors, value
 
 SCALE = "loss_scale"
 

@@ -13,11 +13,11 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import found_inf_node
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.loss_scaling.scale_loss import SCALE
-from amp_graph.passes.node_value import value
 
 # The other inputs of ``update_loss_scale_``, 0-d int32, as graphs name them and as people read them.
 COUNTS = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.weight_updates import weights_were_written
+from amp_graph.passes.weights.update_tracking import weights_were_written
 from tests.corpus import CASES, Case, make
 from tests.corpus.losses import classify, of, own
 from tests.corpus.transformers_models import HEADS, INIT, VOCAB, WIDTH, _masked_lm

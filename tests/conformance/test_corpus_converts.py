@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.conversion import conversion_of
 from tests.corpus import CASES, make
 
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")

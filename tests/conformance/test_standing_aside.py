@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.captured_graphs import CapturedGraphs
+from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.errors import AmpGraphWarning, PassError
 from amp_graph.passes.base import Pass
 from amp_graph.rewrite import copy_graph

@@ -9,11 +9,11 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
-from amp_graph.loss_scale import STUCK, LossScale
 from amp_graph.policy import DTYPES as LOW
+from amp_graph.scaling.loss_scale import STUCK, LossScale
 from tests.corpus import CASES, make
 from tests.measure import to_device
-from tests.test_grad_scaler import moved, torchs
+from tests.scaling.test_grad_scaler import moved, torchs
 
 DEVICE = "cuda"
 WHOLE = ("bert_sdpa", "gpt2", "vit", "resnet_bottleneck", "lstm_lm", "tied_weights")

@@ -8,16 +8,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from amp_graph.cli.input_spec import SpecError, make_inputs, parse_inputs
 from amp_graph.errors import ListError, PolicyError
-from amp_graph.input_spec import SpecError, make_inputs, parse_inputs
 from amp_graph.lists import dump, effective
 from amp_graph.lists.files import FOLDER
 from amp_graph.lists.parse import parse
 from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text
-from amp_graph.passes.formulate import formulate
-from amp_graph.passes.machine import MACHINES, machine_text, read_machine
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
+from amp_graph.passes.precision.build_assignment import formulate
+from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
 from amp_graph.policy import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE, Policy
 from tests.fuzz.texts import EVIL, ODD, encoded, mutated, word
 

@@ -1,10 +1,10 @@
 /* A kernel that is wrong as it is told to be: what a run between guard pages has to find.
 
-   native_code.py compiles this file. */
+   jit_compiler.py compiles this file. */
 
 #include <stdlib.h>
 
-#include "kernel.h"
+#include "low_precision.h"
 
 enum { RIGHT, READS_BEHIND, WRITES_BEHIND, READS_BEFORE, LEAVES_THE_LAST, SCRATCH_BEHIND, SCRATCH_NOT_WRITTEN };
 

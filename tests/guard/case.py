@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.operators import FUNCTIONS
+from amp_graph.passes.native.operator_library import FUNCTIONS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOWS = (BF16, FP16)

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from amp_graph.passes import attention_kernel, dropout_in_bits
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from tests.guard.case import BF16, FP32, drawn, op, over, same
 
 QUERIES = (0, 1, 3, 17, 33, 290)
@@ -69,8 +70,8 @@ def attention(batch, groups, queries, keys, width, kind, apart):
     )
     if kind == "dropout":
         p = 0.25
-        kept = dropout_in_bits.dropout_bits(q[..., 0], p, keys)
-        noise = dropout_in_bits.kept_of(kept, batch * heads * queries * keys).double().div(1 - p)
+        kept = bitmask_dropout.dropout_bits(q[..., 0], p, keys)
+        noise = bitmask_dropout.kept_of(kept, batch * heads * queries * keys).double().div(1 - p)
         noise = noise.view(batch, heads, queries, keys)
     found = op("attention_forward")(q, k, v, mask, causal, scale, kept, p)
     inputs = [t.double().requires_grad_() for t in (q, k, v)]

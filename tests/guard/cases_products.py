@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.passes import amx_product, linear_kernel
+from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from tests.guard.case import BF16, SIZES, drawn, op, over, same
 from tests.guard.small import multiply_small
 
@@ -24,8 +24,8 @@ def laid(rows, columns, how, scale=1.0):
 def panels(rows, depth, columns, biased, wide):
     x, weight = drawn(rows, depth), drawn(columns, depth, scale=0.3)
     bias = drawn(columns) if biased else None
-    laid_out = linear_kernel.panels_of(weight)
-    same(linear_kernel.dense_of(laid_out, columns, depth), weight, 0.0, "the weight")
+    laid_out = panel_gemm.panels_of(weight)
+    same(panel_gemm.dense_of(laid_out, columns, depth), weight, 0.0, "the weight")
     found = op("linear_by_panels")(x, laid_out, bias, not wide, columns, wide)
     wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     same(found, wanted if wide else wanted.relu(), 2.0**-7)
@@ -53,7 +53,7 @@ def products_and_sums(rows, depth, columns, wide):
 def large_products(sizes, a, b):
     """More than one block of rows, of columns, and of the depth."""
     rows, columns, depth = sizes
-    if amx_product.library() is None:
+    if amx_gemm.library() is None:
         return
     left, right = laid(rows, depth, a), laid(depth, columns, b, 0.1)
     same(op("amx_product")(left, right, None, True), left.double() @ right.double(), 2.0**-7)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.passes.native_code import load
+from amp_graph.passes.native.jit_compiler import load
 from tests.guard.case import Case, drawn, equal
 
 SOURCE = Path(__file__).with_name("broken.c")

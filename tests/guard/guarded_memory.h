@@ -1,4 +1,4 @@
-/* What C allocates, between two pages that nobody may touch: in front of whatever native_code.py compiles.
+/* What C allocates, between two pages that nobody may touch: in front of whatever jit_compiler.py compiles.
 
    Before: `malloc(n)`, behind which other memory lies. After: memory that ends at such a page, or, where the environment has
    AMP_GRAPH_GUARD=begin, begins behind one; full of NaNs until it is written, and gone once it is freed. */

@@ -23,7 +23,7 @@ import torch
 
 import amp_graph
 import amp_graph.passes
-from amp_graph.passes.operators import FUNCTIONS
+from amp_graph.passes.native.operator_library import FUNCTIONS
 from tests.guard import case
 from tests.guard.controls import controls
 from tests.guard.memory import PLACES, Guarded
@@ -37,7 +37,7 @@ WITHOUT_C = {
     "cudnn_rnn": "cuDNN's, on CUDA",
     "cudnn_rnn_backward": "cuDNN's, on CUDA",
     "linear_bias": "oneDNN's linear",
-    "small_product": "torch's; what stands for it in compiled graphs is called as small_product.c",
+    "small_product": "torch's; what stands for it in compiled graphs is called as small_gemm.c",
     "table_gradient": "torch's index_add_",
     "mkldnn_rnn_layer": "oneDNN's LSTM",
     "recurrent": "torch's layers",
@@ -54,9 +54,9 @@ CALLED = 1 << 16  # bytes for the names of what a child has called
 def load_all() -> None:
     """Import whatever defines an operator, and all cases."""
     for package in (amp_graph.passes, amp_graph):
-        for module in pkgutil.iter_modules(package.__path__):
-            if module.name != "__main__" and not module.ispkg:
-                importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.startswith("amp_graph.demo") and not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     for path in sorted(HERE.glob("cases_*.py")):
         importlib.import_module(f"tests.guard.{path.stem}")
 
@@ -65,7 +65,7 @@ def exported() -> set[tuple[str, str]]:
     """Return the source and name of every function that compiled C of ours hands to Python."""
     folders = (Path(next(iter(p))) for p in (amp_graph.passes.__path__, amp_graph.__path__))
     found = set()
-    for source in (c for folder in folders for c in folder.glob("*.c")):
+    for source in (c for folder in folders for c in folder.rglob("*.c")):
         for name in re.findall(r"^(?:void|int|int64_t) (\w+)\(", source.read_text(), re.MULTILINE):
             found.add((source.stem, name))
     return {(source, name) for source, name in found if name not in NO_KERNELS} | {("small_product", "small_product")}

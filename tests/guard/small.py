@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes import tiled_code
-from amp_graph.passes.native_code import load
-from amp_graph.passes.product_kernel import SOURCE
+from amp_graph.passes.backends.inductor.small_gemm_template import SOURCE
+from amp_graph.passes.native import gemm_builds
+from amp_graph.passes.native.jit_compiler import load
 
 CALL = "\nvoid small_product(const Product *p) { multiply(p); }\n"
 
@@ -24,7 +24,7 @@ def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / SOURCE.name
         source.write_text(SOURCE.read_text() + CALL)
-        flags = tiled_code.DOT_PRODUCTS if tiled_code.cpu_has_bf16() else ("-DPLAIN_LOOPS",)
+        flags = gemm_builds.DOT_PRODUCTS if gemm_builds.cpu_has_bf16() else ("-DPLAIN_LOOPS",)
         found = load(source, flags)
     found.small_product.argtypes = (ctypes.c_char_p,)
     return found

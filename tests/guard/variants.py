@@ -15,15 +15,10 @@ from typing import Any
 
 import torch
 
-from amp_graph.passes import (
-    amx_product,
-    attention_kernel,
-    cast_kernel,
-    linear_kernel,
-    lstm_kernel,
-    native_code,
-    tiled_code,
-)
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
+from amp_graph.passes.backends.recurrent import lstm_kernel
+from amp_graph.passes.native import cast_kernel, gemm_builds, jit_compiler
 from tests.guard.memory import PLACES
 
 HERE = Path(__file__).parent
@@ -57,31 +52,31 @@ def prepare(variant: Variant, called: set[tuple[str, str]]) -> None:
     """Have C compiled as ``variant`` says, threads for little work, and what is called noted."""
     os.environ["AMP_GRAPH_GUARD"] = variant.place
     torch.set_num_threads(variant.threads)
-    native_code.LEAST_OF_A_THREAD = 1
+    jit_compiler.LEAST_OF_A_THREAD = 1
     cast_kernel.LARGE = cast_kernel.LARGE_OF_PLACES = 0
     if variant.guards_scratch:
         version = f"-DGUARDED=0x{hashlib.sha256(INCLUDED.read_bytes()).hexdigest()[:8]}"
-        native_code.FLAGS = (*native_code.FLAGS, "-include", str(INCLUDED), version)
+        jit_compiler.FLAGS = (*jit_compiler.FLAGS, "-include", str(INCLUDED), version)
     if variant.build in ("AVX2", "DEFAULT"):
         capability = variant.build
         torch.backends.cpu.get_cpu_capability = lambda: capability
     if variant.build == "emulated units":
         version = f"-DEMULATED=0x{hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]}"
-        flags = (*tiled_code.DOT_PRODUCTS, "-DMATRIX_UNITS", "-include", str(TILES), version)
-        _tiled(lambda source, part=(): native_code.load(source, (*flags, *part)))
-        amx_product.built = lambda source, *_: native_code.load(source, flags)
+        flags = (*gemm_builds.DOT_PRODUCTS, "-DMATRIX_UNITS", "-include", str(TILES), version)
+        _tiled(lambda source, part=(): jit_compiler.load(source, (*flags, *part)))
+        amx_gemm.built = lambda source, *_: jit_compiler.load(source, flags)
     if variant.build == "dot products":
-        _tiled(lambda source, part=(): tiled_code.built(source, part=part))
+        _tiled(lambda source, part=(): gemm_builds.built(source, part=part))
     _note_calls(called)
 
 
 def _tiled(best: Callable[..., Any]) -> None:
-    for module in (linear_kernel, lstm_kernel, attention_kernel):
+    for module in (panel_gemm, lstm_kernel, attention_kernel):
         module.best = best  # type: ignore[attr-defined]
 
 
 def _note_calls(called: set[tuple[str, str]]) -> None:
-    sharing = native_code._sharing_threads
+    sharing = jit_compiler._sharing_threads
 
     def noting(found: Any) -> Any:
         source = Path(found._name).name.rpartition("-")[0]
@@ -96,4 +91,4 @@ def _note_calls(called: set[tuple[str, str]]) -> None:
         found._FuncPtr = Function
         return sharing(found)
 
-    native_code._sharing_threads = noting
+    jit_compiler._sharing_threads = noting

@@ -5,7 +5,15 @@ import os
 import pytest
 
 from amp_graph.lists import ListError, effective
-from amp_graph.passes.machine import MACHINES, VARIABLE, Machine, machine_for, machine_text, own_file, read_machine
+from amp_graph.passes.precision.machine_rates import (
+    MACHINES,
+    VARIABLE,
+    Machine,
+    machine_for,
+    machine_text,
+    own_file,
+    read_machine,
+)
 
 RULE = b'[[op]]\nop = "gelu"\nclass = "deny"\nwhy = "so"\n'
 FILES = {

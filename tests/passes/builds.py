@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_graph.passes import amx_product, linear_kernel, linear_low, tiled_code
-from amp_graph.passes.native_code import CompilerError, load
+from amp_graph.passes.backends.cpu.linear import amx_gemm, linear_functions, panel_gemm
+from amp_graph.passes.native import gemm_builds
+from amp_graph.passes.native.jit_compiler import CompilerError, load
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
 BUILDS = ("matrix units", "emulated units", "dot products")
@@ -17,14 +18,14 @@ M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numb
 
 def built(source, name, part=()):
     """The library as it is called, or a skip where this machine cannot have it; ``part``: of it, by macros."""
-    if name == "emulated units" and tiled_code.built(linear_kernel.SOURCE):
+    if name == "emulated units" and gemm_builds.built(panel_gemm.SOURCE):
         version = hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]
         macros = ("-DMATRIX_UNITS", "-include", str(TILES), f"-DEMULATED=0x{version}")
         try:
-            return load(source, (*tiled_code.DOT_PRODUCTS, *macros, *part))
+            return load(source, (*gemm_builds.DOT_PRODUCTS, *macros, *part))
         except CompilerError as error:
             pytest.fail(str(error))
-    found = tiled_code.built(source, *(tiled_code.MATRIX_UNITS if name == "matrix units" else ()), part=part)
+    found = gemm_builds.built(source, *(gemm_builds.MATRIX_UNITS if name == "matrix units" else ()), part=part)
     return found or pytest.skip(f"needs a C compiler, and a CPU for {name}")
 
 
@@ -32,12 +33,12 @@ def built(source, name, part=()):
 def every_build(request, monkeypatch):
     """What small linears are multiplied by, in each of its builds."""
     if request.param == "amx product":
-        found = amx_product.typed(built(amx_product.SOURCE, "matrix units"))
-        monkeypatch.setattr(linear_low, "MOST_OF_A_CALL", 0)
+        found = amx_gemm.typed(built(amx_gemm.SOURCE, "matrix units"))
+        monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
     else:
-        library, found = linear_kernel.typed(built(linear_kernel.SOURCE, request.param)), None
-        monkeypatch.setattr(linear_kernel, "library", lambda: library)
-    monkeypatch.setattr(amx_product, "library", lambda: found)
+        library, found = panel_gemm.typed(built(panel_gemm.SOURCE, request.param)), None
+        monkeypatch.setattr(panel_gemm, "library", lambda: library)
+    monkeypatch.setattr(amx_gemm, "library", lambda: found)
 
 
 INSTRUCTIONS = ("as torch", "AVX2", "DEFAULT")

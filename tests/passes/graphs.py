@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from amp_graph.passes import regions
 from amp_graph.passes.base import Pass, PassResult
-from amp_graph.passes.checkpoints import inline_checkpoints
+from amp_graph.passes.graph import grad_regions
+from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
+from amp_graph.passes.graph.fake_values import adopt_values
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.manager import Timed, run_passes
-from amp_graph.passes.node_value import adopt_values
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.text import graph_text
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
 
@@ -50,7 +50,7 @@ class Capture:
         adopt_values(gm)
         inline_checkpoints(gm)
         adopt_values(gm)
-        regions.mark_regions(gm)
+        grad_regions.mark_regions(gm)
         return gm
 
     def through(self, passes: list[Pass]) -> tuple[GraphModule, tuple[Timed, ...]]:

@@ -1,9 +1,9 @@
 """Planning problems of captured graphs, and what a plan for them costs."""
 
-from amp_graph.passes import plan_precision
-from amp_graph.passes.formulate import formulate
-from amp_graph.passes.machine import MACHINES, read_machine
-from amp_graph.passes.plan_precision import PlanPrecision
+from amp_graph.passes.precision import plan_precision
+from amp_graph.passes.precision.build_assignment import formulate
+from amp_graph.passes.precision.machine_rates import MACHINES, read_machine
+from amp_graph.passes.precision.plan_precision import PlanPrecision
 from tests.passes.graphs import passes_until
 
 

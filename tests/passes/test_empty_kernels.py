@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph.passes.pipeline_table  # noqa: F401  which defines all operators
-from amp_graph.passes import attention_kernel, linear_kernel, lstm_kernel
-from amp_graph.passes.attention_backward import _backward_by_products
-from amp_graph.passes.native_code import CompilerError
-from amp_graph.passes.operators import FUNCTIONS
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.attention.attention_functions import _backward_by_products
+from amp_graph.passes.backends.cpu.linear import panel_gemm
+from amp_graph.passes.backends.recurrent import lstm_kernel
+from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.native.operator_library import FUNCTIONS
 from tests.passes.builds import memory_that_is_not_zero  # noqa: F401
 
 BF16 = torch.bfloat16
@@ -27,7 +29,7 @@ def drawn(*shape, dtype=BF16):
 
 @pytest.fixture
 def dot_products():
-    if linear_kernel.library() is None or attention_kernel.library() is None or lstm_kernel.library() is None:
+    if panel_gemm.library() is None or attention_kernel.library() is None or lstm_kernel.library() is None:
         pytest.skip("needs a C compiler, and a CPU with dot products of bf16")
 
 
@@ -130,10 +132,10 @@ def test_a_norm_of_rows_without_elements():
 @pytest.mark.usefixtures("dot_products")
 def test_a_product_over_nothing_is_its_bias_in_a_thread_that_has_no_memory_yet():
     a, b, bias, found = drawn(3, 0), drawn(0, 5), drawn(5), []
-    weight = linear_kernel.panels_of(b.t())
+    weight = panel_gemm.panels_of(b.t())
 
     def multiply():
-        found.append(linear_kernel.product(a, b, bias))
+        found.append(panel_gemm.product(a, b, bias))
         found.append(op("linear_by_panels")(a, weight, bias, False, 5))
 
     thread = threading.Thread(target=multiply)
@@ -142,4 +144,4 @@ def test_a_product_over_nothing_is_its_bias_in_a_thread_that_has_no_memory_yet()
     for one in found:
         assert torch.equal(one, F.linear(a, b.t(), bias))
     assert len(found) == 2
-    assert linear_kernel.dense_of(weight, 5, 0).shape == (5, 0)
+    assert panel_gemm.dense_of(weight, 5, 0).shape == (5, 0)

@@ -9,8 +9,8 @@ from unittest import mock
 import expecttest
 import torch
 
-from amp_graph.passes import what_pays, what_pays_for_images, what_pays_for_products
-from amp_graph.passes.text import graph_text
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.profitability import conv_thresholds, gemm_thresholds, thresholds
 from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
 
@@ -20,7 +20,7 @@ def graph_of(name, policy="bf16", multiplies_bf16=False):
     build, inputs = CASES[name]
     can = {"multiplies_bf16": multiplies_bf16, "cpu_has_bf16": multiplies_bf16, "cpu_has_amx": False}
     with contextlib.ExitStack() as machine:
-        for module in (what_pays, what_pays_for_images, what_pays_for_products):
+        for module in (thresholds, conv_thresholds, gemm_thresholds):
             for known in can.keys() & vars(module).keys():
                 machine.enter_context(mock.patch.object(module, known, mock.Mock(return_value=can[known])))
         machine.enter_context(torch._dynamo.config.patch(allow_rnn=True))

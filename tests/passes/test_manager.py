@@ -9,12 +9,13 @@ import numpy
 import pytest
 import torch
 
-from amp_graph.passes import insert_casts, plan_precision
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Skip, VerifyError
-from amp_graph.passes.editing import set_value
-from amp_graph.passes.identify_ops import IdentifyOps
+from amp_graph.passes.casts import insert_casts
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
+from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.manager import VERIFY, run_passes
-from amp_graph.passes.node_value import fake_mode_of, run_node, value
+from amp_graph.passes.precision import plan_precision
 from tests.passes.graphs import BF16, capture, capture_function, run_step, standard_passes
 
 X, W = torch.randn(2, 4), torch.randn(4, 4)

@@ -21,7 +21,7 @@ from amp_graph.passes.pipeline import pipeline, why_off
 from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, approximate, checked, placed
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
 from amp_graph.passes.pipeline_table import TABLE
-from amp_graph.passes.weight_copies import WeightCopies
+from amp_graph.passes.weights.cast_cache import WeightCopies
 
 ROWS = {row.name: row for row in TABLE}
 

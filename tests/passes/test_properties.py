@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.conversion import conversion_of
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.node_value import tensors, value
-from amp_graph.passes.text import graph_text
 from tests.passes.graphs import BF16, FP32, capture, run_step, standard_passes
 from tests.passes.programs import program
 

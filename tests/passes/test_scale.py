@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from amp_graph.passes import identify_ops, insert_casts
+from amp_graph.passes.casts import insert_casts
+from amp_graph.passes.graph import identify_ops
+from amp_graph.passes.graph.fake_values import adopt_values
+from amp_graph.passes.graph.grad_regions import mark_regions
+from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.node_value import adopt_values
-from amp_graph.passes.record_values import record_values
-from amp_graph.passes.regions import mark_regions
 from tests.passes.graphs import standard_passes
 
 

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from amp_graph.passes.base import VerifyError
-from amp_graph.passes.editing import set_value
-from amp_graph.passes.identify_ops import IdentifyOps
-from amp_graph.passes.insert_casts import InsertCasts
+from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.identify_ops import IdentifyOps
+from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.meta_keys import IDENTITY
-from amp_graph.passes.node_value import value
-from amp_graph.passes.record_values import record_values
 from amp_graph.passes.verify import Contract, captured_outputs, verify
 from tests.passes.graphs import BF16
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.lookahead import Lookahead
+from amp_graph.passes.graph.aliasing import observe
+from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.graph.view_overlap import may_overlap
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.memory import observe
-from amp_graph.passes.meta_keys import IDENTITY
-from amp_graph.passes.overlap import may_overlap
-from amp_graph.passes.plan_precision import PlanPrecision, marks
+from amp_graph.passes.precision.lookahead import Lookahead
+from amp_graph.passes.precision.plan_precision import PlanPrecision, marks
 from tests.measure import DtypeLog
 from tests.passes.graphs import capture_function, node_named, passes_until, standard_passes
 

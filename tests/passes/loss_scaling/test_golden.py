@@ -7,6 +7,7 @@ To accept new texts: EXPECTTEST_ACCEPT=1 pytest tests/passes/loss_scaling/test_g
 import expecttest
 import torch
 
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.loss_scaling import (
     AverageOverRanks,
     CheckFiniteAndUnscale,
@@ -18,7 +19,6 @@ from amp_graph.passes.loss_scaling import (
     name_joint,
 )
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.text import graph_text
 from tests.passes.loss_scaling.joint_graphs import batch, exported, joint_of_aot_module, model_with_loss, traced
 
 

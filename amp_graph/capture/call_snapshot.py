@@ -1,0 +1,53 @@
+"""What a call of a model may write, as it was before the call: to run the call once more where it failed half way.
+
+Before: ``before = BeforeCall(model, args)``, then a call that raises. After ``before.restore()``: inputs, buffers and
+random state as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
+
+
+class BeforeCall:
+    """The version counters of a call's inputs and parameters, and the values of inputs, buffers and random state."""
+
+    def __init__(self, model: torch.nn.Module, given: Any) -> None:
+        """Read them."""
+        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        counted = [t for t in (*leaves, *model.parameters()) if not t.is_inference()]
+        self._versions = [(t, t._version) for t in counted]
+        held = [t for t in leaves if type(t) is Tensor and t.is_leaf and t.layout is torch.strided]
+        self._inputs = {id(t): t.detach().clone() for t in held if not t.is_inference()}
+        plain = [b for b in model.buffers() if not is_uninitialized(b) and b.layout is torch.strided]
+        self._buffers = [(b, b.detach().clone()) for b in plain]
+        self._random = torch.get_rng_state()
+        self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def is_lost(self) -> bool:
+        """Say whether the call wrote what ``restore`` does not take back: a parameter, or an input with a gradient.
+
+        Such an input is the result of other code, whose history of gradients it has no more.
+        """
+        return any(id(t) not in self._inputs or (t._is_view() and not t.is_leaf) for t in self._written())
+
+    def _written(self) -> list[Tensor]:
+        return [t for t, version in self._versions if t._version != version]
+
+    def restore(self) -> None:
+        """Take back what the call wrote to inputs and buffers, and drew of random numbers."""
+        with torch.no_grad():
+            for t in self._written():
+                (t if t.is_leaf else t.detach_()).copy_(self._inputs[id(t)])
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):  # a batch norm's version counters do not show it
+                    buffer.copy_(value)
+        torch.set_rng_state(self._random)
+        if self._random_cuda:
+            torch.cuda.set_rng_state_all(self._random_cuda)

@@ -1,0 +1,259 @@
+"""The graphs that Dynamo captured of one model: what each was rewritten to, and which parameters their runs read.
+
+Before: a GraphModule, as a Dynamo backend is given it. After: a ``Captured`` in ``graphs``, and what runs it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_line
+from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.dynamo_backend import Compile, Runner, lower
+from amp_graph.capture.gradient_underflow import UnderflowWatch
+from amp_graph.capture.graph_break_autocast import without_autocast
+from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.name_nodes import name_nodes
+from amp_graph.capture.precompile_kernels import compile_ahead
+from amp_graph.capture.recapture_limits import Budget
+from amp_graph.capture.run_as_captured import or_as_captured, plain_runner
+from amp_graph.devices import device_of, device_of_model
+from amp_graph.errors import ListError, PolicyError
+from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
+from amp_graph.passes.autocast_regions.user_casts import conversions
+from amp_graph.passes.base import PassError, VerifyError
+from amp_graph.passes.graph.fake_values import has_symbols
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.node_info import source_line
+from amp_graph.passes.manager import is_strict, is_verifying
+from amp_graph.passes.memory.heap_retention import HEAP
+from amp_graph.passes.memory.peak_memory import bytes_made, most_bytes
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.precision.dtype_reads import has_raised
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.torch_compat.dynamo_frames import weakly
+from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
+from amp_graph.passes.torch_compat.storage import bytes_of
+from amp_graph.passes.weights.cache_weight_casts import is_kept
+from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.watched_memory import look_at_parts_of
+from amp_graph.policy import Policy, word_of
+from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+
+
+@dataclass
+class Captured:
+    """One captured graph of a converted model: what it was rewritten to, and why it ended."""
+
+    rewritten: Rewritten
+    training: bool
+    grad: bool
+    break_reason: str = ""
+    break_line: str = ""
+    kept_bytes: int = 0  # of the heap, from step to step
+
+
+@dataclass(eq=False)
+class CapturedGraphs:
+    """Takes the graphs of ``model``, whose forward is ``forward``: a Dynamo backend is ``take``, or ``take_piece``."""
+
+    model: torch.nn.Module
+    forward: Callable[..., Any]
+    policy: Policy
+    compile: Compile
+    measured: tuple[Measured, ...]
+    escaped: EscapedCode
+    log: CaptureLog
+    said: Complaints
+    graphs: list[Captured] = field(default_factory=list)
+    runs: int = 0
+    runs_left_alone: int = 0  # of graphs in which nothing is low, as that would not pay
+    budget: Budget = field(default_factory=Budget)  # what captures may take
+    copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
+    _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
+
+    def __post_init__(self) -> None:
+        """Look out for underflow; nothing is captured yet."""
+        self._underflow = UnderflowWatch(self.said)
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one captured graph, record it, and return what runs it and counts the run."""
+        run = self._taken(gm, example_inputs, has_dtypes_read=False)
+        assert run is not None, "None is for what is captured again under autocast"
+        return run
+
+    def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
+        """Take the graph of a whole call; None, and nothing stays, for one that is to be captured under autocast."""
+        return self._taken(gm, example_inputs, has_dtypes_read=True)
+
+    def _taken(self, gm: GraphModule, example_inputs: Sequence[Any], *, has_dtypes_read: bool) -> Runner | None:
+        as_captured = partial(plain_runner, copy_graph(gm), self.policy)
+        try:
+            rewritten = self._rewritten(gm)
+        except (ListError, PolicyError):
+            raise
+        except Exception as error:
+            self._tell_of(error)
+            return self._counted(as_captured())
+        if has_dtypes_read and has_raised(gm):
+            return None
+        return self._recorded(rewritten, example_inputs, as_captured)
+
+    def _rewritten(self, gm: GraphModule) -> Rewritten:
+        name_nodes(gm, self.model, self.forward)
+        policy = self.policy
+        if break_of(gm) is not None:  # what a broken piece returns is read by Python that was captured in fp32
+            policy = replace(policy, keep_outputs=True)
+        self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
+        device, eager = device_of_model(self.model), self.compile == "eager"
+        if eager and torch.is_grad_enabled():  # where the model was converted for evaluation
+            compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
+        last = pipeline(Phase.COPIES, policy.pipeline_options(device or "cpu", copies=self.copies))
+        if self.compile == "inductor" and device is None:
+            last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
+        strict = self.said.strict or None
+        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
+
+    def _recorded(
+        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
+    ) -> Runner:
+        record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
+        broken = break_of(rewritten.gm)
+        if broken is not None:
+            record.break_reason, record.break_line = broken.reason, broken.where
+        self.graphs.append(record)
+        self.budget.nodes += len(rewritten.gm.graph.nodes)
+        at_once = self._bytes_at_once(record)
+        record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
+        run = self._lowered(rewritten, example_inputs, as_captured)
+        watch = HEAP.watch(record, at_once) if record.kept_bytes else None
+        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+        return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
+
+    def _watched(self, run: Runner) -> Runner:
+        """Return ``run``, whose backward is looked at for gradients that fp16 cannot hold."""
+        watch = weakref.ref(self._underflow)
+
+        def watched(*args: Any) -> Any:
+            results = run(*args)
+            found = watch()
+            if found is not None:
+                found.after(results)
+            return results
+
+        return watched
+
+    def _lowered(
+        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
+    ) -> Runner:
+        """Return what runs a rewritten graph, or, where that fails, the graph as captured."""
+        always = has_symbols(rewritten.gm)
+        try:
+            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+        except Exception as error:
+            self._tell_of(error)
+            return as_captured()
+        return or_as_captured(run, as_captured, weakly(self._tell_of), always=always)
+
+    def _tell_of(self, error: Exception) -> None:
+        """Say that a graph runs as captured; raises ``error`` where strict."""
+        if self.said.strict or is_strict():
+            raise error
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
+
+    def _bytes_at_once(self, record: Captured) -> int:
+        """Return how much of the heap a call takes: with its backward all that it makes, and gradients; 0 for none."""
+        gm = record.rewritten.gm
+        if not self.policy.keeps_memory or device_of(gm) != "cpu":
+            return 0
+        if not record.grad:
+            return most_bytes(gm, but=is_kept)
+        trained = (p for p in self.model.parameters() if p.requires_grad and not is_uninitialized(p))
+        return bytes_made(gm) + sum(map(bytes_of, trained))
+
+    def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
+        kind, dtype = self.escaped.kind()
+        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
+            return self._as_it_is(gm, example_inputs, "the user's torch.autocast around it is obeyed")
+        with torch.autocast(kind, enabled=False):
+            by_user = conversions(gm, dtype)
+            written = copy_graph(gm)
+            refusal = adopt_piece(gm, dtype)
+            try:
+                if not refusal:
+                    as_captured = partial(plain_runner, written, self.policy, (kind, dtype))
+                    run = self._recorded(self._rewritten(gm), example_inputs, as_captured)
+                    return self.escaped.watched(without_autocast(run, kind), by_user)
+            except (PassError, VerifyError) as error:
+                if self.said.strict or is_strict():
+                    raise
+                refusal = f"it could not be rewritten: {first_line(error)}"
+        return self.escaped.watched(self._as_it_is(written, example_inputs, refusal), by_user)
+
+    def unread(self) -> list[str]:
+        """Return the names of the parameters that no run of a graph has read."""
+        return [name for name, p in self.model.named_parameters() if id(p) not in self._read]
+
+    def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
+        """Run a graph as it was captured, under the autocast that it was captured under."""
+        where = next(filter(None, map(source_line, gm.graph.nodes)), "")
+        if why == BITS:
+            what = f"{word_of(self.escaped.kind()[1])} values are shown as another dtype behind a graph break"
+            self.escaped.stop_for_fp32(f"{what}: {where}")
+            self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
+        self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
+        return self._counted(lower(gm, example_inputs, self.compile, self.policy))
+
+    def _counted(self, run: Runner, alone: bool = False, watch: Callable[[], None] | None = None) -> Runner:
+        """Return ``run``, counting its runs, those of graphs that are left ``alone``, and the parameters it reads.
+
+        ``watch`` is called before each.
+        """
+        first, owner = True, weakref.ref(self)
+
+        def counted(*args: Any) -> Any:
+            nonlocal first
+            counts = owner()
+            if counts is not None:  # a piece of the user's code may be called by another model
+                if first:
+                    first = False
+                    counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+                counts.runs += 1
+                counts.runs_left_alone += alone
+            if watch is not None:
+                watch()
+            return run(*args)
+
+        return counted
+
+    def _new_copies(self) -> WeightCopies | None:
+        """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
+        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
+            return None
+        made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying())
+        look_at_parts_of(self.model)
+        # Dynamo may keep compiled code, and with it what that reads, for longer than the model lives.
+        weakref.finalize(self, made.drop).atexit = False
+        return made
+
+    def _held(self, weight: torch.Tensor, why: str) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
+        self.said.note(f"{name} is cast at each call, for {why}")
+
+
+def break_of(gm: GraphModule) -> Place | None:
+    """Return where and why a graph that Dynamo captured ends before its frame; None for one that does not."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    return break_at(reason.reason, reason.user_stack)

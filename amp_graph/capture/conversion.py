@@ -1,0 +1,417 @@
+"""A converted model's other half: captures its calls, keeps its graphs, and never falls silent.
+
+``model(x)`` runs ``Conversion.__call__``, which runs the graph captured for ``x``, or captures one.
+
+It stands where ``model.forward`` stood, in the instance: hooks of the model run around it as they always did, DDP
+and whoever else calls ``forward`` finds it, and so does an outer ``torch.compile``, which would otherwise trace
+the class's own forward, in fp32, without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.fx import GraphModule
+
+from amp_graph.capture.capture_log import CaptureLog
+from amp_graph.capture.captured_graphs import Captured, CapturedGraphs, break_of
+from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.dynamo_backend import Compile, Runner
+from amp_graph.capture.graph_break_autocast import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
+from amp_graph.capture.graph_break_policy import EscapedCode, FailsUnderAutocast
+from amp_graph.capture.graph_limits import GraphLimits
+from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
+from amp_graph.capture.sparse_operands import with_sparse_in_full
+from amp_graph.capture.unprofitable_calls import CallsLeftAlone
+from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.optim.master_weights import copy_masters, widened
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.torch_compat.dispatch import being_traced, in_transform, is_autocast_on, mode_without_capture
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_frames import (
+    Find,
+    compiled_frames,
+    dynamo_listens,
+    outside_dynamo,
+    own_code_object,
+    weakly,
+)
+from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
+from amp_graph.passes.torch_compat.fake import plain_forward, refused_under_fx, wait_for_traces_of_others
+from amp_graph.passes.torch_compat.modules import is_sharded
+from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.policy import HELD_LOW, Policy
+
+# They call the model inside, whose forward is what there is to convert.
+WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
+OWN = "amp_graph_forward"  # the name of the function that is captured
+# A call in which nothing ran is captured anew once so many have come: its cause may be gone, and most are not.
+TRIED_AGAIN = frozenset(8**n for n in range(20))
+_attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all models that are converted
+
+
+class NoSource(CaptureError, AttributeError):
+    """A converted model was asked for the source of its forward."""
+
+
+@dataclass(eq=False)
+class Conversion:
+    """How one model is converted, and every graph captured for it so far."""
+
+    model: torch.nn.Module
+    policy: Policy
+    compile: Compile = "eager"
+    dynamic: bool | None = None
+    strict: bool = False
+    # What the instance had as ``forward`` of its own (another library's wrapper), else None.
+    wrapped: Callable[..., Any] | None = None
+    measured: tuple[Measured, ...] = ()  # what roundings do in its graphs, for plans with an error budget
+    max_graphs: int = MOST  # of the same code
+
+    def __post_init__(self) -> None:
+        """Read the model's forward; nothing of the model changes before ``attach``."""
+        self.forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
+        # What is captured, and what runs where nothing was: low parameters (O2, O3) are seen as fp32 in it.
+        self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
+        functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
+        self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
+        self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
+        own = (self.model, self.forward, self.policy, self.compile, self.measured)
+        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
+        self._misses = 0  # calls in which nothing ran
+        how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
+        self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
+        self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
+
+    @property
+    def graphs(self) -> list[Captured]:
+        """What was captured, in order."""
+        return self.captured.graphs
+
+    @property
+    def runs(self) -> int:
+        """How many times a graph ran."""
+        return self.captured.runs
+
+    @property
+    def copies(self) -> WeightCopies | None:
+        """What holds the weights in low precision; None where they are cast at each call, and before the first."""
+        return self.captured.copies
+
+    @property
+    def escaped_runs(self) -> str:
+        """How code between graphs runs ("in fp32", "under torch.autocast(...)"), or "" where there is none."""
+        return self.escaped.how if self._is_in_pieces() or self.log.breaks else ""
+
+    def attach(self) -> None:
+        """Put this conversion in the place of the model's forward."""
+        self._run = self._capturing()
+        _attached.add(self)
+        self.model.__dict__.update({CONVERSION: self, "forward": self})
+
+    def detach(self) -> None:
+        """Give the model its own forward back."""
+        if self.copies is not None:
+            self.copies.drop()
+        _attached.discard(self)
+        del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
+        if self.wrapped is not None:
+            self.model.__dict__["forward"] = self.wrapped
+
+    def as_written(self) -> Callable[..., Any]:
+        """Return the forward that the model was written with, for a capture of its own, with its hooks."""
+        if self.model._forward_hooks or self.model._forward_pre_hooks or self.model._backward_hooks:
+            raise CaptureError(
+                f"the hooks of {type(self.model).__name__} run around its conversion and would be lost in a capture\n"
+                "  fix:   amp_graph.revert(model) first"
+            )
+        return self._wide
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its captured graph; captures one where no guard set fits."""
+        if dynamo_listens() is not None:
+            return self._with_dynamo_off(*args, **kwargs)
+        last = self._alone.last
+        if last is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor and not one.is_nested:
+            # Asked in the way that takes least; the guard sees autocast, tracing and modes, too.
+            training, grad, is_like_it = last
+            if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
+                return self._wide(one)
+        if being_traced():
+            raise self._not_to_be_traced()
+        if is_autocast_on():
+            if EscapedCode.is_running():  # as a part of another converted model, put there after that was converted
+                return self._wide(*args, **kwargs)
+            self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._call(args, kwargs)
+        if self._alone.kinds and self._alone.has(args, kwargs):
+            return self._wide(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    _with_dynamo_off = outside_dynamo(__call__)
+
+    def _not_to_be_traced(self, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        return kind(
+            f"{type(self.model).__name__} is converted by amp_graph and cannot be traced or exported as it is\n"
+            "  fix:   export amp_graph.revert(model), then amp_graph.rewrite(exported.module(), policy)"
+        )
+
+    @property
+    def __globals__(self) -> Any:
+        """What ``torch.jit.script`` asks of a forward whose source it compiles: this one has none.
+
+        Who asks whether there are any is answered as by any object without: a tracer of torch.fx asks that of each
+        module that is called meanwhile, in any thread.
+        """
+        raise self._not_to_be_traced(NoSource)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_transform():
+            self.said.complain(
+                "called inside a torch.func transform, where nothing can be captured: this call ran in fp32"
+            )
+            return self._wide(*args, **kwargs)
+        mode = mode_without_capture() if self.policy.level != "O0" else ""
+        if mode:
+            self.said.complain(
+                f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran {self.escaped.how}"
+            )
+            return self.escaped.run(self._wide, args, kwargs)
+        before, alone = self.runs, self.captured.runs_left_alone
+        if self.limits.passes():
+            return self.escaped.run(self._wide, args, kwargs)
+        try:
+            found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
+        except RuntimeError as error:  # guards read strides, which a nested tensor of the strided layout has not
+            self.said.complain(
+                f"called with what guards of captured code cannot look at: it ran {self.escaped.how}",
+                str(error).partition(". ")[0],
+            )
+            return self.escaped.run(self._wide, args, kwargs)
+        try:
+            result = (found or self._looked_up)(*args, **kwargs)
+        except NoGraph as stopped:
+            if not self.limits.has_none(stopped):
+                raise
+        except FailsUnderAutocast:
+            self._run = self._capturing()
+            return self._call(args, kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, AmpGraphError):
+                raise error.inner_exception from None
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and refused_under_fx(error):
+                if self.runs == before and wait_for_traces_of_others():
+                    return self._call(args, kwargs)
+                raise self._not_to_be_traced() from error
+            if self.runs == before:  # Dynamo skips what raised while it was traced, for good
+                self._run = self._escaping() if self._whole is not None else self._capturing()
+            raise
+        else:
+            return self._ran(result, args, kwargs, before, alone)
+        return self.escaped.run(self._wide, args, kwargs)
+
+    def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
+        """Return the ``result`` of a call, after a look at what ran in it; the numbers are those of runs before it."""
+        self.limits.ran()
+        if self.runs == before:
+            self._nothing_ran()
+        elif self.log.events:
+            self._look_for_what_escaped()
+        elif self.captured.runs_left_alone - alone == self.runs - before == 1:
+            self._leave_alone(args, kwargs)
+        return result
+
+    def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
+        """Run by way of Dynamo, which captures what it does not know; copies are of parameters, not of constants."""
+        if self.compile != "eager":
+            return self._run(*args, **kwargs)
+        with parameters_as_inputs():
+            return self._run(*args, **kwargs)
+
+    def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run calls like this one as they are written from now on: in its graph nothing is low."""
+        if self.policy.level not in HELD_LOW:  # a backward that recomputes would find them low
+            self._alone.add(args, kwargs)
+        left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
+        self.said.left_alone(left.gm, left.dtype)
+
+    def _look_for_what_escaped(self) -> None:
+        """Say which parameters no captured graph has read, where some of the forward was not captured."""
+        self.log.events = 0
+        unread = self.captured.unread()
+        if unread:
+            few = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
+            self.said.complain(
+                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}), and the "
+                f"code that does ran {self.escaped.how}",
+                self._causes(),
+                warned=not self.escaped.is_cast,
+            )
+
+    def _nothing_ran(self) -> None:
+        if self.policy.level == "O0":  # whose forward is called as it is
+            return
+        how = self.escaped.how if self._is_in_pieces() else "in fp32"
+        self._misses += 1
+        if self._misses in TRIED_AGAIN:  # Dynamo may have given the frame up for good, for a reason that is gone
+            self._run = self._capturing()
+        self.said.complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
+
+    def _causes(self) -> str:
+        """Return in a line why not all was captured."""
+        sharded = [name for name, part in self.model.named_modules() if name and is_sharded(part)]
+        if sharded:
+            return (
+                f"the hooks of {len(sharded)} sharded parts ({sharded[0]}, ...) cannot be captured; convert each part "
+                "before it is sharded: fully_shard(amp_graph.convert(part))"
+            )
+        return self.log.causes()
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the model's own forward: torch.export reads it before it calls."""
+        return self.forward.__code__
+
+    # -- capture --------------------------------------------------------------------------------------
+
+    def _capturing(self) -> Runner:
+        self._find: Find = _find_nothing
+        self._whole: WholeOnly | None = None
+        self.escaped.look_again()
+        if self.policy.level == "O0":
+            return self.forward
+        forward = self._wide
+
+        def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        if self.compile in ("eager", "inductor"):
+            self._find = compiled_frames(own)
+        self.limits.whole.forget()  # of which Dynamo knows nothing any more
+        if not self.escaped.is_cast:
+            return self._captured_by(own, self.captured.take, self.log, self.limits.whole)
+        self._whole = WholeOnly(own.__code__)
+        self._own = own
+        self._as_whole = self._captured_by(own, self._take_whole, self._whole, self.limits.whole)
+        return self._escaping()
+
+    def _escaping(self) -> Escaping:
+        """Return what runs calls as what was captured whole, or else in pieces, of which none is captured yet."""
+        assert self._whole is not None, "asked for where code that escapes runs under autocast"
+        again = own_code_object(self._own)
+        many = InPieces(again.__code__, self.log)
+        self.limits.pieces.forget()
+        pieces = self._captured_by(again, self.captured.take_piece, many, self.limits.pieces)
+        pieces = with_sparse_in_full(pieces, self._wide, self.model, self._whole, self.log)
+        whole = (self._as_whole, self._whole)
+        own = (self.escaped.region, self.escaped.finished, self.escaped.attempt, self.escaped.asks_dtypes)
+        return Escaping(whole, (pieces, many), *own)
+
+    def _captured_by(
+        self, function: Any, backend: Callable[..., Runner], heard: CaptureListener, variants: Variants
+    ) -> Runner:
+        return capture_with_dynamo(
+            function,
+            weakly(backend),
+            dynamic=self.dynamic,
+            fullgraph=False,
+            heard=heard,
+            choice=variants,
+            collector_waits=self.compile == "eager",
+        )
+
+    def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Take the graph of a whole call; one that is to be captured under autocast will never run."""
+        assert self._whole is not None, "a backend of whole calls only"
+        if break_of(gm) is not None:
+            self._whole.stop(NotWhole)
+            return plain_forward(gm)
+        if self.policy.budget is not None:  # which counts the roundings that its own plan makes
+            return self.captured.take(gm, example_inputs)
+        run = self.captured.take_whole(gm, example_inputs)
+        if run is None:
+            self._whole.stop(AsksDtypes)
+            self.said.note(
+                "its code goes by dtypes that it sees: captured under torch.autocast, which shows it its own"
+            )
+        return run or plain_forward(gm)
+
+    def _is_in_pieces(self) -> bool:
+        """Say whether any call ran in pieces since the last capture began."""
+        return isinstance(self._run, Escaping) and self._run.broken
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        """Convert the copy of the model that is being made, as this one is; it captures its own graphs."""
+        copied = memo.get(id(self.model))
+        if copied is None:
+            raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
+        copy_masters(self.model, memo)
+        wrapped = copy.deepcopy(self.wrapped, memo)
+        options = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
+        return restore(copied, *options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the model and the options; graphs are captured again."""
+        how = (self.policy, self.compile, self.dynamic, self.strict)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs)
+
+
+def restore(
+    model: torch.nn.Module,
+    policy: Policy,
+    compile: Compile,
+    dynamic: bool | None,
+    strict: bool,
+    wrapped: Callable[..., Any] | None = None,
+    measured: tuple[Measured, ...] = (),
+    max_graphs: int = MOST,
+) -> Conversion:
+    """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
+    made.attach()
+    return made
+
+
+def whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
+    """Return the converted model that ``part`` is inside of, with its path there; None where there is none."""
+    if _whole_of(part) is None:
+        return None
+    gc.collect()  # models that nobody has any more live in cycles until then
+    return _whole_of(part)
+
+
+def _whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
+    for model in (found.model for found in _attached if conversion_of(found.model) is found):
+        for path, module in model.named_modules():
+            if module is part and path:
+                return model, path
+    return None
+
+
+def _find_nothing(local: dict[str, Any]) -> None:
+    """Find no compiled code: every call goes the long way."""
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """Return the conversion of ``model``, or None."""
+    if isinstance(model, WRAPPERS):
+        model = model.module
+    found = getattr(model, "__dict__", {}).get(CONVERSION)
+    return found if isinstance(found, Conversion) else None

@@ -1,0 +1,125 @@
+"""Notice gradients that are too small for fp16: trained without a loss scale, a model learns nothing.
+
+Before: ``loss.backward()``, and gradients of zero. After: an AmpGraphWarning, once, with the lines that scale the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amp_graph.capture.diagnostics import Complaints
+from amp_graph.errors import warn
+from amp_graph.passes.torch_compat.autograd import at_end_of_backward, number_of_backward
+
+# Of a gradient below it fp16 keeps less than 8 bits, those of bf16: its steps are 2^-24 wide, and half of one is zero.
+LIMIT = 2.0**-17
+FIX = (
+    "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
+    "or policy 'bf16'"
+)
+
+
+@dataclass
+class UnderflowWatch:
+    """Looks at the gradients of the backwards 1, 2, 4, 8, ... of a model in fp16, until some are found too small.
+
+    What arrives at the outputs of its graphs, and what its parameters get. Zeros alone prove nothing: units are dead,
+    losses masked, weights frozen. What is proof: the largest number at the outputs, or the largest of most weights, is
+    not zero and below ``LIMIT``; or every gradient is zero where those at the outputs are not.
+    """
+
+    said: Complaints
+    calls: int = 0
+    found: bool = False
+    _seen: int = -1  # the backward that is being looked at
+    _arrived: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # largest numbers, and of how many
+    _unread: list[tuple[Callable[[], bool], torch.Tensor, int]] = field(default_factory=list)  # on their way from a GPU
+
+    def after(self, results: Any) -> None:
+        """Have the backward of a call that returned ``results`` looked at, if it is one of those."""
+        if self.found or not torch.is_grad_enabled():
+            return
+        self._read()
+        self.calls += 1
+        if self.calls & (self.calls - 1):
+            return
+        nodes = {id(one.grad_fn): one.grad_fn for one in _tensors(results) if one.grad_fn is not None}
+        for node in nodes.values():
+            node.register_prehook(self._at_output)
+
+    def _at_output(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        plain = [g.detach() for g in grads if g is not None and _is_plain(g)]
+        if self.found or not plain or _is_recorded(plain[0]):
+            return
+        if self._seen != number_of_backward():
+            self._seen = number_of_backward()
+            self._arrived.clear()  # of a backward that raised
+            at_end_of_backward(self._at_end)
+        self._arrived += [(_largest(g), g.numel()) for g in plain]
+
+    def _at_end(self) -> None:
+        self._seen = -1
+        if not self._arrived:  # of a backward in which another ran
+            return
+        arrived, elements = [large for large, _ in self._arrived], max(count for _, count in self._arrived)
+        self._arrived.clear()
+        grads = [p.grad for p in self.said.model.parameters() if p.grad is not None and _is_plain(p.grad)]
+        device = arrived[0].device
+        if any(g.device != device for g in (*arrived, *grads)):
+            return
+        with torch.no_grad():
+            held = torch.stack([torch.stack(arrived).max(), *map(_largest, grads)])
+        if device.type == "cpu":
+            self._judge(held.tolist(), elements)
+        elif device.type == "cuda":  # the step goes on meanwhile
+            there = torch.empty(held.shape, pin_memory=True).copy_(held, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._unread.append((event.query, there, elements))
+
+    def _read(self) -> None:
+        """Judge what has come from a GPU by now."""
+        while self._unread and self._unread[0][0]():
+            _, there, elements = self._unread.pop(0)
+            self._judge(there.tolist(), elements)
+
+    def _judge(self, held: list[float], elements: int) -> None:
+        arrived, *grads = held
+        if self.found or not all(map(math.isfinite, held)) or not arrived:
+            return  # what is infinite was too large
+        small = sum(0 < g < LIMIT for g in grads)
+        if arrived < LIMIT:
+            self._say(f"the largest gradient of its outputs is {arrived:.1e}")
+        elif grads and elements > 1 and not any(grads):  # a loss that it computes itself may be masked
+            self._say(f"all gradients are zero, and the largest of its outputs is {arrived:.1e}")
+        elif small > sum(g >= LIMIT for g in grads):
+            self._say(f"of {small} of {len(grads)} parameters the largest gradient is below {LIMIT:.1e}")
+
+    def _say(self, what: str) -> None:
+        self.found = True
+        what = f"gradients are too small for fp16, which has 0 below 3.0e-08, and few digits above: {what}"
+        self.said.note(f"{what}; scale the loss")
+        warn(f"amp_graph: {type(self.said.model).__name__}: {what}\n  fix:   {FIX}")
+
+
+def _tensors(results: Any) -> Iterable[torch.Tensor]:
+    given = results if isinstance(results, (tuple, list)) else (results,)
+    return (one for one in given if isinstance(one, torch.Tensor))
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Say whether a gradient can be looked at: not one that is sharded, sparse or fake."""
+    return type(grad) is torch.Tensor and grad.layout == torch.strided and grad.is_floating_point() and grad.numel() > 0
+
+
+def _is_recorded(grad: torch.Tensor) -> bool:
+    return grad.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _largest(grad: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(grad.detach(), math.inf).float()

@@ -1,0 +1,208 @@
+"""How code that escapes the capture of one model runs, by its policy.
+
+Before: ``print(x)`` in a converted ``forward``. After: that call runs in ``region()``, which is ``torch.autocast`` with
+the modules that stay fp32 kept out of it, and its result goes through ``finished``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.call_snapshot import BeforeCall
+from amp_graph.capture.fp32_modules import KeptModules, kept_in_fp32
+from amp_graph.capture.graph_break_autocast import autocast_region, is_of_precision
+from amp_graph.capture.upcast_outputs import widened_outputs
+from amp_graph.devices import device_of_model
+from amp_graph.passes.autocast_regions.user_casts import METHODS, Conversions
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+from amp_graph.policy import Policy
+
+_here = threading.local()  # of this thread: whether it is in a region, and what in the call is low by the user's code
+
+
+class FailsUnderAutocast(Exception):
+    """Code that escapes capture failed under autocast, and nothing that it wrote is left: it is to run in fp32."""
+
+
+class NeedsFp32(Exception):
+    """A piece of a call has other results under autocast: the call is to run in fp32, and can still do so."""
+
+
+class EscapedCode:
+    """What of ``model`` is not captured: cast by autocast, or in fp32. ``complain`` tells the user of the change."""
+
+    def __init__(
+        self, model: torch.nn.Module, policy: Policy, complain: Callable[[str, str], None] | None = None
+    ) -> None:
+        self.model, self.policy, self._complain = model, policy, complain
+        self._kept: KeptModules | None = None
+        self._works = False  # whether a call has run under autocast
+        self._fails = False  # whether one has failed there, so that all run in fp32
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it runs under autocast."""
+        return self.policy.runs_escaped == "autocast" and not self._fails
+
+    @property
+    def asks_dtypes(self) -> bool:
+        """Whether all is captured under autocast: lists that reproduce PyTorch's want its dtypes read."""
+        return self.is_cast and self.policy.op_list("cpu").unlisted != "opaque"
+
+    @property
+    def how(self) -> str:
+        """How it runs: "in fp32", or under which autocast."""
+        if not self.is_cast:
+            return "in fp32"
+        kind, dtype = self.kind()
+        return f"under torch.autocast({kind!r}, {dtype})"
+
+    def kind(self) -> tuple[str, torch.dtype]:
+        """Return the device and the low precision for which autocast is switched on."""
+        kind = device_of_model(self.model) or "cpu"
+        return kind, self.policy.torch_dtype(kind)
+
+    def look_again(self) -> None:
+        """Look anew for the modules that stay fp32."""
+        self._kept = None
+
+    @contextmanager
+    def region(self) -> Iterator[tuple[str, torch.dtype]]:
+        """Run what escapes as the policy wants it."""
+        kind, dtype = self.kind()
+        if self._kept is None:
+            self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
+        outer = getattr(_here, "is_running", False)
+        _here.is_running = True
+        if not outer:
+            _here.low = {}
+        try:
+            with self._kept.standing(), autocast_region(kind, dtype):
+                yield kind, dtype
+        finally:
+            _here.is_running = outer
+
+    @staticmethod
+    def is_running() -> bool:
+        """Say whether this thread runs code that escaped the capture of some converted model."""
+        return bool(getattr(_here, "is_running", False))
+
+    def finished(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give what the user sees its captured dtype: fp32, where it is no input, parameter or buffer."""
+        if not self.policy.keep_outputs:
+            return result
+
+        def own() -> set[int]:
+            by_user = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and storage_key(t) in _here.low]
+            given = tree_leaves((args, kwargs))
+            return set(map(id, (*given, *self.model.parameters(), *self.model.buffers(), *by_user)))
+
+        return widened_outputs(result, self.kind()[1], own)
+
+    def watched(self, run: Callable[..., Any], by_user: Conversions) -> Callable[..., Any]:
+        """Return ``run``, of a piece, which remembers for the call what it returns of the user's conversions.
+
+        In a first call with them what has one memory without autocast: until its end, as it may be written behind.
+        """
+
+        def call(*args: Any) -> Any:
+            if not self.is_running():  # a backward runs it again
+                return run(*args)
+            first = _here.before is not None
+            versions = {i: args[-1 - i]._version for i in inputs if not args[-1 - i].is_inference()} if first else {}
+            results = run(*args)
+            for position, sources in by_user.low.items():
+                if all(_is_by_user(args[i]) for i in sources):
+                    _note_low(results[position])
+            for one, other in by_user.apart if first else ():
+                source = args[-1 - one] if one < 0 else results[one]
+                if one >= 0 or not _is_by_user(source):
+                    _here.apart.append(((source, versions.get(one, 0)), (results[other], 0)))
+            return results
+
+        inputs = {one for one, _ in by_user.apart if one < 0}
+        return call if by_user.low or by_user.apart else run
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call without any capture."""
+        if self.is_cast:
+            with suppress(FailsUnderAutocast), self.region():
+                return self.finished(self.attempt(forward, args, kwargs), args, kwargs)
+        return forward(*args, **kwargs)
+
+    def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in the region, the first of which may find that operations have no kernels for low precision.
+
+        Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
+        are as before it.
+        """
+        _here.before, _here.apart = None, []
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, torch.Tensor) and t.dtype in METHODS.values():
+                _note_low(t)
+        try:
+            if self._works or self._complain is None:
+                return run(*args, **kwargs)
+            return self._first_attempt(run, args, kwargs)
+        finally:
+            _here.before, _here.apart = None, []
+
+    def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, how, tell = BeforeCall(self.model, (args, kwargs)), self.how, self._complain
+        _here.before = before
+        try:
+            result = run(*args, **kwargs)
+            if any(_is_shown(one, other, result) for one, other in _here.apart):
+                self.stop_for_fp32("a value and its .float(), which are one without autocast, are written or returned")
+        except (NeedsFp32, RuntimeError, TypeError, ValueError) as error:
+            cause = getattr(error, "inner_exception", error)
+            if not (isinstance(cause, NeedsFp32) or is_of_precision(error)) or before.is_lost():
+                raise
+            before.restore()
+            self._fails = True
+            what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
+            assert tell is not None, "asked by attempt"
+            tell(
+                f"code that escapes capture {what} {how}: it runs in fp32 from now on; what Python code changed before "
+                "that was seen, but for tensors, it has changed twice",
+                f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
+            )
+            raise FailsUnderAutocast from error
+        self._works = True
+        return result
+
+    @staticmethod
+    def stop_for_fp32(why: str) -> None:
+        """Raise NeedsFp32 with ``why`` where the call that runs in this thread can still be taken back."""
+        before = getattr(_here, "before", None)
+        if before is not None and not before.is_lost():
+            raise NeedsFp32(why)
+
+
+def _note_low(t: torch.Tensor) -> None:
+    """Take note that the memory of ``t`` is of low precision without autocast, too, until the call ends."""
+    key = storage_key(t)
+    if key is not None:
+        _here.low[key] = StorageWeakRef(storage_of(t))  # as long as that is here no other storage gets the key
+
+
+def _is_by_user(t: torch.Tensor) -> bool:
+    """Say whether ``t`` is of low precision without autocast, too, as far as this call has shown."""
+    return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low
+
+
+def _is_shown(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int], result: Any) -> bool:
+    """Say whether it shows that two tensors have two memories: one was written, or both are returned.
+
+    Each comes with its version as it was. Of writes in inference mode nobody knows.
+    """
+    if any(not t.is_inference() and t._version != version for t, version in (one, other)):
+        return True
+    returned = {storage_key(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+    return {storage_key(one[0]), storage_key(other[0])} <= returned

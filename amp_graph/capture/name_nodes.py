@@ -1,0 +1,60 @@
+"""Give captured nodes and inputs the names that their user knows: module paths and argument names.
+
+Before: ``L['self']._modules['fc']._parameters['weight']``. After: ``fc.weight``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.passes.graph.meta_keys import INPUT, MODULE, WISH
+from amp_graph.passes.graph.node_info import clean_path, with_parents
+from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+
+
+def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Give nodes the path of their module from ``model``, also in pieces after a graph break, and inputs their names.
+
+    ``forward`` is what was captured: its arguments are named. Wishes that modules carry
+    (``amp_graph.precision``) are noted on their nodes.
+    """
+    names = {str(id(m)): name for name, m in model.named_modules()}
+    arguments = list(inspect.signature(forward).parameters)
+    wishes = {name: wish for name, m in model.named_modules() if (wish := plain_attribute(m, "amp_precision"))}
+    for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
+        for node in part.graph.nodes:
+            if node.op == "placeholder":
+                node.meta[INPUT] = _input_name(node, arguments)
+            stack = node.meta.get("nn_module_stack") or {}
+            paths = [names[key] for key in stack if key in names]
+            node.meta[MODULE] = paths[-1] if paths else clean_path(_last_path(stack))
+            wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
+            if wish:
+                node.meta[WISH] = (wish, "its owner decided so with amp_graph.precision")
+
+
+def _last_path(stack: Any) -> str:
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def _input_name(node: torch.fx.Node, names: Sequence[str]) -> str:
+    """Return an input's name as the user writes it: ``encoder.0.weight``, ``x``."""
+    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    text = str(source() if callable(source) else source)
+    found = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
+    return ".".join(found) if found else _argument_name(text, names) or str(node.target)
+
+
+def _argument_name(text: str, names: Sequence[str]) -> str:
+    """Turn Dynamo's ``L['args'][0]``, ``L['kwargs']['mask']`` or ``L['x']`` into the argument's name."""
+    place = re.fullmatch(r"[LG]\['args'\]\[(\d+)\](.*)", text)
+    if place and int(place[1]) < len(names):
+        return names[int(place[1])] + place[2]
+    plain = re.fullmatch(r"[LG](?:\['kwargs'\])?\['([^']+)'\](.*)", text)
+    return plain[1] + plain[2] if plain else clean_path(text)

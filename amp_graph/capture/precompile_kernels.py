@@ -1,0 +1,124 @@
+"""Compile the C that a model will want, once a machine, while the model is captured: that takes longer.
+
+Before: passes that wait for a C compiler, up to a second a source. After: ``compile_ahead(model, low, trains=True)``,
+threads that have some of them done by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from amp_graph.passes.native.cast_kernel import LARGE
+from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.native.kernel_table import load_kernel
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays, lstm_kernel_pays
+from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
+from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, plain_attribute, weights_of
+
+Library = Callable[[], object]
+THREAD = "amp_graph compiles"
+COMPILERS = 2  # at a time: more delay what is wanted first
+TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
+MANY_ROWS = 4096  # that batches may have
+MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ours
+_begun: set[str] = set()  # what some thread of this process compiles, or has compiled
+
+
+def compile_ahead(model: nn.Module, low: torch.dtype, *, trains: bool) -> list[threading.Thread]:
+    """Compile what graphs of ``model`` on the CPU may call, and nothing has begun to, in the threads returned.
+
+    ``trains``: what backward calls as well.
+    """
+    if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
+        return []
+    parts = list(model.modules())
+    found = dict((*_wanted(parts, low), *(_wanted_to_train(parts, low) if trains else ())))
+    wanted = [(name, library) for name, library in found.items() if name not in _begun]
+    _begun.update(name for name, _ in wanted)
+    left: queue.SimpleQueue[Library] = queue.SimpleQueue()
+    for _, library in wanted:
+        left.put(library)
+    threads = [
+        threading.Thread(target=_load, args=(left,), name=THREAD, daemon=True)
+        for _ in range(min(COMPILERS, len(wanted)))
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _load(left: queue.SimpleQueue[Library]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            library = left.get_nowait()
+            with contextlib.suppress(CompilerError):  # said where the code is wanted
+                library()
+
+
+def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
+    """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
+    norms = _has_norms(parts)
+    if linears and low == torch.bfloat16:
+        yield "linears", _loader("panel_gemm", low)  # which the plan asks for
+    if linears and norms and low == torch.bfloat16:
+        yield "attention", _loader("attention", low)  # takes longest
+    if linears and norms:
+        yield f"norms, {low}", _loader("add_norm", low)
+    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
+        yield "tables", _loader("lookup_table", low)
+    if _has_many_outputs(linears):  # which are widened
+        yield f"casts, {low}", _loader("casts", low)
+
+
+def _loader(kernel: str, low: torch.dtype) -> Library:
+    return lambda: load_kernel(kernel, low)
+
+
+def _has_norms(parts: Iterable[nn.Module]) -> bool:
+    return any(type(part).__name__.lower().endswith(("layernorm", "rmsnorm")) for part in parts)
+
+
+def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
+    """Yield the same of what a forward with gradients calls, or backward."""
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
+    if linears and _has_norms(parts) and low == torch.bfloat16:
+        yield "attention's backward", _loader("attention_backward", low)
+    if linears and _has_norms(parts):
+        yield f"norms' backward, {low}", _loader("add_norm_backward", low)
+    if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
+        yield f"dropout, {low}", _loader("dropout", low)
+    widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
+    if any(lstm_kernel_pays("cpu", low, 1, width) for width in widths):
+        yield "lstm", _loader("lstm", low)
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
+        yield f"batch norms, {low}", _loader("batch_norm", low)
+    if any(isinstance(part, nn.GroupNorm) for part in parts):
+        yield f"group norms, {low}", _loader("group_norm", low)
+    convolutions = [part for part in parts if isinstance(part, nn.Conv1d | nn.Conv2d)]
+    if any(1 < _number(part, "groups") == _number(part, "in_channels") for part in convolutions):
+        yield f"depthwise, {low}", _loader("depthwise_conv", low)
+    if _has_many_outputs(linears):
+        yield f"cross entropy, {low}", _loader("cross_entropy", low)
+    sizes = (p.numel() for part in parts for p in part.parameters(recurse=False) if not is_uninitialized(p))
+    if any(size >= LARGE for size in sizes):
+        yield f"casts, {low}", _loader("casts", low)
+    weights = (w for part in parts if isinstance(part, nn.Linear | nn.Conv2d) for w in weights_of(part) if w.numel())
+    if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
+        yield "amx products", _loader("amx_gemm", low)
+
+
+def _has_many_outputs(linears: Iterable[nn.Linear]) -> bool:
+    return any(_number(linear, "out_features") >= MANY_CLASSES for linear in linears)
+
+
+def _number(part: nn.Module, name: str) -> float:
+    """Return an option of ``part``; 0 where a subclass keeps it otherwise."""
+    found = plain_attribute(part, name)
+    return found if isinstance(found, int | float) else 0

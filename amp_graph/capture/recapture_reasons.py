@@ -1,0 +1,112 @@
+"""What calls differ in that are captured time and again, in the user's words.
+
+Before: ``L['forward'].__self__.calls == 1   # self.calls += 1  # model.py:7 in forward``, a guard of Dynamo's that
+refuses a call. After: "self.calls, which is 61 now (model.py:7, in forward: self.calls += 1)".
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from amp_graph.capture.capture_log import break_at
+
+LONGEST = 80  # characters of a value, and of a line, that are shown
+
+
+@dataclass(frozen=True)
+class Varied:
+    """What calls differ in, and its value in the call that was one too many; ``fix``: what has them differ no more."""
+
+    what: str
+    value: str
+    where: str
+    fix: str
+    captures: int = 0
+
+    def __str__(self) -> str:
+        """Return it as part of a sentence."""
+        now = f", which is {self.value} now" if self.value else ""
+        return f"{self.what}{now}{f' ({self.where})' if self.where else ''}"
+
+
+@dataclass(frozen=True)
+class Called:
+    """What is called, in words: the names of its arguments, and its first line; not the model, which is not to live on.
+
+    What Dynamo has compiled may outlive a model, with all that its callback holds.
+    """
+
+    names: tuple[str, ...] = ()
+    where: str = ""
+
+
+def called(forward: Callable[..., Any]) -> Called:
+    """Return what is said of ``forward``."""
+    try:
+        names = tuple(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # of code that has none
+        names = ()
+    code = getattr(forward, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
+    return Called(names, where)
+
+
+def varied_by(guards: Sequence[tuple[str, Any]], frame: Any, of: Called, captures: int) -> Varied:
+    """Return what most of the ``guards``, one of each graph, with stacks, refuse a call for."""
+    read = [_read(guard.partition(" #")[0].strip(), frame, of.names) for guard, _ in guards]
+    if not read:
+        return Varied("what no guard tells", "", "", "see TORCH_LOGS=recompiles", captures)
+    (what, _), *_ = Counter(one.what for one in read).most_common(1)
+    i = next(i for i, one in enumerate(read) if one.what == what)
+    return replace(read[i], where=break_at("", guards[i][1]).where or of.where, captures=captures)
+
+
+def _read(guard: str, frame: Any, names: Sequence[str]) -> Varied:
+    """Read one guard, an expression or a sentence on a tensor."""
+    size = re.match(r"tensor '(?P<of>.*)' size mismatch at index (?P<i>\d+)\. expected \d+, actual (?P<n>\d+)", guard)
+    if size:
+        return Varied(f"{_named(size['of'], names)}.shape[{size['i']}]", size["n"], "", "pad it to a few sizes")
+    other = re.match(r"tensor '(?P<of>.*?)' (?P<what>.*?) mismatch\. expected .*, actual (?P<now>.*)", guard)
+    if other:
+        return Varied(f"the {other['what']} of {_named(other['of'], names)}", other["now"], "", "one for all calls")
+    return _of_value(guard, frame, names)
+
+
+def _of_value(guard: str, frame: Any, names: Sequence[str]) -> Varied:
+    """Read a guard on a value: which, and what it is now."""
+    equal = re.fullmatch(r"(?P<of>[^=!<>]+) == .+", guard)
+    if equal is None:
+        return Varied(f"whether {_named(guard, names)}", "", "", "fewer kinds of calls")
+    what = _named(equal["of"], names)
+    few = f"few values of {what}, or a tensor in its place where it is only computed with"
+    try:
+        value = eval(equal["of"], {"L": frame.f_locals, "G": frame.f_globals})
+    except Exception:  # a name of Dynamo's own; the value is a convenience
+        return Varied(what, "", "", few)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and equal["of"].startswith("G["):
+        few = f"pass {what} as an argument, or as torch.tensor({value!r}): numbers of modules of Python are constants"
+    return Varied(what, _short(repr(value)), "", few)
+
+
+def _named(source: str, names: Sequence[str]) -> str:
+    """Return one of Dynamo's names as the user writes it: ``self.calls``, ``x``."""
+
+    def argument(found: re.Match[str]) -> str:
+        place = int(found[1])
+        return names[place] if place < len(names) else f"args[{place}]"
+
+    text = re.sub(r"L\['args'\]\[(\d+)\]", argument, source)
+    text = re.sub(r"L\['(?:forward|model)'\]\.__self__|L\['model'\]", "self", text)
+    text = re.sub(r"[LG](?:\['kwargs'\])?\['([^']+)'\]", r"\1", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\b__import_(\w+)\.", lambda found: found[1].replace("_dot_", ".") + ".", text)
+    return _short(text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

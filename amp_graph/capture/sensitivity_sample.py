@@ -1,0 +1,137 @@
+"""Run a model's loss once, in fp32, to measure what roundings in its graphs would do.
+
+Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from amp_graph.capture.captured_graphs import CapturedGraphs
+from amp_graph.capture.conversion import Conversion
+from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.dynamo_backend import Runner
+from amp_graph.capture.name_nodes import name_nodes
+from amp_graph.devices import device_of_model
+from amp_graph.errors import CaptureError
+from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
+from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.policy import Policy
+from amp_graph.rewrite import ready_to_plan
+
+Sample = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One graph that a sample call captured: what there is to plan in it, and what was measured."""
+
+    problem: Problem
+    measured: Measured
+
+
+@dataclass(eq=False)
+class SampledGraphs(CapturedGraphs):
+    """Graphs that run in fp32, as they were captured, and measure."""
+
+    found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
+    through_inputs: bool = True  # whether inputs that need no gradient get one, to be measured
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Make one captured graph ready to plan, and return what runs and measures it."""
+        name_nodes(gm, self.model, self.forward)
+        problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
+        buffers = {id(b) for b in self.model.buffers()} if self.through_inputs else None
+        measuring = MeasureInfluence(gm, problem.memory, buffers)
+        self.found.append((problem, measuring))
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return measuring.run(*args)
+
+        return run
+
+
+class Silent(Complaints):
+    """Says nothing: the conversion that follows will."""
+
+    def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
+        """Let it be."""
+
+
+def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
+    """Return what one call of ``sample(model)`` and its backward, all in fp32, show of each graph of ``model``.
+
+    Gradients of parameters, buffers, and the state of random number generators are as before. Raises CaptureError
+    where ``sample`` gives no loss, or its loss does not come from ``model``; what it raises itself passes through.
+    """
+    try:
+        return _measure(model, policy, sample, dynamic, through_inputs=True)
+    except RuntimeError as error:
+        if "requires_grad flags of leaf variables" not in str(error):
+            raise
+    # The model itself makes values require gradients, which it cannot where its inputs do.
+    return _measure(model, policy, sample, dynamic, through_inputs=False)
+
+
+def _measure(
+    model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None, through_inputs: bool
+) -> list[Sampled]:
+    sampling, graphs = _sampling(model, policy, dynamic, through_inputs)
+    with _as_before(model), torch.random.fork_rng(), torch.enable_grad():
+        sampling.attach()
+        try:
+            _differentiate(sample(model), graphs)
+        finally:
+            sampling.detach()
+    return [Sampled(problem, measuring.measured()) for problem, measuring in graphs.found]
+
+
+def _sampling(
+    model: torch.nn.Module, policy: Policy, dynamic: bool | None, through_inputs: bool
+) -> tuple[Conversion, SampledGraphs]:
+    """Return a conversion that changes no precision, not attached, and the graphs that its calls will capture."""
+    fp32 = replace(policy, level="O1", escaped="fp32")
+    made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
+    made.said = Silent(model, strict=False)
+    made.captured = graphs = SampledGraphs(
+        model, made.forward, fp32, "eager", (), made.escaped, made.log, made.said, through_inputs=through_inputs
+    )
+    return made, graphs
+
+
+def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise CaptureError(
+            f"sample: it returned {shown}, which is not a loss to differentiate\n"
+            "  legal: a function of the model that returns a scalar which requires grad\n"
+            "  fix:   sample=lambda model: loss_fn(model(x), y)"
+        )
+    leaves = list({id(t): t for _, measuring in sampling.found for t in measuring.leaves}.values())
+    if leaves:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+    if not any(measuring.readings for _, measuring in sampling.found):
+        raise CaptureError(
+            f"sample: its loss does not come from any captured graph of {type(sampling.model).__name__}\n"
+            "  legal: a function that calls the model it is given\n"
+            "  fix:   sample=lambda model: loss_fn(model(x), y)"
+        )
+
+
+@contextmanager
+def _as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Give buffers their values back."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

@@ -1,0 +1,108 @@
+"""Train a model under several policies, a step of each in turn: what a step takes, and how far its gradients are off.
+
+Before: a model, its loss, and policies. After: ``Figures`` of time and of gradient errors against fp32, for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import convert
+from amp_graph.devices import device_of_model
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.policy import Policy
+
+Loss = Callable[[torch.nn.Module], torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+ROUNDS, WARM_UP = 15, 2
+ZERO = 1e-5  # a gradient whose elements are so much smaller than the average one is zero but for rounding
+EXACT = 1e-6  # an error below is that of fp32 itself
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Steps under one policy: the seconds of each round, and each parameter's relative gradient error."""
+
+    seconds: tuple[float, ...]
+    errors: Mapping[str, float]
+
+    def time_to(self, other: Trained) -> float:
+        """Return the median over rounds of the ratio of times."""
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+    def errors_to(self, other: Trained) -> tuple[float, float]:
+        """Return the median and the largest ratio of parameters' errors; 1 where there are none to compare."""
+        ratios = [e / other.errors[name] for name, e in self.errors.items() if other.errors[name] > EXACT]
+        return (statistics.median(ratios), max(ratios)) if ratios else (1.0, 1.0)
+
+
+def train(
+    model: torch.nn.Module, loss: Loss, policies: list[Policy], measured: tuple[Measured, ...], rounds: int = ROUNDS
+) -> list[Trained]:
+    """Return what steps of ``loss`` (forward and backward, no update) show under each of ``policies``.
+
+    The model itself stays as it is; each policy has a copy. Random numbers are the same for all.
+    """
+    plain = copy.deepcopy(model)
+    models = [_converted(model, policy, measured) for policy in policies]
+    exact = _gradients(plain, loss)
+    errors = [_errors(_gradients(one, loss), exact) for one in models]
+    seconds: list[list[float]] = [[] for _ in models]
+    for turn in range(WARM_UP + rounds):
+        for taken, one in zip(seconds, models, strict=True):
+            step = _seconds(one, loss)
+            taken += [step] if turn >= WARM_UP else []
+    return [Trained(tuple(s), e) for s, e in zip(seconds, errors, strict=True)]
+
+
+def _converted(model: torch.nn.Module, policy: Policy, measured: tuple[Measured, ...]) -> torch.nn.Module:
+    made = convert(copy.deepcopy(model), policy)
+    found = conversion_of(made)
+    assert found is not None, "convert attaches a conversion"
+    found.measured = measured
+    return made
+
+
+def _gradients(model: torch.nn.Module, loss: Loss) -> Gradients:
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    _step(model, loss)
+    found = {name: p.grad.detach().double() for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return found
+
+
+def _step(model: torch.nn.Module, loss: Loss) -> None:
+    model.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        loss(model).backward()
+
+
+def _seconds(model: torch.nn.Module, loss: Loss) -> float:
+    """Return what a step takes: of the processor where the model is on a CPU, else until it is done."""
+    on_cpu = device_of_model(model) is None
+    clock = time.process_time if on_cpu else time.perf_counter
+    if not on_cpu:
+        torch.cuda.synchronize()
+    start = clock()
+    _step(model, loss)
+    if not on_cpu:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def _errors(got: Gradients, exact: Gradients) -> dict[str, float]:
+    """Return each gradient's relative error; those that are zero in exact arithmetic have none."""
+    sizes = {name: g.square().mean().sqrt().item() for name, g in exact.items()}
+    usual = statistics.fmean(sizes.values()) if sizes else 0.0
+    told = [name for name, size in sizes.items() if size > ZERO * usual]
+    return {name: ((got[name] - exact[name]).norm() / exact[name].norm()).item() for name in told if name in got}

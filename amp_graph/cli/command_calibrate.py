@@ -1,0 +1,53 @@
+"""``amp-graph calibrate``: measure this machine's rates, and write the file that later plans by cost read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from amp_graph.cli.calibration import calibrate
+from amp_graph.cli.terminal import write_table
+from amp_graph.errors import AmpGraphError
+from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.precision.machine_rates import FAMILIES, Machine, class_of, machine_text, place_of_own_file
+
+COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print beside the built-in rates, and write."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise AmpGraphError("calibrate: this torch sees no CUDA device\n  legal: cpu\n  fix:   --device cpu")
+    path = Path(args.output) if args.output else place_of_own_file()
+    found = calibrate(args.device)
+    write_table(COLUMNS, [(row, "") for row in _rows(found, class_of(args.device))], sys.stdout)
+    _write(path, machine_text(found))
+    used = "plans read it" if path == place_of_own_file() else f"AMP_GRAPH_MACHINE={path} uses it"
+    print(f"{found.description}\nwritten to {path}: {used}")
+    return 0
+
+
+def _rows(found: Machine, known: Machine) -> list[tuple[str, ...]]:
+    rows = [_row(name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")]
+    for family in FAMILIES:
+        for dtype, rate in found.rates[family].items():
+            rows.append(_row(family, dtype, rate, known.rates[family][dtype]))
+    return rows
+
+
+def _row(name: str, dtype: str, ours: float, theirs: float) -> tuple[str, ...]:
+    return name, dtype, f"{ours:.2e}", f"{theirs:.2e}", f"{ours / theirs:.2f}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        raise AmpGraphError(
+            f"calibrate: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
+            "  legal: a file in a directory that may be made\n  fix:   --output machine.toml"
+        ) from error

@@ -1,0 +1,117 @@
+"""``amp-graph dump``: the captured graphs of a model, before and after, in one of several forms."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from amp_graph.capture.conversion import Conversion
+from amp_graph.cli.capture_target import captured, captured_step
+from amp_graph.cli.terminal import write_lines, write_table
+from amp_graph.errors import AmpGraphError
+from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.report.graph_dot import dot_lines
+from amp_graph.report.graph_lines import Lines, diff_lines, text_lines
+from amp_graph.report.model_report import Report, report
+from amp_graph.report.networkx_graph import graphml
+from amp_graph.report.records import GraphReport
+from amp_graph.report.report_html import html_page
+from amp_graph.report.styles import STYLES
+from amp_graph.rewrite import Rewritten
+
+COLUMNS = ("node", "operation", "type", "precision", "reason")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture TARGET and print its graphs."""
+    _check(args)
+    if args.step:
+        text = captured_step(args.target, args.input, args.policy, args.training, args.step)
+        with _opened(args.output) as out:
+            out.write(text + "\n")
+        return 0
+    found = captured(args.target, args.input, args.policy, args.training)
+    with _opened(args.output) as out:
+        _write(args, found, report(found.model), out)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    chosen = [name for name in ("before", "diff", "reasons", "step") if getattr(args, name)]
+    if chosen and args.format != "text":
+        raise AmpGraphError(
+            f"dump: --{chosen[0]} needs --format text, and --format is {args.format}\n"
+            f"  legal: --format text\n  fix:   amp-graph dump {args.target} --{chosen[0]}"
+        )
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    out = io.StringIO()
+    yield out
+    try:
+        write_atomically(path, out.getvalue())
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        raise AmpGraphError(
+            f"dump: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
+            "  legal: a file in a directory that exists\n  fix:   --output graphs.txt"
+        ) from error
+
+
+def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextIO) -> None:
+    if args.format == "json":
+        out.write(json.dumps(told.to_dict(), indent=2) + "\n")
+    elif args.format == "report":
+        out.write(told.text())
+    elif args.format == "graphml":
+        out.write(graphml(told))
+    elif args.format == "html":
+        out.write(html_page(told))
+    else:
+        for graph, record in zip(told.graphs, found.graphs, strict=True):
+            _write_graph(args, graph, record.rewritten, out)
+
+
+def _write_graph(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
+    title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
+    if args.format == "dot":
+        return write_lines(((s, "") for s in dot_lines(graph.index, rewritten.gm, rewritten.dtype, title)), out)
+    gap: Lines = [("", "")] if graph.index else []
+    write_lines([*gap, (f"# {title}", "bold")], out)
+    if args.format == "code":
+        write_lines([(line, "") for line in rewritten.gm.code.strip().splitlines()], out)
+    elif args.format == "table":
+        rows = [
+            (
+                (n.number, ", ".join(n.ops), n.type, n.precision, n.reason),
+                STYLES.get("cast" if n.cls == "cast" else n.precision, ""),
+            )
+            for n in graph.nodes
+        ]
+        write_table(COLUMNS, rows, out)
+    else:
+        _write_text(args, graph, rewritten, out)
+
+
+def _write_text(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
+    """Print what was asked for of before, after and the difference; without a word, after."""
+    chosen = [name for name in ("before", "after", "diff") if getattr(args, name)] or ["after"]
+    shown: dict[str, Lines] = {
+        "before": [(line, "") for line in graph.before.splitlines()],
+        "after": text_lines(rewritten, args.reasons),
+        "diff": diff_lines(rewritten),
+    }
+    for name in chosen:
+        if len(chosen) > 1:
+            write_lines([(f"# {name}", "bold")], out)
+        write_lines(shown[name] or [("# no difference", "")], out)
+    if graph.break_reason:
+        write_lines([(f"# ends in a graph break: {graph.break_reason} ({graph.break_line})", "red")], out)

@@ -1,0 +1,98 @@
+"""``amp-graph lists``: which class an operation is in, who says so, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from amp_graph.cli.terminal import write_lines, write_table
+from amp_graph.errors import AmpGraphError, ListError
+from amp_graph.lists import OpList, Rule, check_op_exists
+from amp_graph.lists.fields import nearest
+from amp_graph.lists.operators import known_names
+from amp_graph.lists.parse import normalise
+from amp_graph.lists.schema import Kind, lookup_keys
+from amp_graph.passes.graph import node_info
+from amp_graph.policy import Policy
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the rules for one operation, or all of them."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    policy = Policy.parse(args.policy)
+    lists = policy.op_list(device)
+    lines = _one(args.op, lists) if args.op else []
+    head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
+    write_lines([(head, "bold")], sys.stdout)
+    if args.op:
+        write_lines([(line, "") for line in lines], sys.stdout)
+        return 0
+    rules = sorted(lists, key=lambda rule: rule.op)
+    rows = [((r.op, str(r.cls), when_text(r) or "always", r.why), "") for r in rules]
+    write_table(("operation", "class", "when", "why"), rows, sys.stdout)
+    modules = [((m.path, m.precision, m.why, m.origin), "") for m in lists.modules]
+    if modules:
+        write_lines([("", "")], sys.stdout)
+        write_table(("module", "precision", "why", "from"), modules, sys.stdout)
+    return 0
+
+
+def _one(name: str, lists: OpList) -> list[str]:
+    op = normalise(name)
+    try:
+        overloads = check_op_exists(op)
+    except ListError as error:
+        what, legal = str(error).splitlines()[:2]
+        near = next(iter(nearest(op, known_names(op.partition(".")[0]))), "aten.linear")
+        raise AmpGraphError(f"lists: {what}\n{legal}\n  fix:   amp-graph lists {near}") from error
+    keys = list(dict.fromkeys(key for overload in overloads for key in lookup_keys(overload)))
+    found = [rule for key in keys for rule in lists.rules.get(key, ())]
+    if not found:
+        return [f"{op}: {_unlisted(op, overloads[0], lists)}"]
+    return [line for rule in found for line in rule_lines(rule)]
+
+
+def _unlisted(op: str, overload: torch._ops.OpOverload, lists: OpList) -> str:
+    if lists.unlisted == "native":
+        return f"no entry in {lists.name}; runs in whatever precision arrives"
+    if node_info.is_composite(overload):
+        return "no list names it; it is taken apart into the operations that it is written in"
+    if node_info.is_view(overload):
+        return "no list names it; it returns a view, so it is neutral"
+    return f"no list names it; it runs exactly as captured (say otherwise: --policy 'bf16,follow={op}')"
+
+
+def rule_lines(rule: Rule) -> list[str]:
+    """Return all that a rule says, as lines."""
+    lines = [f"{rule.op}: {rule.cls}", f"  why     {rule.why}", f"  from    {rule.origin}"]
+    if rule.when:
+        lines.append(f"  when    {when_text(rule)}")
+    if rule.inputs is not None:
+        lines.append(f"  inputs  {', '.join(rule.inputs)}; others stay as captured")
+    if rule.promotes:
+        lines.append("  mixed   its kernel promotes operands of two precisions")
+    if rule.source:
+        lines.append(f"  source  {rule.source}")
+    return lines
+
+
+def when_text(rule: Rule) -> str:
+    """``exponent is 1, 2, 3 or 4`` for a rule's conditions; "" where it has none."""
+    return " and ".join(f"{name} is {_condition(condition)}" for name, condition in rule.when)
+
+
+def _condition(condition: object) -> str:
+    if isinstance(condition, Kind):
+        return "not given" if condition.name == "none" else f"of kind {condition.name}"
+    if isinstance(condition, tuple):
+        return " or ".join(_condition(one) for one in condition)
+    return repr(condition)
+
+
+def entry_of(lists: OpList, op: str, origin: str) -> Rule | None:
+    """Return the rule that stands at ``origin`` (``common.toml:12``) and speaks of ``op``."""
+    here = [rule for rule in lists if rule.origin == origin]
+    exact = [r for r in here if op == r.op or r.op.startswith(f"{op}.") or op.startswith(f"{r.op}.")]
+    return next(iter([*exact, *here]), None)

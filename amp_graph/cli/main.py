@@ -1,0 +1,185 @@
+"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | demo``.
+
+``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
+here imports torch until a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+
+FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
+STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
+BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
+TARGET = "package.module:name or path/file.py:name, a module or what builds one: module, or (module, inputs)"
+INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
+POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
+EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be read."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status; errors go to stderr."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["demo"]:  # the demo reads its own options, --help among them
+        return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
+    try:
+        args = _parser().parse_args(words)
+    except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
+        return int(stop.code or 0)
+    return _guarded(lambda: int(importlib.import_module(args.module).run(args)), args.traceback)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "amp-graph", description="Which operation of a model runs in which precision, and why.", epilog=EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"amp-graph {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
+    _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
+    _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
+    _add_passes(commands.add_parser("passes", help="all passes in order: which are on, and why others are off"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, which plans go by", epilog=EPILOG))
+    _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
+    _add_plan(commands.add_parser("plan", help="what a plan takes and how exact it is; error budgets", epilog=EPILOG))
+    commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
+    return parser
+
+
+def _add_dump(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, default="text", help="how to print (default: text)")
+    add("--before", action="store_true", help="the graph as captured")
+    add("--after", action="store_true", help="the graph as rewritten (default)")
+    add("--diff", action="store_true", help="the difference of the two")
+    add("--reasons", action="store_true", help="append each node's precision and reason")
+    add("--step", nargs="?", const="AdamW", choices=STEPS, help="the whole training step (default: AdamW)")
+    add("--output", metavar="FILE", help="write there instead of to stdout")
+    parser.set_defaults(module="amp_graph.cli.command_dump")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
+    parser.set_defaults(module="amp_graph.cli.command_explain")
+
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.set_defaults(module="amp_graph.cli.command_cost")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    told = "the curve of time and error: predicted, and measured with a training step of each plan in turn"
+    parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
+    parser.set_defaults(module="amp_graph.cli.command_plan")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help=TARGET)
+    parser.add_argument("--input", metavar="SPEC", action="append", default=[], help=INPUT)
+    _add_common(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--train", dest="training", action="store_true", default=None, help="model.train() first")
+    mode.add_argument("--eval", dest="training", action="store_false", help="model.eval() first")
+
+
+def _add_lists(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    _add_common(parser)
+    parser.set_defaults(module="amp_graph.cli.command_lists")
+
+
+def _add_passes(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"A pass that is on still decides at each node. {EPILOG}"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--compile", choices=("eager", "inductor"), default="eager", help="default: eager")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--step", action="store_true", help="of amp_graph.TrainStep (default: of amp_graph.convert)")
+    mode.add_argument("--no-grad", dest="gradients", action="store_false", help="of calls without gradients")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print (default: text)")
+    _add_common(parser)
+    parser.set_defaults(module="amp_graph.cli.command_passes")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
+    parser.add_argument("--output", metavar="FILE", help="write there instead of where plans look by themselves")
+    parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+    parser.set_defaults(module="amp_graph.cli.command_calibrate")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", metavar="P", help=POLICY)
+    parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("amp-graph")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _demo(words: list[str]) -> int:
+    from amp_graph.errors import AmpGraphError
+
+    try:
+        return int(importlib.import_module("amp_graph.demo").main(words))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "amp_graph":
+            raise
+        raise AmpGraphError(
+            f"demo: {error.name} is not installed\n"
+            "  legal: an installation with the demo's extras\n  fix:   pip install 'amp-graph[demo]'"
+        ) from error
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+def _guarded(command: Callable[[], int], full: bool) -> int:
+    """Run a command; print what goes wrong in one screen."""
+    from amp_graph.errors import AmpGraphError
+
+    try:
+        return command()
+    except AmpGraphError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output left: `amp-graph dump ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # the user's own code: whatever it raises
+        print("".join(traceback.format_exception(error)) if full else _short(error), file=sys.stderr)
+        return 1
+
+
+def _short(error: BaseException) -> str:
+    """Return an error of the user's code in a few lines: type, message, and the last line of theirs."""
+    words = str(error).strip().splitlines()
+    lines = [f"{type(error).__name__}: {words[0] if words else ''}", *(f"  {word}" for word in words[1:12])]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
+    if frames:  # none where the code that failed belongs to a package
+        last = frames[-1]
+        lines.append(f"  at {last.filename}:{last.lineno}, in {last.name}: {last.line}")
+    return "\n".join([*lines, "  fix:   --traceback shows all of it"])
+
+
+def _is_theirs(path: str) -> bool:
+    """Say whether a frame is of the user's code: not of Python's, a package's, or ours."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    passes = os.path.join(os.path.dirname(os.path.dirname(ours)), "passes") + os.sep
+    library = os.path.dirname(os.__file__) + os.sep
+    return not path.startswith((ours, passes, library, "<")) and f"{os.sep}site-packages{os.sep}" not in path

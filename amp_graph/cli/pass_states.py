@@ -1,0 +1,123 @@
+"""Which passes are on under a policy, on a device, in a mode of running; and why the others are off.
+
+Before: ``Policy.parse("bf16,skip=attention")``, "cpu", ``Mode()``. After: ``State(row, None, "skip=attention ...")``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_graph.passes.pipeline import why_off
+from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.pipeline_row import Phase, Row
+from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.policy import Policy
+
+# What ``State.to_dict`` says of a pass, and what each key means.
+KEYS = {
+    "name": "the name of the pass",
+    "stage": "its subject",
+    "phases": "the graphs that it runs over, see below",
+    "devices": "the devices whose graphs it changes",
+    "conditions": "what must hold for it to be on",
+    "joins": "passes without which it is off",
+    "after": "passes that it must stand behind",
+    "before": "passes that it must stand before",
+    "law": "what it replaces with what, and when",
+    "exactness": "`bit-exact`, `rounding-equal`, or `approximate` with the bound in parentheses",
+    "worth": "what it gains, or where that is measured; null where neither is known",
+    "backend": "whether only one device or compiler needs it",
+    "required": "whether a graph is not converted at all when it fails; else it is left out of that graph",
+    "skip": "the word of `skip=` that leaves out this pass alone; null where there is none",
+    "on": "whether it is on",
+    "phase": "the first of its phases in which it is on; null where it is off",
+    "why": "why it is off; empty where it is on",
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a model runs: a call of it or a whole training step; eagerly or compiled; with gradients or without."""
+
+    step: bool = False
+    compile: str = "eager"
+    gradients: bool = True
+
+    def __str__(self) -> str:
+        """Return ``training step, eager``."""
+        return f"{'training step' if self.step else 'training' if self.gradients else 'inference'}, {self.compile}"
+
+
+@dataclass(frozen=True)
+class State:
+    """A pass in the table; ``phase``: where it is on, or None; ``why``: the reason that it is off."""
+
+    row: Row
+    phase: Phase | None
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, by the names in ``KEYS``."""
+        row = self.row
+        values = (
+            *(row.name, row.stage.value, [phase.value for phase in row.phases], list(row.devices)),
+            *([need.word for need in row.needs], list(row.joins), list(row.all_after), list(row.all_before)),
+            *(row.law, str(row.grade), row.worth, row.backend, row.cls.required, row.word if row.skippable else None),
+            *(self.phase is not None, None if self.phase is None else self.phase.value, self.why),
+        )
+        return dict(zip(KEYS, values, strict=True))
+
+
+def states(policy: Policy, device: str, mode: Mode) -> list[State]:
+    """Return the state of every pass, in the order of the table."""
+    with torch.set_grad_enabled(mode.gradients):
+        options = policy.pipeline_options(
+            device,
+            eager=mode.compile == "eager",
+            in_step=mode.step,
+            copies=WeightCopies(policy.torch_dtype(device)),
+        )
+    return [_state(row, policy, options, mode) for row in TABLE]
+
+
+def _state(row: Row, policy: Policy, options: PipelineOptions, mode: Mode) -> State:
+    if row.name in options.skip:
+        return State(row, None, f"skip={options.skip[row.name]} in the policy")
+    found = [(phase, _phase_off(phase, policy, options.device, mode)) for phase in row.phases]
+    running = [phase for phase, off in found if not off]
+    if running and not {options.device, options.planned_for} & {*row.devices}:
+        return State(row, None, f"device {options.device}: for {' and '.join(row.devices)} only")
+    for phase in running:
+        if not (why := why_off(row, phase, options)):
+            return State(row, phase, "")
+        return State(row, None, why)
+    first, *others = dict.fromkeys(off for _, off in found)
+    return State(row, None, ", or ".join([first, *(other.removeprefix("needs ") for other in others)]))
+
+
+def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
+    """Return why no graph of ``mode`` is in ``phase``; "" where one is."""
+    compiler = mode.compile != "eager"
+    if policy.level == "O0" and phase not in (Phase.HANDOVER, Phase.INDUCTOR):
+        return "level O0 runs the model as it is"
+    if phase is Phase.COPIES:
+        return _copies_off(policy, mode)
+    if phase is Phase.COMPILED:
+        return "needs Inductor for a model on the CPU" if not compiler or device != "cpu" else ""
+    if phase is Phase.STEP:
+        return "" if mode.step and not compiler else "needs a training step that runs eagerly"
+    if phase in (Phase.HANDOVER, Phase.INDUCTOR):
+        return "" if compiler else "needs a compiler"
+    return ""
+
+
+def _copies_off(policy: Policy, mode: Mode) -> str:
+    if mode.step:
+        return "needs a call; a training step makes the copies of its weights in its own graph"
+    if mode.compile != "eager":
+        return "needs a graph that runs eagerly"
+    return "" if policy.weight_copies else "weight_copies=false in the policy"

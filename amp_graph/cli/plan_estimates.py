@@ -1,0 +1,119 @@
+"""What plans for a model's graphs come to, as predicted: time, error, casts, and how many operations are low.
+
+Before: sampled graphs and a policy. After: ``Figures(picoseconds=2.1e9, error=1.32, low=88, full=14, casts=31)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from amp_graph.capture.sensitivity_sample import Sampled
+from amp_graph.errors import PolicyError
+from amp_graph.passes.precision.convex_hull import Point
+from amp_graph.passes.precision.error_budget_planner import ErrorBudget
+from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.precision.planning_problem import AS_CAPTURED
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS
+from amp_graph.passes.precision.predict_time import prediction
+from amp_graph.policy import Policy
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One plan for all graphs: its time, its error as a multiple of that of accuracy "autocast", and its counts.
+
+    ``points`` are its assignments, one a graph: equal ones are the same plan.
+    """
+
+    picoseconds: int
+    error: float
+    low: int
+    full: int
+    casts: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """All plans for the graphs of one sample call, under one policy's lists."""
+
+    policy: Policy
+    machine: Machine
+    graphs: tuple[ErrorBudget, ...]
+
+    def figures(self, policy: Policy) -> Figures:
+        """Return what the plan of ``policy``, which may differ in accuracy and planner only, comes to."""
+        return self._of(tuple(_point(graph, policy) for graph in self.graphs))
+
+    def in_full(self) -> Figures:
+        """Return what the least harmful plan comes to: full precision, but for what its owner wants low."""
+        return self._of(tuple(graph.plans.safest() for graph in self.graphs))
+
+    def _of(self, points: tuple[Point, ...]) -> Figures:
+        pairs = list(zip(self.graphs, points, strict=True))
+        harm = sum(graph.variance(point) for graph, point in pairs)
+        of_autocast = sum(graph.variance(graph.autocast) for graph in self.graphs)
+        error = math.sqrt(harm / of_autocast) if of_autocast else math.inf if harm else 0.0
+        low = sum(count_low(graph, point) for graph, point in pairs)
+        return Figures(
+            sum(point.cost for point in points),
+            error,
+            low,
+            sum(map(_planned, self.graphs)) - low,
+            sum(count_casts(graph, point) for graph, point in pairs),
+            points,
+        )
+
+
+def plans_for(sampled: Sequence[Sampled], policy: Policy, device: str) -> Plans:
+    """Return the plans for sampled graphs; PolicyError for lists that are painted always."""
+    if policy.op_list(device).unlisted != "opaque":
+        raise PolicyError(
+            "plan: lists that reproduce torch.autocast are painted, operation by operation, and count no costs\n"
+            f"  legal: the default lists, or others over them\n  fix:   --policy {policy.dtype}"
+        )
+    machine = machine_for(policy.device or device)
+    dtype = str(policy.torch_dtype(device)).removeprefix("torch.")
+    graphs = [ErrorBudget(one.problem, machine, dtype, one.measured.of(one.problem)) for one in sampled]
+    return Plans(policy, machine, tuple(graphs))
+
+
+def _point(graph: ErrorBudget, policy: Policy) -> Point:
+    accuracy = str(policy.accuracy)
+    if policy.budget is not None:
+        found = graph.within(policy.budget)
+    elif policy.plans_by == "paint":
+        found = graph.painted(accuracy)
+    else:
+        found = graph.cut(accuracy, policy.leaves == "true")
+    left = policy.leaves == "graphs" and not prediction(graph.made, graph.plans.costs, found.low).is_worth_it
+    return graph.plans.point({LOW_ALWAYS}) if left else found
+
+
+def _planned(graph: ErrorBudget) -> int:
+    return sum(choice.precision != AS_CAPTURED for choice in graph.made.painted.values())
+
+
+def count_low(graph: ErrorBudget, plan: Point) -> int:
+    """Return how many operations are low in a plan."""
+    made = graph.made
+    return sum(i in plan.low for n, i in made.of.items() if made.painted[n].precision != AS_CAPTURED)
+
+
+def count_casts(graph: ErrorBudget, plan: Point) -> int:
+    """Return how many casts a plan has: one of each value, and one for a full operation that is given low operands."""
+    made, low = graph.made, plan.low
+    count = 0
+    for node in {**made.lowers, **made.widens}:
+        is_low = made.holds.get(node, FULL_ALWAYS) in low
+        readers = made.widens.get(node, ()) if is_low else made.lowers.get(node, ())
+        count += any((r in low) != is_low for r in readers)
+    promoting = {
+        given.promoted[0]
+        for node, i in made.of.items()
+        if i not in low and made.is_free(node) and (given := made.operands(node)).promoted
+        if all(made.holds[n] in low for n in given.promoted)
+    }
+    return count + len(promoting)

@@ -1,0 +1,39 @@
+"""Where the command line prints: colours and tables on a terminal, plain text anywhere else.
+
+``write_lines([("%0: f32[2] = input x", "")], sys.stdout)``; rich itself heeds NO_COLOR and TERM=dumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from amp_graph.report.report_text import aligned
+
+
+def write_lines(lines: Iterable[tuple[str, str]], out: TextIO) -> None:
+    """Print (text, style) lines."""
+    if not out.isatty():
+        out.writelines(text + "\n" for text, _ in lines)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    for text, style in lines:
+        console.print(Text(text, style=style))
+
+
+def write_table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], out: TextIO) -> None:
+    """Print a table of (cells, style) rows; a terminal's is wrapped to its width, a plain one never."""
+    if not out.isatty():
+        out.writelines(line + "\n" for line in aligned([columns, *(cells for cells, _ in rows)]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for cells, style in rows:
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    Console(file=out, highlight=False).print(table)

@@ -1,0 +1,196 @@
+"""Any torch optimizer updates fp32 masters where its parameters are held in low precision.
+
+Before: ``optimizer.step()`` adds lr * update to bf16 weights, which mostly rounds back to what they were. After: the
+same call updates the fp32 masters and rounds them into the weights, whether the optimizer was built before or after
+``amp_graph.convert(model, "bf16-O2")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.optim.gradient_layout import laid_out_as
+from amp_graph.optim.master_weights import MASTER, put_master_back, updated_master, write_back
+from amp_graph.passes.torch_compat.optimizers import load_optimizer_states_as, on_every_optimizer_step
+
+INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
+INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler hands on what gradients are to be multiplied by
+
+
+class MastersInPlace:
+    """Lets an optimizer see masters in the place of low parameters, with its state, and fp32 gradients on them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Find the parameters of ``optimizer`` that have masters."""
+        self.optimizer = optimizer
+        self.find()
+
+    def find(self) -> None:
+        """Find them again, and follow what was written into them since."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.pairs = [(p, full) for p in params if (full := updated_master(p)) is not None]
+
+    def enter(self, inverse_scale: Tensor | None = None) -> None:
+        """Swap; all gradients are fp32 then, multiplied by ``inverse_scale`` (0-d fp32) where given."""
+        for p, full in self.pairs:
+            full.grad = gradient_of_master(p, full)
+        self.swap()
+        if inverse_scale is not None:
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, inverse_scale)
+
+    def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` for a step on masters: it finds the parameters in their places, with what they became.
+
+        Each call of it rounds the masters into the parameters, and hands the gradients that it computes to the masters.
+        """
+
+        def closure_on_parameters() -> Any:
+            self.leave()
+            try:
+                result = closure()
+                self.find()
+            except BaseException:  # nothing is left to leave: the step ends here
+                self.optimizer.__dict__.pop(INSIDE, None)
+                raise
+            self.enter()
+            return result
+
+        return closure_on_parameters
+
+    def swap(self) -> None:
+        """Put masters into the groups, with the state of their parameters."""
+        self._swap(self.pairs)
+        for p, full in self.pairs:
+            state = self.optimizer.state.get(full, {})
+            for name, value in state.items():  # Adagrad makes its own for the parameters that it is built with
+                if isinstance(value, Tensor) and value.dtype == p.dtype:
+                    state[name] = value.to(full.dtype)
+
+    def leave(self) -> None:
+        """Swap back, and round the masters into their parameters."""
+        self._swap([(full, p) for p, full in self.pairs])
+        for _, full in self.pairs:
+            full.grad = None
+        write_back([p for p, _ in self.pairs])
+
+    def _swap(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        instead = {id(old): new for old, new in pairs}
+        for group in self.optimizer.param_groups:  # in place: LBFGS keeps the list
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+        for old, new in pairs:
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+
+@contextmanager
+def groups_kept_where_it_raises(optimizer: Optimizer) -> Iterator[None]:
+    """Give ``optimizer`` its parameters and their state back, and these their masters, where the block raises."""
+    groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
+    state = {**optimizer.state}
+    masters = [(p, p.__dict__.get(MASTER)) for _, params in groups for p in params]
+    try:
+        yield
+    except BaseException:
+        for held, params in groups:
+            held[:] = params
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for parameter, master in masters:
+            put_master_back(parameter, master)
+        raise
+
+
+def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:
+    """Return the gradient of ``parameter`` in fp32, in the layout of its master; None where there is none.
+
+    A parameter may have been brought into another memory format since, and fused optimizers go by memory.
+    """
+    return None if parameter.grad is None else laid_out_as(full, parameter.grad.float())
+
+
+def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Step ``optimizer`` on these gradients alone; ``.grad`` of all its parameters is afterwards what it was."""
+    inside = MastersInPlace(optimizer)
+    masters = {id(p): full for p, full in inside.pairs}
+    inside.swap()
+    targets = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [target.grad for target in targets]
+    for target in targets:
+        target.grad = None  # an old one would be stepped on
+    for p, grad in zip(parameters, grads, strict=True):
+        target = masters.get(id(p), p)
+        target.grad = grad.to(target.dtype)
+    try:
+        optimizer.step()
+    finally:
+        for target, old in zip(targets, kept, strict=True):
+            target.grad = old
+        inside.leave()
+
+
+def widen_gradients(optimizer: Optimizer) -> None:
+    """Hold the gradients of parameters that have masters in fp32, where what unscaling makes small is not lost."""
+    for p in _held_low(optimizer):
+        _hold_gradient(p, torch.float32)
+
+
+def narrow_gradients(optimizer: Optimizer) -> None:
+    """Hold these gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
+    for p in _held_low(optimizer):
+        _hold_gradient(p, p.dtype)
+
+
+def _hold_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
+    grad = parameter.grad
+    if grad is not None and grad.dtype is not dtype:
+        parameter.grad = None  # its dtype may change only while there is none
+        parameter.grad_dtype = dtype
+        parameter.grad = grad.to(dtype)
+
+
+def _held_low(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of ``optimizer`` in low precision that stand for masters."""
+    return [p for group in optimizer.param_groups for p in group["params"] if updated_master(p) is not None]
+
+
+def steps_on_masters(optimizer: Optimizer) -> bool:
+    """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
+    return bool(_held_low(optimizer))
+
+
+def let_optimizers_update_masters() -> None:
+    """Make ``step()`` of every torch optimizer, built before or after this call, update masters.
+
+    Its ``load_state_dict`` keeps fp32 states as they are, which it would else round to the parameters' dtype.
+    """
+    on_every_optimizer_step(_after_step, _before_step)
+    load_optimizer_states_as(updated_master)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    left_over: MastersInPlace | None = optimizer.__dict__.pop(INSIDE, None)
+    if left_over is not None:  # of a step that raised
+        left_over.leave()
+    inside = MastersInPlace(optimizer)
+    if not inside.pairs:
+        return None
+    inside.enter(optimizer.__dict__.pop(INVERSE, None))
+    optimizer.__dict__[INSIDE] = inside
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], inside.outside(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": inside.outside(kwargs["closure"])}
+    return None
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    inside: MastersInPlace | None = optimizer.__dict__.pop(INSIDE, None)
+    if inside is not None:
+        inside.leave()

@@ -1,0 +1,194 @@
+"""Unscale, clip, update and round weights in one pass over memory, where a C compiler is at hand.
+
+Before: gradients widened, ``check_finite_and_unscale_``, ``_fused_adamw_``, ``_foreach_copy_``: each reads and writes
+all parameters. After: ``look_at_gradients`` over gradients as backward makes them, and ``one_pass_update_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, AdamW
+
+from amp_graph.errors import CaptureError, CompilerError
+from amp_graph.optim.gradient_layout import is_dense
+from amp_graph.optim.native_update_ops import LOWS, OPS, library
+from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.profitability.thresholds import one_pass_pays
+
+WAYS = ("auto", "one_pass", "torch")
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """An update in one pass: the rule of each group, and the one low precision of gradients and copies.
+
+    Exactness: parameters, state and copies are those of torch's fused kernels on widened gradients, bit for bit; the
+    last elements of a tensor, fewer than a vector's 16, to a last place, and the norm that clips to a few.
+    """
+
+    rules: tuple[str, ...]
+    low: torch.dtype
+
+    def takes(self, grad: Tensor) -> Tensor:
+        """Return ``grad`` in a precision that the pass reads: as it is, or fp32."""
+        return grad if grad.dtype in (torch.float32, self.low) else grad.float()
+
+    def add(self, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add up the gradients of a micro-batch, in fp32."""
+        OPS.add_gradients_(list(sums), list(grads), self.rules[0])
+
+    def finish(
+        self,
+        updates: Sequence[GroupUpdate],
+        given: Sequence[GroupTensors],
+        rates: Sequence[Tensor],
+        inverse: Tensor | None,
+        clip_norm: float | None,
+        clip_value: float | None,
+    ) -> Tensor | None:
+        """Update all groups; return ``found_inf``. Without a loss scale it is None, and so is ``inverse``."""
+        found_inf, clip = None, None
+        if inverse is not None or clip_norm is not None:
+            grads = [grad for group in given for grad in group.grads]
+            found_inf, norm = OPS.look_at_gradients(grads, self.rules[0])
+            if clip_norm is not None:
+                total = norm if inverse is None else norm * inverse
+                clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+            found_inf = None if inverse is None else found_inf
+        for update, group, lr, rule in zip(updates, given, rates, self.rules, strict=True):
+            options = {**options_of(update), **({} if clip_value is None else {"clip_value": clip_value})}
+            OPS.one_pass_update_(*group.arguments(), lr, found_inf, inverse, clip, rule=rule, **options)
+        return found_inf
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """The tensors of one group in a step; ``lows`` has None where a parameter has no copy."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: Sequence[Sequence[Tensor]]  # the last is the steps where the rule counts them
+    lows: list[Tensor | None]
+    counted: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return them as ``one_pass_update_`` takes them."""
+        kinds, steps = (self.states[:-1], self.states[-1]) if self.counted else (self.states, ())
+        with_low = [i for i, low in enumerate(self.lows) if low is not None]
+        flat = [t for kind in kinds for t in kind]
+        return self.params, self.grads, flat, list(steps), [self.lows[i] for i in with_low], with_low
+
+
+def rule_of(update: GroupUpdate, low: torch.dtype) -> str:
+    """Return the rule of a group in words: "adam decoupled bf16"."""
+    group, kind = update.group, update.kind
+    decoupled = kind is AdamW or group.get("decoupled_weight_decay", False)
+    flags = {
+        "decoupled": decoupled,
+        "decay": group["weight_decay"] and not decoupled,
+        "amsgrad": group.get("amsgrad"),
+        "momentum": group.get("momentum"),
+        "nesterov": group.get("momentum") and group.get("nesterov"),
+    }
+    name = "sgd" if kind is SGD else "adagrad" if kind is Adagrad else "adam"
+    return " ".join([name, *(flag for flag, is_set in flags.items() if is_set), LOWS[low]])
+
+
+def options_of(update: GroupUpdate) -> dict[str, Any]:
+    """Return the options of a group as ``one_pass_update_`` takes them, without those that are zero."""
+    group = update.group
+    found = {name: group.get(name, 0.0) for name in ("weight_decay", "eps", "momentum", "lr_decay", "maximize")}
+    found["beta1"], found["beta2"] = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
+    return {name: value for name, value in found.items() if value}
+
+
+def check_way(update: str, compile: Any) -> None:
+    """Raise CaptureError where ``update`` names no way to update, or one that ``compile`` does not go with."""
+    if update not in WAYS or (update == "one_pass" and compile != "eager"):
+        raise CaptureError(
+            f"TrainStep: update={update!r} with compile={compile!r}\n"
+            "  legal: 'auto', 'torch', and with compile='eager' 'one_pass'\n  fix:   leave update out"
+        )
+
+
+def plan_one_pass(
+    way: str,
+    compile: Any,
+    updates: Sequence[GroupUpdate],
+    target_of: Callable[[Tensor], Tensor],
+    lows: Mapping[int, list[Tensor]],
+    tables: Collection[int] = (),
+) -> tuple[OnePass | None, str]:
+    """Return the update in one pass, or None; and how the step updates, in words.
+
+    way: one of WAYS; "auto" where it pays and can be. target_of: what is updated for a parameter. lows: the copies of
+    each parameter, by id. tables: the ids of those that embeddings read. Raises CaptureError or CompilerError where
+    "one_pass" cannot be.
+    """
+    if compile != "eager":
+        return None, "pointwise operations, for the compiler"
+    why = "as asked" if way == "torch" else _why_not(updates, target_of, lows)
+    gains = {*lows, *tables}  # by fewer casts, and by rows instead of tables of zeros
+    elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in gains)
+    if not why and way == "auto" and not one_pass_pays("cpu", elements):
+        why = f"{elements:,} elements are too few to compile for"
+    if why and way == "one_pass":
+        raise CaptureError(
+            f"TrainStep: update='one_pass', but {why}\n  legal: what SGD, Adam, AdamW and Adagrad update on the CPU in "
+            "eager mode, fp32 with copies in one low precision\n  fix:   update='auto'"
+        )
+    one_pass = None if why else _compiled(way, updates, lows)
+    return (one_pass, "one pass") if isinstance(one_pass, OnePass) else (None, f"torch's kernels: {why or one_pass}")
+
+
+def _compiled(way: str, updates: Sequence[GroupUpdate], lows: Mapping[int, list[Tensor]]) -> OnePass | str:
+    low = next(copy.dtype for copies in lows.values() for copy in copies)
+    rules = tuple(rule_of(update, low) for update in updates)
+    try:
+        for rule in rules:
+            library(rule)
+    except CompilerError as error:
+        if way == "one_pass":
+            raise
+        return str(error).partition("\n")[0]
+    return OnePass(rules, low)
+
+
+def _why_not(
+    updates: Sequence[GroupUpdate], target_of: Callable[[Tensor], Tensor], lows: Mapping[int, list[Tensor]]
+) -> str:
+    if not updates:
+        return "the optimizer is called behind the graph, or trains nothing"
+    if len({copy.dtype for copies in lows.values() for copy in copies}) != 1:
+        return "weights have no copies in low precision, or copies in several"
+    for update in updates:
+        if why := why_not_flat(update, target_of):
+            return why
+        for p in update.params:
+            target = target_of(p)
+            if not all(_is_alike(low, target, low.dtype) for low in lows.get(id(p), ())):
+                return f"the copy of a parameter of shape {tuple(p.shape)} lies otherwise"
+    return ""
+
+
+def why_not_flat(update: GroupUpdate, target_of: Callable[[Tensor], Tensor] = lambda p: p) -> str:
+    """Return why parameters or state of a group are none that the pass goes through, or ""."""
+    kinds = [kind for kind, name in zip(update.states, update.state_names(), strict=True) if name != "step"]
+    for i, p in enumerate(update.params):
+        target = target_of(p)
+        if not _is_flat(target) or not all(_is_alike(kind[i], target, torch.float32) for kind in kinds):
+            return f"a parameter of shape {tuple(p.shape)} or its state is not fp32 on the CPU, without gaps"
+    return ""
+
+
+def _is_flat(t: Tensor) -> bool:
+    return t.device.type == "cpu" and t.dtype == torch.float32 and is_dense(t)
+
+
+def _is_alike(t: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+    return t.device == like.device and t.dtype == dtype and (t.shape, t.stride()) == (like.shape, like.stride())

@@ -1,0 +1,177 @@
+"""SGD, Adam, AdamW and Adagrad for one's own loop over a converted model: the update in one pass over memory.
+
+Before: ``torch.optim.AdamW(model.parameters(), fused=True)``, after whose step the model casts every weight anew.
+After: ``amp_graph.optim.AdamW(model.parameters())``, which writes the low-precision copies as it updates the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from amp_graph.errors import CompilerError, ScaleError
+from amp_graph.optim.native_update import GroupTensors, options_of, rule_of, why_not_flat
+from amp_graph.optim.native_update_ops import OPS, library
+from amp_graph.optim.torch_fused_update import GroupUpdate, group_updates, why_no_kernel
+from amp_graph.passes.profitability.thresholds import one_pass_pays
+from amp_graph.passes.torch_compat.dynamo_frames import not_captured
+from amp_graph.passes.torch_compat.optimizers import plain_step
+from amp_graph.passes.weights.cache_entry import KeptCopy, Signs
+from amp_graph.passes.weights.cast_cache import WeightCopies, copies_of_models
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
+
+Copies = dict[int, tuple[WeightCopies, KeptCopy, Signs]]  # by parameter's id
+
+
+class OnePassOptimizer(Optimizer):
+    """What the optimizers here have in common: options, state and ``state_dict`` of torch's of the same name.
+
+    After a step the low-precision copies that a converted model keeps of its parameters are current: the next forward
+    casts none. Parameters, state and copies are those of torch's fused kernel, bit for bit but for the last elements of
+    a tensor, fewer than 16: a last place. Torch's kernels do the step where something is not fp32 on the CPU, of fewer
+    than a million weights, and without a C compiler. ``how``: "one pass", or "torch's kernels" and why, of the last.
+
+    The step shows in version counters, which torch's fused kernels leave alone, and copies are not made anew for its
+    sake.
+    Raises ScaleError for ``fused=False``; else what torch's raise.
+    """
+
+    updates_as: ClassVar[type[Optimizer]]
+    how: str = "no step yet"
+    update_shows: bool = False  # whether version counters show the last step, and copies were written along
+    _step_supports_amp_scaling = True
+    _no_compiler: str = ""
+
+    def __init_subclass__(cls) -> None:
+        """Show torch's options to who asks for the signature."""
+        cls.__signature__ = inspect.signature(cls.updates_as)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take what torch's class of the same name takes."""
+        if options.get("fused") is False:
+            name = type(self).__name__
+            raise ScaleError(
+                f"amp_graph.optim.{name}: fused=False, and all that is not done in one pass is done by fused kernels\n"
+                f"  legal: fused=True, which is the default\n  fix:   torch.optim.{name}(..., fused=False)"
+            )
+        super().__init__(*args, **{**options, "fused": True})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up what was saved, of an optimizer whose kernels may have been others."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["foreach"], group["fused"] = None, True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; return what ``closure``, called before, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @not_captured
+    def _update(self) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        why = self._no_compiler or why_no_kernel(self) or _why_not(trained)
+        updates = [] if why else group_updates(self, trained)
+        why = why or next(filter(None, map(why_not_flat, updates)), "")
+        copies = {} if why else _copies_of(trained)
+        low = next((kept.low.dtype for _, kept, _ in copies.values()), torch.bfloat16)
+        why = why or self._compiled([rule_of(update, low) for update in updates])
+        self.how = f"torch's kernels: {why}" if why else "one pass"
+        self.update_shows = not why
+        if why:
+            plain_step(self.updates_as)(self)
+        elif not self._is_bad():
+            self._unscale(trained)
+            _in_one_pass(updates, copies, low)
+            increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
+            for p in trained:
+                if id(p) in copies:
+                    model, kept, before = copies[id(p)]
+                    model.was_written(p, kept, before)
+
+    def _compiled(self, rules: Sequence[str]) -> str:
+        """Return why the pass cannot be compiled, or "" once it is."""
+        try:
+            for rule in rules:
+                library(rule)
+        except CompilerError as error:
+            self._no_compiler = str(error).partition("\n")[0]
+        return self._no_compiler
+
+    def _is_bad(self) -> bool:
+        """Say whether a scaler found a gradient that is not finite."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and found_inf.item() > 0
+
+    def _unscale(self, trained: Sequence[Tensor]) -> None:
+        """Divide gradients, in place, by the scale that a scaler left to the kernels, as torch's do."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            torch._foreach_div_([p.grad for p in trained if p.grad is not None], scale)
+
+
+def _why_not(trained: Sequence[Tensor]) -> str:
+    """Return why torch's kernels update what is ``trained``, as far as its gradients and number say, or ""."""
+    for p in trained:
+        grad = p.grad
+        assert grad is not None, "asked of those that have one"
+        if grad.dtype != torch.float32 or grad.device.type != "cpu" or grad.layout is not torch.strided:
+            return f"the gradient of a parameter of shape {tuple(p.shape)} is not fp32 on the CPU"
+    elements = sum(p.numel() for p in trained)
+    return "" if one_pass_pays("cpu", elements) else f"{elements:,} elements are too few to compile for"
+
+
+def _copies_of(params: Sequence[Tensor]) -> Copies:
+    """Return the copies that may be written along: of each parameter one, and all in one precision."""
+    found: Copies = {}
+    for model in copies_of_models():
+        if not found or model.dtype == next(iter(found.values()))[0].dtype:
+            found |= {id(p): (model, *kept) for p in params if (kept := model.to_be_written(p)) is not None}
+    return found
+
+
+def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
+    """Update parameters, state and copies, which nothing shows."""
+    for update in updates:
+        lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
+        grads: list[Any] = [p.grad for p in update.params]
+        given = GroupTensors(list(update.params), grads, update.states, lows, "step" in update.state_names())
+        lr = torch.as_tensor(update.group["lr"], dtype=torch.float64, device="cpu")
+        options = options_of(update)
+        OPS.one_pass_update_(*given.arguments(), lr, None, None, None, rule=rule_of(update, low), **options)
+
+
+class SGD(OnePassOptimizer, torch.optim.SGD):
+    """``torch.optim.SGD``, in one pass; with dampening by torch's kernels."""
+
+    updates_as = torch.optim.SGD
+
+
+class Adam(OnePassOptimizer, torch.optim.Adam):
+    """``torch.optim.Adam``, in one pass."""
+
+    updates_as = torch.optim.Adam
+
+
+class AdamW(OnePassOptimizer, torch.optim.AdamW):
+    """``torch.optim.AdamW``, in one pass."""
+
+    updates_as = torch.optim.AdamW
+
+
+class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
+    """``torch.optim.Adagrad``, in one pass."""
+
+    updates_as = torch.optim.Adagrad

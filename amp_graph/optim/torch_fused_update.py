@@ -1,0 +1,245 @@
+"""A ``torch.optim`` optimizer's update as operations of a graph: the fused kernels, predicated on ``found_inf``.
+
+Before: ``optimizer.step()``, a Python loop over parameters. After: one ``_fused_adamw_`` a group, which changes
+nothing where a gradient was infinite. The state stays the optimizer's own, so its ``state_dict`` is as ever.
+Source: torch/optim/{sgd,adam,adagrad}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from amp_graph.optim.gradient_layout import is_dense, zeros_beside
+from amp_graph.optim.master_weights import updated_master
+from amp_graph.passes.torch_compat.optimizers import steps_otherwise
+from amp_graph.policy import HALVES
+
+SEVERAL, APART = 16, ("cuda",)
+UPDATES_AS = "updates_as"  # the attribute by which optimizers of amp_graph name torch's
+STATES = {
+    SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
+    Adagrad: lambda group: ("sum", "step"),
+}
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class whose rule ``optimizer`` updates by: its own, or for one of ``amp_graph.optim`` torch's."""
+    kind: type[Optimizer] = vars(type(optimizer)).get(UPDATES_AS, type(optimizer))  # of no class derived from ours
+    return kind
+
+
+def why_not_fused(optimizer: Optimizer) -> str:
+    """Return why the update cannot be part of the graph, or "" where it can."""
+    return why_no_kernel(optimizer) or steps_otherwise(optimizer)
+
+
+def why_no_kernel(optimizer: Optimizer) -> str:
+    """Return why the rule of ``optimizer`` is not one of the fused kernels', or "" where it is."""
+    kind = kind_of(optimizer)
+    if kind not in (SGD, Adam, AdamW, Adagrad):
+        return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group["momentum"]:
+            return "SGD with dampening treats its first step otherwise"
+        if group.get("differentiable"):
+            return "differentiable=True"
+        if any(p.is_complex() or p.is_sparse for p in group["params"]):
+            return "complex or sparse parameters"
+        if any(isinstance(group.get(name), Tensor) for name in ("weight_decay", "eps")):
+            return "options given as tensors"
+    return ""
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """The update of one parameter group, for those of its parameters that have gradients."""
+
+    group: dict[str, Any]
+    kind: type[Optimizer]
+    params: tuple[Tensor, ...]
+    states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, each with one tensor a parameter
+
+    def state_names(self) -> tuple[str, ...]:
+        """Return the names of ``states`` in the optimizer's own state."""
+        return _state_names(self.kind, self.group)
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update ``params`` and ``states`` in place; nothing changes where ``found_inf`` is above 0."""
+        odd = {i for i, p in enumerate(params) if not self._is_for_kernel(p, grads[i], *(s[i] for s in states))}
+        for apply, own in ((self.apply_pointwise, odd), (self._apply_fused, set(range(len(params))) - odd)):
+            if own:
+                of = [[t for i, t in enumerate(tensors) if i in own] for tensors in (params, grads, *states)]
+                apply(of[0], of[1], of[2:], lr, found_inf)
+
+    def _is_for_kernel(self, p: Tensor, *others: Tensor) -> bool:
+        """Say whether torch's fused kernel updates ``p`` as it should: they look neither at strides nor at gaps."""
+        if self.kind is SGD and p.dtype in HALVES and p.device.type == "cpu":  # hardly changes it
+            return False
+        return is_dense(p) and all(not t.dim() or t.stride() == p.stride() for t in others)
+
+    def _apply_fused(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        g = self.group
+        common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
+        if self.kind is SGD:
+            options: dict[str, Any] = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
+            buffers = states[0] if states else []
+            torch._fused_sgd_(params, grads, buffers, lr=lr, is_first_step=False, **options, **common)
+            return
+        *moments, steps = states
+        torch._foreach_add_(steps, 1)
+        if self.kind is Adagrad:
+            options = {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
+            torch._fused_adagrad_(params, grads, moments[0], steps, **options, **common)
+        else:
+            decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
+            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            largest = moments[2] if len(moments) > 2 else []
+            beta1, beta2 = g["betas"]
+            options = {"beta1": float(beta1), "beta2": float(beta2), "eps": g["eps"], "amsgrad": g["amsgrad"]}
+            kernel(params, grads, moments[0], moments[1], largest, steps, lr=lr, **options, **common)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def apply_pointwise(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places.
+
+        What is in low precision is computed with in fp32, and rounded once, as in the fused kernels.
+        """
+        rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
+        decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
+        dtype = reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
+        factors: Any = [lr.to(dtype)] * len(params)
+        if rule is _adam:
+            factors = _each_apart(_adam_factors(self.group, states[-1], lr, decoupled, dtype))
+        for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            targets = [p, *(s[i] for s in states)]
+            g, start, *old = (t.float() if t.dtype in HALVES else t for t in (grad, *targets))
+            g = -g if self.group["maximize"] else g
+            if self.group["weight_decay"] and not decoupled:
+                g = g + self.group["weight_decay"] * start
+            made = rule(self.group, start, g, old, factors[i])
+            for target, new in zip(targets, made, strict=True):
+                target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
+
+
+def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+    if not old:
+        return [p - lr * g]
+    buffer = group["momentum"] * old[0] + g
+    return [p - lr * (g + group["momentum"] * buffer if group["nesterov"] else buffer), buffer]
+
+
+def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
+    total, step = old[0] + g * g, old[1] + 1
+    rate = lr / (1 + (step - 1) * group["lr_decay"])
+    return [p - rate * g / (total.sqrt() + group["eps"]), total, step]
+
+
+def _adam_factors(
+    group: dict[str, Any], steps: Sequence[Tensor], lr: Tensor, decoupled: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return for each parameter what all its elements are multiplied by, [3, n] in ``dtype``.
+
+    lr / (1 - beta1**t), 1 / sqrt(1 - beta2**t), and what a decoupled weight decay leaves of the parameter, or 1.
+    """
+    beta1, beta2 = (float(b) for b in group["betas"])
+    counts = torch.stack(list(steps)) + 1
+    rates, roots = lr.to(dtype) * (1 / (1 - beta1**counts)), (1 - beta2**counts).rsqrt().to(dtype)
+    kept = (1 - lr * (group["weight_decay"] if decoupled else 0.0)).to(dtype)
+    found = torch.stack([rates, roots, kept.expand_as(counts)])
+    # The largest of several that are the same: changes nothing, but is no pointwise operation, which a compiler would
+    # inline into its loops over parameters, with two powers for every few elements. Of 8 and fewer Inductor does that,
+    # and where they were padded with zeros, it added the first up as often as there were zeros on CUDA (2.11).
+    return found.expand(SEVERAL, *found.shape).amax(0)
+
+
+def _each_apart(factors: Tensor) -> Sequence[Tensor]:
+    """Return the factors of each parameter: in memory of its own where a kernel's code would name the place in one.
+
+    Triton compiles that of parameters alike once then, and not as often as there are parameters.
+    """
+    found = factors.unbind(1)
+    return torch._foreach_add(list(found), 0.0) if factors.device.type in APART else found
+
+
+def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:
+    beta1, beta2 = (float(b) for b in group["betas"])
+    rate, root, kept = factors.unbind()
+    first, second = old[0].lerp(g, 1 - beta1), old[1] * beta2 + (1 - beta2) * g * g
+    largest = [torch.maximum(old[2], second)] if len(old) > 3 else []
+    scaled = (largest[0] if largest else second).sqrt() * root
+    moved = p * kept - rate * first / (scaled + group["eps"])
+    return [moved, first, second, *largest, old[-1] + 1]
+
+
+def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[GroupUpdate]:
+    """Return the updates of ``optimizer`` for the parameters in ``trained``; makes the state that is missing."""
+    wanted = {id(p) for p in trained}
+    found = []
+    for group in optimizer.param_groups:
+        params = tuple(p for p in group["params"] if id(p) in wanted)
+        if not params:
+            continue
+        kind = kind_of(optimizer)
+        names = _state_names(kind, group)
+        for p in params:
+            master = updated_master(p)
+            if names:  # else a look at it would make an empty one
+                _make_state(optimizer.state[p], p if master is None else master, names)
+        states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
+        found.append(GroupUpdate(group, kind, params, states))
+    return found
+
+
+def _state_names(kind: type[Optimizer], group: dict[str, Any]) -> tuple[str, ...]:
+    return STATES[Adam if kind is AdamW else kind](group)
+
+
+def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:
+    """Make what torch.optim makes at its first step, where the fused kernels want it."""
+    for name in names:
+        if name == "step":
+            known = state.get("step", 0.0)
+            state["step"] = torch.as_tensor(known, dtype=torch.float32).to(parameter.device)
+        elif state.get(name) is None:
+            state[name] = zeros_beside(parameter)
+        elif not _lies_like(state[name], parameter):
+            state[name] = zeros_beside(parameter).copy_(state[name])
+
+
+def _lies_like(state: Tensor, parameter: Tensor) -> bool:
+    """Say whether kernels may go through both as one row of numbers, as the fused ones do without looking.
+
+    They may not where Adagrad made its state before a model was lowered, where a state was saved of a model in another
+    memory format, or the model was brought into one since. What has gaps is left to kernels that know of strides.
+    """
+    return state.dtype == parameter.dtype and (not is_dense(parameter) or state.stride() == parameter.stride())

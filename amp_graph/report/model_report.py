@@ -1,0 +1,241 @@
+"""What ran in which precision, and why, for a converted model.
+
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.to_networkx()``, ``.graphs``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_graph.capture.captured_graphs import Captured
+from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.errors import CaptureError
+from amp_graph.optim.optimizers import OnePassOptimizer
+from amp_graph.optim.torch_fused_update import why_no_kernel
+from amp_graph.passes.graph.graph_text import SHORT
+from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.profitability.thresholds import one_pass_pays
+from amp_graph.policy import Policy
+from amp_graph.report.collect_records import read_graph
+from amp_graph.report.graph_flow import Flow, flow_of
+from amp_graph.report.memory_report import memory_of
+from amp_graph.report.networkx_graph import digraph
+from amp_graph.report.records import GraphReport
+from amp_graph.report.report_html import html_page
+from amp_graph.report.report_text import WIDTH, report_text, size_text
+from amp_graph.step.traced_step import CapturedStep, PlainCaptured
+from amp_graph.step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    import networkx
+
+NOT_CAPTURED = "not captured yet: call the model once"
+AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
+LEFT = "left in the process for the next"
+WORD = "(keep_memory=)"
+FAILED = "nothing was captured: every call ran as it is written"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a converted model: its graphs, and what was not captured.
+
+    ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
+    precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``
+    says how code between the graphs runs, where some call was captured in pieces, and ``breaks`` where that begins, and
+    why. ``flows``: what reads what in each of ``graphs``.
+    """
+
+    model: str
+    policy: Policy
+    dtype: str
+    compile: str
+    status: str
+    graphs: tuple[GraphReport, ...]
+    skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    memory: dict[str, int]
+    escaped: str = ""
+    breaks: tuple[tuple[str, str], ...] = ()
+    flows: tuple[Flow, ...] = ()
+
+    def text(self, width: int | None = WIDTH) -> str:
+        """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
+        return report_text(self, width)
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one self-contained page, which fetches nothing, to ``path``."""
+        write_atomically(path, html_page(self))
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return the rewritten graphs as one ``networkx.DiGraph``: what reads what, with casts marked on edges.
+
+        A node is named as ``amp-graph explain`` takes it (``0:linear``: graph 0). Its attributes: ``graph``,
+        ``number`` ("%7"), ``kind`` ("input", "weight", "constant", "subgraph", "operation", "cast", "part", "output"),
+        ``operation``, ``call``, ``dtype``, ``shape`` ("8,32"), ``precision`` ("low", "full", "captured"), ``class``,
+        ``reason``, ``bytes`` written, ``flops`` of matrix products in forward, ``module``, ``line``. An edge to what
+        casts a value has ``cast`` ("bf16"), ``of`` ("weight", "activation"), ``reason``, ``kept``. All are strings,
+        numbers and booleans.
+        """
+        return digraph(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, the same for the same model, policy and inputs."""
+        return {
+            "format": 1,
+            "model": self.model,
+            "policy": str(self.policy),
+            "accuracy": self.policy.accuracy,
+            "dtype": self.dtype,
+            "compile": self.compile,
+            "status": self.status,
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
+            "notes": list(self.notes),
+            "memory": dict(self.memory),
+            "escaped": self.escaped,
+            "breaks": [{"where": where, "reason": reason} for where, reason in self.breaks],
+        }
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return self.text()
+
+
+def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Return what ran where and why, of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
+
+    optimizer: the model's, to have its state counted under ``memory``, and its update looked at. Raises CaptureError if
+    ``model`` is neither.
+    """
+    if isinstance(model, TrainStep):
+        return _of_step(model)
+    found = conversion_of(model)
+    if found is None:
+        raise CaptureError(_not_converted(model))
+    return Report(
+        type(model).__name__,
+        found.policy,
+        _dtype(found.policy, found.model),
+        _backend(found.compile),
+        _status(found),
+        tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
+        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
+        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer), *_of_kernels(found.model)),
+        memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
+        found.escaped_runs,
+        tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
+        tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
+    )
+
+
+def _of_step(step: TrainStep) -> Report:
+    """Return the report of a step: its forward graphs, with the loss in them."""
+    graphs = [Captured(captured.rewritten, step.model.training, grad=True) for captured in step.captured]
+    return Report(
+        f"TrainStep of {type(step.model).__name__}",
+        step.policy,
+        _dtype(step.policy, step.model),
+        _backend(step.compile),
+        "" if graphs else NOT_CAPTURED.replace("model", "step"),
+        tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
+        (),
+        (
+            *step.notes,
+            *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured)),
+            *_of_kernels(step.model),
+        ),
+        memory_of(step.model, step.optimizer, step.weight_copies()),
+        flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
+    )
+
+
+def _of_passes(captured: CapturedStep) -> Iterator[str]:
+    """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
+    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
+    if isinstance(captured, PlainCaptured):
+        yield "captured for any sizes and numbers: autograd and the update run behind the graph"
+        return
+    for traced in captured.steps.values():
+        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
+    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
+        counts = Counter(change.action for change in timed.result.changes)
+        told = ", ".join(f"{count} {action}" for action, count in counts.items())
+        failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
+        yield f"{timed.name}: {failed or told or 'nothing to do'}"
+
+
+def _of_memory(found: Conversion) -> Iterator[str]:
+    """Say of which graphs memory is kept."""
+    for i, graph in enumerate(found.graphs):
+        if graph.kept_bytes:
+            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
+            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Say how ``optimizer`` updates, and what casts behind its steps another would spare."""
+    if isinstance(optimizer, OnePassOptimizer):
+        yield f"update: {optimizer.how}"
+    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
+        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
+        if one_pass_pays("cpu", elements):
+            ours = f"amp_graph.optim.{type(optimizer).__name__}"
+            yield f"update: {elements:,} weights are cast behind each; {ours} would write their copies"
+
+
+def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
+    """Say which compiled code is not to be had on this machine, and why, where the model is on its CPU."""
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        for why, names in why_refused().items():
+            yield f"torch's kernels in place of {', '.join(names)}: {why}"
+
+
+def _weights(model: torch.nn.Module) -> set[str]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in named}
+
+
+def _backend(compile: Compile) -> str:
+    return compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+
+
+def _dtype(policy: Policy, model: torch.nn.Module) -> str:
+    devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
+    return SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
+
+
+def _status(found: Conversion) -> str:
+    if found.policy.level == "O0":
+        return AS_WRITTEN
+    if found.graphs:
+        return ""
+    return FAILED if found.said.notes or found.log.skips else NOT_CAPTURED
+
+
+def _not_converted(model: object) -> str:
+    if not isinstance(model, torch.nn.Module):
+        return (
+            f"report: a {type(model).__name__} is not a converted model\n"
+            "  legal: what amp_graph.convert returned\n"
+            "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+        )
+    inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
+    if inside:
+        return (
+            f"report: {type(model).__name__} is not converted; its submodule {inside[0]!r} is\n"
+            f"  fix:   amp_graph.report(model.get_submodule({inside[0]!r}))"
+        )
+    return (
+        f"report: {type(model).__name__} is not converted\n"
+        "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+    )

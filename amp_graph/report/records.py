@@ -1,0 +1,121 @@
+"""The records of a report: what became of one captured graph, in strings and numbers.
+
+``GraphReport(index=0, nodes=(NodeReport(name="linear", precision="low", ...), ...), casts=(...), ...)``
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from amp_graph.passes.precision.error_budget_planner import Budget
+
+WEIGHT, ACTIVATION = "weight", "activation"
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One operation: what it calls, the precision it computes in, and why.
+
+    ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
+    the subgraph they stand in; ``cls`` is the class its list puts it in, or "cast" for an inserted cast.
+    """
+
+    name: str
+    number: str
+    ops: tuple[str, ...]
+    module: str
+    cls: str
+    precision: str
+    reason: str
+    origin: str
+    line: str
+    type: str
+    captured_type: str
+    listed: bool
+
+
+@dataclass(frozen=True)
+class CastReport:
+    """One inserted cast: of which value ("weight" or "activation"), to which dtype, and for whom.
+
+    ``kept``: its result is a copy that later calls read, until something writes to the weight.
+    """
+
+    name: str
+    number: str
+    source: str
+    of: str
+    to: str
+    reason: str
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A node, and what a pass has to say of it: a skip, or a conversion that it removed."""
+
+    node: str
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The time of a graph, forward and backward, as a multiple of full precision's; on which machine.
+
+    ``left_alone``: whether the graph is in full precision for that.
+    """
+
+    ratio: float
+    machine: str
+    left_alone: bool = False
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One captured graph: its text before and after, its operations, its casts, and why it ended.
+
+    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured;
+    ``spared_bytes``, of what backward computes again instead of having it saved. ``budget``: what its plan makes of the
+    policy's error budget, if there is one. ``predicted``: what low precision gains by the rates of a machine
+    (``amp-graph calibrate``); None where nothing is low. ``left_out``: the passes that failed on this
+    graph and were left out of it; ``unplanned``: why it runs without a plan, and how, if it does.
+    """
+
+    index: int
+    training: bool
+    grad: bool
+    dtype: str
+    before: str
+    text: str
+    nodes: tuple[NodeReport, ...]
+    casts: tuple[CastReport, ...]
+    removed: tuple[Note, ...]
+    skips: tuple[Note, ...]
+    break_reason: str
+    break_line: str
+    bytes: dict[str, int]
+    captured_bytes: int
+    has_fp32: bool
+    has_floats: bool
+    budget: Budget | None = None
+    predicted: Predicted | None = None
+    spared_bytes: int = 0
+    left_out: tuple[Note, ...] = ()
+    unplanned: str = ""
+
+    @property
+    def mode(self) -> str:
+        """How the graph was captured: ``train, with gradients``."""
+        return f"{'train' if self.training else 'eval'}, {'with' if self.grad else 'without'} gradients"
+
+    @property
+    def operations(self) -> tuple[NodeReport, ...]:
+        """The operations that the plan speaks of: all nodes but casts and plumbing."""
+        return tuple(n for n in self.nodes if n.cls not in ("cast", ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        return dataclasses.asdict(self)

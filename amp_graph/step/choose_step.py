@@ -1,0 +1,149 @@
+"""Which of its captures a ``TrainStep`` runs: a step traced whole, a forward captured for any sizes, or none.
+
+Before: thirty lengths of batches, each a step traced for it alone. After: the first two are traced, a forward that
+takes any length serves all others, and what cannot be captured for all runs as code that escapes capture.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amp_graph.capture.dynamo_backend import Runner
+from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
+from amp_graph.capture.recapture_reasons import called
+from amp_graph.errors import warn
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_frames import Find, compiled_frames, own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
+from amp_graph.step.recapture_warning import Recaptures
+from amp_graph.step.step_arguments import (
+    call_model,
+    forward_of,
+    loss_of,
+    refuse_gradients_beyond,
+    refuse_what_is_no_loss,
+)
+from amp_graph.step.step_cache import CapturedSteps
+from amp_graph.step.step_graph import mark_loss
+
+OWN = "amp_graph_step"  # the name of the function that is captured
+TRACED = 2  # steps that are traced whole; for more sizes and numbers, forwards are captured that take any
+
+
+@dataclass(eq=False)
+class StepRuns:
+    """Runs batches through ``model``, with its loss, and into ``steps``.
+
+    learns: whether other steps may take the place of traced ones. Not over several ranks, whose gradients are to
+    travel in the same order.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any] | None
+    outputs: bool
+    steps: CapturedSteps
+    escaped: EscapedCode
+    max_graphs: int
+    learns: bool
+    collector_waits: bool
+    notes: list[str] = field(default_factory=list)  # for the report
+
+    def __post_init__(self) -> None:
+        """Begin without captures."""
+        self._recaptures = Recaptures()
+        self.capture()
+
+    def capture(self) -> None:
+        """Capture anew from the next call on."""
+        loss_fn, outputs, model = self.loss_fn, self.outputs, forward_of(self.model)
+
+        def amp_graph_step(*batch: Any) -> Any:
+            out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
+            loss = loss_fn(out, *batch[1:]) if loss_fn is not None else loss_of(out)
+            return (mark_loss(loss), out) if outputs else mark_loss(loss)
+
+        function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
+        # Of the same name, by which Dynamo knows what sizes the first was captured for, and so which have changed.
+        again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
+        self.find: Find = compiled_frames(function, has_backward=False)
+        self._find_plain: Find = compiled_frames(again)
+        self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
+        self._forward, self._bare = amp_graph_step, Bare()
+        budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
+        named = called(self.model.forward)
+        self._traced = Variants(OWN, traced, False, budget, of=named)
+        self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, of=named)
+        self.run = self._captured_by(function, self.steps.take, self._traced, dynamic=False)
+        self._run_plain = self._captured_by(again, self.steps.take_plain, self._plain, dynamic=None)
+
+    def _captured_by(
+        self, function: Any, backend: Callable[..., Runner], variants: Variants, dynamic: bool | None
+    ) -> Runner:
+        return capture_with_dynamo(
+            function,
+            weakly(backend),
+            dynamic=dynamic,
+            fullgraph=True,
+            heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
+            collector_waits=self.collector_waits,
+            choice=variants,
+        )
+
+    def __call__(self, batch: Sequence[Any]) -> Any:
+        """Run one step: as it was traced, else as its forward was captured for any sizes, else as it is written."""
+        if self._bare.passes(self.model.training):
+            return self._as_written(batch)
+        known, local = len(self.steps.captured), {"batch": tuple(batch), **self.free}
+        found = self.find(local) or (self._find_plain(local) if self._traced.is_full else None)
+        for run in (found,) if found else (self.run, self._run_plain):
+            try:
+                result = run(*batch)
+            except NoGraph as stopped:
+                if stopped.owner not in (self._traced, self._plain):
+                    raise
+                continue
+            if len(self.steps.captured) > known and not self.learns:
+                self._recaptures.note(batch)
+            self._bare.hit(self.model.training)
+            return result
+        self._bare.missed(self.model.training)
+        self._say_what_varies()
+        return self._as_written(batch)
+
+    def _as_written(self, batch: Sequence[Any]) -> Any:
+        """Run a step whose forward is not captured: under autocast, or in fp32, as the policy has what escapes."""
+        refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
+        escaped = self.escaped
+
+        def compute() -> tuple[Any, ...]:
+            with escaped.region() if escaped.is_cast else nullcontext():
+                found = self._forward(*batch)
+            loss, *others = found if self.outputs else (found,)
+            refuse_what_is_no_loss(loss)
+            return (
+                loss.float() if loss.itemsize < 4 else loss,
+                *(escaped.finished(one, tuple(batch), {}) for one in others),
+            )
+
+        found = self.steps.run_as_written(compute)
+        return tuple(found) if self.outputs else found[0]
+
+    def _say_what_varies(self) -> None:
+        """Say, once, what steps differ in that are captured no more."""
+        why = self._plain.why or self._traced.why
+        if why is None or self.notes:
+            return
+        told = (
+            f"captured {len(self.steps.captured)} times, and steps still differ: those without a graph run "
+            f"{self.escaped.how} from now on: they differ in {why}\n"
+            f"  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept"
+        )
+        self.notes.append(told)
+        warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")

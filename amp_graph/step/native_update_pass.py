@@ -1,0 +1,70 @@
+"""The update in one pass over memory, appended to a joint graph: check, unscale, clip, update, and round at once.
+
+Before: gradients as backward makes them, scaled. After: ``look_at_gradients`` and one ``one_pass_update_`` a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.optim.native_update import GroupTensors, OnePass
+from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, node_named, outputs, set_outputs
+from amp_graph.passes.loss_scaling.unscale import inverse_of
+from amp_graph.passes.step.update_parameters import GroupInputs, nodes_of
+
+
+@dataclass(frozen=True)
+class UpdateInOnePass(Pass):
+    """Does what ``CheckFiniteAndUnscale``, ``ClipGradients`` and ``UpdateParameters`` do, and writes one copy of each.
+
+    lows: the input that holds the first copy of a parameter, by its name. Gradients stay as they were.
+
+    Law: that of these passes. Exactness: bit-exact, but for what ``OnePass`` says.
+    """
+
+    one_pass: OnePass
+    updates: Sequence[GroupUpdate]
+    groups: Sequence[GroupInputs]
+    lows: Mapping[str, str] = field(default_factory=dict)
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    name: ClassVar[str] = "update-in-one-pass"
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+    adds_inputs: ClassVar[bool] = True
+
+    @property
+    def changes_outputs(self) -> bool:
+        """It adds ``found_inf`` where gradients are scaled."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the update of all groups."""
+        nodes = [nodes_of(gm, group) for group in self.groups]
+        inputs = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+        first = [[inputs.get(self.lows.get(name, "")) for name in group.parameters] for group in self.groups]
+        given = [(n.parameters, n.grads, n.states, low) for n, low in zip(nodes, first, strict=True)]
+        joint = joint_of(gm)
+        scale = node_named(gm, joint.scale) if joint.scale else None
+        found_inf = append(gm, self._finish, given, [n.rate for n in nodes], scale)
+        if found_inf is not None:
+            outs = outputs(gm)
+            set_outputs(gm, [*outs, found_inf])
+            change_joint(gm, scale="", found_inf=len(outs))
+        count = sum(len(group.parameters) for group in self.groups)
+        return PassResult(gm, (Change("update", "update in one pass", nodes[0].rate.name, f"{count} parameters"),))
+
+    def _finish(self, given: Sequence[Any], rates: Sequence[Tensor], scale: Tensor | None) -> Tensor | None:
+        counted = ["step" in update.state_names() for update in self.updates]
+        groups = [GroupTensors(*tensors, steps) for tensors, steps in zip(given, counted, strict=True)]
+        inverse = None if scale is None else inverse_of(scale)
+        return self.one_pass.finish(self.updates, groups, rates, inverse, self.clip_norm, self.clip_value)

@@ -1,0 +1,262 @@
+"""What a ``TrainStep`` is given: model, optimizer, batch and loss scale, read and checked.
+
+Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called with its arguments, and its loss.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.capture.call_snapshot import BeforeCall
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import refuse_what_cannot_be_converted
+from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.optim.check_optimizer import refuse_closures
+from amp_graph.passes.graph.graph_text import type_text
+from amp_graph.passes.torch_compat.dispatch import mode_without_capture
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
+from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.policy import Policy
+from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
+from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
+
+
+def policy_of(model: Any, policy: Policy | str | None) -> Policy:
+    """Return the policy of a step: that of a converted model, which no other may contradict."""
+    found = conversion_of(model)
+    if found is None:
+        return Policy.parse(policy)
+    if policy is not None and Policy.parse(policy) != found.policy:
+        raise CaptureError(
+            f"TrainStep: the model is converted with policy='{found.policy}', and this step asks for "
+            f"'{Policy.parse(policy)}'\n  fix:   leave policy out, or amp_graph.revert(model) first"
+        )
+    return found.policy
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what a step captures: the model, or the forward that a converted one was written with."""
+    found = conversion_of(model)
+    return model if found is None else found.as_written()
+
+
+def call_model(model: Callable[..., Any], *given: Any) -> Any:
+    """Call ``model``; one argument that is a dict or a tuple holds the model's arguments."""
+    if len(given) == 1 and isinstance(given[0], dict):
+        return model(**given[0])
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        return model(*given[0])
+    return model(*given)
+
+
+def loss_of(out: Any) -> Any:
+    """Return the loss that a model computed itself: its result, or that result's ``loss``, or its first part."""
+    if isinstance(out, Tensor):
+        return out
+    if isinstance(out, dict) and "loss" in out:
+        return out["loss"]
+    return out.loss if hasattr(out, "loss") else out[0]
+
+
+def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
+    """Split every tensor in ``batch`` along dimension 0 into ``count`` equal parts."""
+    flat, spec = torch.utils._pytree.tree_flatten(list(batch))
+    for tensor in flat:
+        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] % count):
+            raise CaptureError(
+                f"TrainStep: a batch tensor of shape {tuple(tensor.shape)} is not {count} equal micro-batches\n"
+                f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
+            )
+    columns = [_chunks(t, count) if isinstance(t, Tensor) else [t] * count for t in flat]
+    return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
+
+
+def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return equal parts of ``tensor``, leaves where it is one; CaptureError for what gradients would go through to."""
+    refuse_gradients_beyond([tensor])
+    if isinstance(tensor, torch.nn.Parameter):
+        raise CaptureError(
+            f"TrainStep: a Parameter of shape {tuple(tensor.shape)} in the batch, which is split into {count} parts\n"
+            "  legal: parameters in the batch with micro_batches=1\n  fix:   keep it in the model, and index it there"
+        )
+    return [part.requires_grad_(tensor.requires_grad) for part in tensor.detach().chunk(count)]
+
+
+def refuse_gradients_beyond(given: Sequence[Any]) -> None:
+    """Raise CaptureError where a gradient would go on behind what a step is given, to where its graph ends."""
+    for tensor in given:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            raise CaptureError(
+                f"TrainStep: a tensor of shape {tuple(tensor.shape)} was computed before the step, from what has a "
+                "gradient, which would end here\n"
+                "  legal: a batch, and attributes of the model, that are data or parameters\n"
+                "  fix:   compute it in the model or in loss_fn; tensor.detach() where it is not to be trained"
+            )
+
+
+def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossScale | None:
+    """Return the loss scale that ``given`` names; by default dynamic in fp16 and none in bf16."""
+    if isinstance(given, str) and given == "default":
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        given = "dynamic" if policy.level != "O0" and policy.torch_dtype(device) is torch.float16 else None
+    return loss_scale_of("TrainStep", given)
+
+
+def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
+    """Raise CaptureError, or ScaleError, for what no step can be made of."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
+        wrong = model if not isinstance(model, torch.nn.Module) else optimizer
+        raise CaptureError(
+            f"TrainStep: a {type(wrong).__name__} in the place of the "
+            f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
+        )
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise CaptureError(
+            f"TrainStep: loss_fn={loss_fn!r} returns no loss\n  legal: a function or module, called as "
+            "loss_fn(outputs, *targets); None where the model returns its loss\n  fix:   torch.nn.CrossEntropyLoss()"
+        )
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        raise CaptureError(
+            "TrainStep: a MixedPrecisionOptimizer scales losses and updates masters itself, and so does a step\n"
+            "  legal: the optimizer alone, over the model's own parameters\n"
+            "  fix:   TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), 'fp16-O2')"
+        )
+    refuse_closures("TrainStep", optimizer)
+    if conversion_of(model) is None:
+        refuse_what_cannot_be_converted(model, policy)
+
+
+def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any, outputs: Any) -> None:
+    """Raise CaptureError for numbers that make no sense, among them those under which a step would go uphill."""
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise CaptureError(
+            f"TrainStep: micro_batches={micro_batches!r}\n  legal: a whole number, 1 or more\n  fix:   micro_batches=1"
+        )
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        number = isinstance(limit, Real) and not isinstance(limit, bool)
+        if limit is not None and not (number and float(limit) > 0):
+            raise CaptureError(
+                f"TrainStep: {name}={limit!r}\n  legal: a number above 0; None for no clipping\n  fix:   {name}=1.0"
+            )
+    if type(outputs) is not bool:
+        raise CaptureError(
+            f"TrainStep: outputs={outputs!r}\n  legal: True for (loss, outputs), False for the loss\n"
+            "  fix:   outputs=True"
+        )
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise CaptureError(
+            f"TrainStep: reduce_dtype={reduce_dtype!r}\n  legal: a floating-point torch.dtype; None for fp32\n"
+            "  fix:   reduce_dtype=torch.bfloat16"
+        )
+
+
+def refuse_complex(model: torch.nn.Module, clip_value: float | None) -> None:
+    """Raise CaptureError where complex gradients would be clamped, which have no order."""
+    found = [name for name, p in model.named_parameters() if p.is_complex()] if clip_value is not None else []
+    if found:
+        raise CaptureError(
+            f"TrainStep: clip_value={clip_value!r}, and {found[0]} is complex: which of two numbers is larger is not "
+            f"defined there\n  legal: clip_value for real parameters\n  fix:   clip_norm={clip_value!r}"
+        )
+
+
+def refuse_loss(error: BaseException) -> None:
+    """Raise CaptureError where ``error`` says that a loss was marked that is no tensor."""
+    if found := re.search(r"amp_graph::loss\(\).*found type '(\w+)'", str(error), re.DOTALL):
+        kind = {"SymFloat": "float", "SymInt": "int", "SymBool": "bool"}.get(found[1], found[1])
+        raise CaptureError(
+            f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
+            "  fix:   return it from loss_fn without .item(), float(), and other values beside it"
+        ) from None
+
+
+def refuse_what_is_no_loss(loss: Any) -> None:
+    """Raise CaptureError where gradients could not start from ``loss``, which was computed without a capture."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        kind = type_text(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CaptureError(
+            f"TrainStep: the loss is {kind}\n  legal: a tensor of one floating-point number\n"
+            "  fix:   reduce it in loss_fn, for example by .mean()"
+        )
+
+
+def refuse_surroundings() -> None:
+    """Raise CaptureError where a step is called amid what its graph would pass by."""
+    if mode := mode_without_capture():
+        raise CaptureError(
+            f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
+            "\n  fix:   leave the mode, or call the model itself under it"
+        )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise CaptureError(
+            f"TrainStep: called under torch.{mode}(), where nothing has a gradient\n"
+            "  fix:   call it outside; model(inputs) is what inference calls"
+        )
+
+
+def refuse_what_is_ours(error: BaseException) -> None:
+    """Raise the error of ours that Dynamo's ``error`` is about."""
+    if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        refuse_loss(error)
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
+        raise error.inner_exception from None
+
+
+def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
+    """Make ``call``, the user's code that Dynamo traced, where ``error`` says that it raises: so it arrives as it is.
+
+    Buffers and random state are afterwards what they were.
+    """
+    raises = isinstance(error, torch._dynamo.exc.Unsupported) and "Observed exception" in str(error)
+    if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        return
+    before = BeforeCall(model, ())
+    try:
+        call()
+    finally:
+        before.restore()
+
+
+def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
+    """Raise what Dynamo's ``error`` means for a step, where that is known."""
+    kinds = torch._dynamo.exc
+    if isinstance(error, (kinds.Unsupported, kinds.UserError, kinds.TorchRuntimeError, *DEPENDS_ON_DATA)):
+        raise CaptureError(
+            f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
+            "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
+        ) from error
+
+
+def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
+    """Do what a first call does under a lock, which no graph enters; say whether that is why Dynamo raised ``error``.
+
+    transformers hangs hooks on the modules whose outputs it collects (``output_hidden_states``, ``output_attentions``):
+    at the first call that asks for them, and idle at all others. Source: transformers/utils/output_capturing.py.
+    """
+    hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    if hang is None or not isinstance(error, torch._dynamo.exc.Unsupported) or "`lock`" not in str(error):
+        return False
+    recording = [m for m in model.modules() if plain_attribute(m, "_can_record_outputs")]
+    bare = [m for m in recording if not plain_attribute(m, "_output_capturing_hooks_installed")]
+    for module in bare:
+        hang(module)
+    return bool(bare)
+
+
+def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
+    """Raise CaptureError where the parameters that a step trains are on more than one device."""
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise CaptureError(
+            f"TrainStep: the model's parameters are on several devices: {', '.join(devices)}\n"
+            "  legal: one device\n  fix:   model.to(device), or amp_graph.convert(model) with amp_graph.GradScaler"
+        )

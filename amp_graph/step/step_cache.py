@@ -1,0 +1,155 @@
+"""The captures of one ``TrainStep``: which traced step runs, for which parameters, and what is known once it ran.
+
+Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After: that of
+the whole step, traced for these parameters, is run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from amp_graph.capture.diagnostics import warn_of_full_precision
+from amp_graph.capture.dynamo_backend import Runner
+from amp_graph.capture.recapture_limits import Budget
+from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.torch_compat.dynamo_frames import weakly
+from amp_graph.passes.weights.update_tracking import note_step
+from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
+from amp_graph.step.step_graph import StepGraph
+from amp_graph.step.trace_step import StepBuilder
+from amp_graph.step.traced_step import CapturedStep, PlainCaptured, takes_symbols
+from amp_graph.step.untraced_step import PlainStep
+
+
+class CapturedSteps:
+    """What was captured and traced so far; ``last`` says whether the next call is the last micro-batch of a step."""
+
+    def __init__(self, builder: StepBuilder, at_floor: str) -> None:
+        """Begin without any; at_floor: "warn" or "error"."""
+        self.captured: list[CapturedStep] = []
+        self.budget = Budget()
+        self.last = True
+        self._builder, self._state, self._watched = builder, builder.state, builder.watched
+        self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
+        self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # as it is written, for which parameters
+
+    def _all(self) -> list[CapturedStep]:
+        return [*self.captured, *(() if self._written is None else self._written[1:])]
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
+        if takes_symbols(gm):  # by ``mark_dynamic``: what is traced is for one size
+            return self.take_plain(gm, example_inputs)
+        return self._recorded(self._builder.take(gm))
+
+    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Take one whose steps are not traced, for any sizes."""
+        return self._recorded(self._builder.take_plain(gm, example_inputs))
+
+    def run_as_written(self, compute: Callable[[], tuple[Any, ...]]) -> Any:
+        """Run a step whose forward is not captured: ``compute`` returns the loss, and what else a step returns."""
+        weights = [p for group in self._watched.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        key = tuple(map(id, weights))
+        if self._written is None or self._written[0] != key:
+            names = {id(p): name for name, p in self._builder.model.named_parameters()}
+            own = [names.get(id(p), f"parameter {n}") for n, p in enumerate(weights)]
+            self._written = key, PlainCaptured(None, 0, names=own)
+        written = self._written[1]
+        written.forward = lambda *args: compute()
+        try:
+            return self._run(written, weights)
+        finally:
+            written.forward = None  # which holds the batch
+
+    def _recorded(self, captured: CapturedStep) -> Runner:
+        self.captured.append(captured)
+        self.budget.nodes += len(captured.rewritten.gm.graph.nodes)
+        owner, own = weakref.ref(self), weakref.ref(captured)
+
+        def run(*args: Any) -> Any:
+            steps, captured = owner(), own()
+            assert steps is not None, "a step's graph is called by the step alone"
+            assert captured is not None, "a step has its graphs for as long as it lives"
+            return steps._run(captured, args)
+
+        return run
+
+    def forget(self) -> None:
+        """Trace anew at the next call."""
+        for bound in (bound for captured in self._all() for bound in captured.bounds):
+            bound.steps.clear()
+
+    def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
+        """Run the step that was traced from ``captured`` for these parameters, or trace it."""
+        if captured.bind(args, self._watched.owned):
+            self._drop_unreachable(captured)
+        graph = captured.steps.get(captured.bound.kind(self.last, self._state.pending)) or self._trace(captured, args)
+        if isinstance(graph, StepGraph):
+            self._state.refresh(graph.copies)
+        else:
+            self._state.refresh(())  # masters follow, too
+        found = graph(*args)
+        self.budget.calls += 1
+        if self.last:
+            self._was_updated(graph)
+            self._look_at_floor(graph, args)
+        else:
+            self._state.were_added_up(graph.parameters(args))
+        return found
+
+    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph | PlainStep:
+        if isinstance(captured, PlainCaptured):
+            made = PlainStep(self._builder, captured, self.last, weakly(self._laid_out))
+            captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
+            return made
+        gm = captured.rewritten.gm
+        if LEFT_ALONE in gm.meta and not any(other.bounds[0].steps for other in self.captured if other.bounds):
+            warn_of_full_precision(self._builder.model, gm, captured.rewritten.dtype)
+        traced = self._builder.build(captured, args, self.last)
+        self._laid_out(traced.updates)
+        captured.steps[captured.bound.kind(self.last, self._state.pending)] = traced
+        return traced
+
+    def _laid_out(self, updates: Sequence[GroupUpdate]) -> None:
+        """Drop the steps whose states are no longer the optimizer's, now that those of ``updates`` were laid out.
+
+        For parameters in another layout, maybe.
+        """
+        for bound in (bound for other in self._all() for bound in other.bounds):
+            bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
+        self._watched.was_read_by(updates)
+
+    def _drop_unreachable(self, captured: CapturedStep) -> None:
+        """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
+        alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
+        for other in self._all():
+            other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
+        self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
+
+    def _was_updated(self, graph: StepGraph | PlainStep) -> None:
+        """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
+        self._state.pending.clear()
+        if isinstance(graph, PlainStep):
+            if not self._watched.why_outside:
+                note_step(self._watched.optimizer)
+                self._state.was_updated(())
+            return
+        if graph.after is None:
+            note_step(self._watched.optimizer)  # by fused operators, which leave version counters alone
+            beside = {id(p) for p in graph.absent.values()}
+            self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
+
+    def _look_at_floor(self, graph: StepGraph | PlainStep, args: Sequence[Any]) -> None:
+        """Say where gradients stay infinite at the smallest scale."""
+        self._calls += 1
+        scale = self._builder.loss_scale
+        if scale is None or self._calls % STUCK:
+            return
+        steps = self._floor.read(scale.state[4])
+        if steps >= STUCK:
+            complain_of_floor("TrainStep", steps, scale.floor, graph.first_bad(args), self._at_floor)

@@ -1,0 +1,158 @@
+"""The whole training step as one graph: forward and backward, traced; unscale, clip, update, loss scale, appended.
+
+Before: a rewritten graph that returns the loss. After: a graph of ATen operations that takes parameters, state and
+batch, updates the first two in place and returns the loss. Nothing in it copies to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.errors import CaptureError
+from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.backends.recurrent.lstm_functions import make_workspaces
+from amp_graph.passes.base import Pass
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.graph_text import SHORT, type_text
+from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outputs, set_outputs
+from amp_graph.passes.loss_scaling.operators import OPS
+from amp_graph.passes.manager import Timed, run_passes
+from amp_graph.passes.memory.peak_memory import most_bytes
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, dispatch_for_data, make_fx
+from amp_graph.step.step_parts import StepParts
+from amp_graph.step.step_passes import appended_passes, names_of_trained
+from amp_graph.step.step_state import Copy
+
+NO_SIZE = (
+    "TrainStep: backward asks for a size that depends on data, and is no part of one graph: {}\n"
+    "  legal: sizes that depend on data where neither forward nor backward branches on them\n"
+    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, or a size that is known (a mask, no selection)"
+)
+
+
+@dataclass
+class StepGraph:
+    """One traced step, and the tensors that belong to it beside the captured graph's inputs."""
+
+    gm: GraphModule
+    state: list[Tensor]
+    trained: list[int]  # which of the captured graph's inputs have gradients here
+    run: Callable[..., Any] = field(repr=False)
+    outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
+    first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
+    updates: Sequence[GroupUpdate] = ()
+    passes: tuple[Timed, ...] = ()
+    after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
+    update: str = ""  # how it updates, in words; "" where it does not
+    copies: Sequence[Copy] = ()  # what it reads of weights, and writes where it updates them
+    absent: dict[int, Tensor] = field(default_factory=dict)  # what it trains beside, by the numbers in ``trained``
+    most_bytes: int = 0  # of what it makes, needed at the same time
+    kept_bytes: int = 0  # of the heap, from step to step
+    watch: Callable[[], None] | None = None  # keeps that anew where others took it; called before every run
+
+    def __call__(self, *args: Tensor) -> Any:
+        """Run the step on the captured graph's inputs and return what the captured graph returned."""
+        if self.watch is not None:
+            self.watch()
+        with torch.no_grad():
+            found = self.run(*args, *self.state)
+            if self.after is None:
+                return found
+            count = len(self.trained)
+            verdict = found[-1] if len(found) > self.outputs + count else None
+            self.after(self.parameters(args), found[self.outputs : self.outputs + count], verdict)
+            return found[: self.outputs]
+
+    def parameters(self, args: Sequence[Any]) -> list[Tensor]:
+        """Return what it trains, in the order of its gradients."""
+        return [self.absent[i] if i in self.absent else args[i] for i in self.trained]
+
+
+def trace_step(
+    parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]], passes: Sequence[Pass] = ()
+) -> StepGraph:
+    """Trace forward and backward, append the rest of a step, run ``passes``, and hand the graph to ``lower``."""
+    gm = trace_joint(parts)
+    make_workspaces(gm)
+    inputs = dict(enumerate(n.name for n in gm.graph.find_nodes(op="placeholder")))
+    count = len(outputs(gm)) - len(parts.own())
+    appended, tensors = appended_passes(parts, count, inputs)
+    done = run_passes(gm, [*appended, *passes])
+    state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
+    most = most_bytes(gm)
+    run = lower(gm, [*parts.args, *state])
+    parts.args = ()  # the first batch is not to live as long as the graph
+    found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, done[len(appended) :])
+    found.absent, found.most_bytes = parts.absent, most
+    return found
+
+
+def trace_joint(parts: StepParts) -> GraphModule:
+    """Trace forward and backward on fake tensors into one graph, which names its loss and its gradients."""
+    try:
+        with dispatch_for_data(parts.by_data):
+            gm = _traced(parts.forward_and_backward, [*parts.args, *parts.copies.values()])
+    except DEPENDS_ON_DATA as error:
+        raise CaptureError(NO_SIZE.format((str(error).strip().splitlines() or [""])[0])) from error
+    inputs = gm.graph.find_nodes(op="placeholder")
+    copies = [f"{parts.names[i]} in {SHORT[dtype]}" for i, dtype in parts.copies]
+    for node, name in zip(inputs, [*parts.names, *copies], strict=True):
+        node.meta["amp_input"] = name
+    *outs, seed = outputs(gm)
+    set_outputs(gm, outs)
+    names, own = names_of_trained(parts), parts.own()
+    count = len(outs) - len(own)
+    gradients = {names[i]: count + n for n, i in enumerate(own)}
+    name_joint(gm, gradients, loss=parts.options.loss, seed=seed, parameters={names[i]: inputs[i] for i in own})
+    return gm
+
+
+def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
+    """Trace ``step`` on fake tensors; or, where an operator's fake fails for tensors without elements, on copies.
+
+    Of 2.13 those of ``mse_loss_backward`` and ``native_group_norm_backward``, which divide by the number of elements,
+    and that of ``upsample_nearest2d``. The kernels themselves take what is empty.
+    """
+    with torch.no_grad():
+        try:
+            found: GraphModule = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        except (ZeroDivisionError, TypeError, RuntimeError) as refusal:
+            whole = all(t.numel() for t in given if isinstance(t, Tensor))
+            if whole and not isinstance(refusal, ZeroDivisionError):
+                raise
+            copies = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in given]
+            with torch.random.fork_rng(devices=[]):
+                found = make_fx(step, tracing_mode="real")(*copies)
+        return found
+
+
+def mark_loss(loss: Tensor) -> Tensor:
+    """Mark a tensor as the loss of the graph that is being captured: ``amp_graph::loss``."""
+    return OPS.loss(loss)
+
+
+def take_loss_mark(gm: GraphModule) -> int:
+    """Take the mark out of a captured graph and return which of its outputs is the loss.
+
+    Raises CaptureError where that is no scalar that gradients could start from.
+    """
+    (mark,) = [n for n in gm.graph.nodes if n.target in (OPS.loss, OPS.loss.default)]
+    outputs: Any = gm.graph.output_node().args[0]
+    # Behind the mark there may be a cast: a loss that was computed in low precision leaves the graph as captured.
+    place = next(i for i, out in enumerate(outputs) if isinstance(out, Node) and mark in (out, *out.all_input_nodes))
+    found = value(mark)
+    if found.numel() != 1 or not found.is_floating_point():
+        raise CaptureError(
+            f"TrainStep: the loss is {type_text(found)}\n  legal: one floating-point number\n"
+            "  fix:   reduce it in loss_fn, for example by .mean()"
+        )
+    mark.replace_all_uses_with(mark.args[0])
+    gm.graph.erase_node(mark)
+    gm.recompile()
+    return place

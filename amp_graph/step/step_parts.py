@@ -1,0 +1,206 @@
+"""What goes into a training step: the captured forward with its loss, who is trained, state of update and scale.
+
+Before: a rewritten graph that returns the loss. After: ``forward_and_backward``, which is what is traced; all else is
+appended to that graph (``step_passes.py``), or done behind it where nothing is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from amp_graph.errors import CaptureError
+from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
+from amp_graph.passes.profitability.thresholds import widening_together_pays
+from amp_graph.passes.step.add_gradients import add_in_place, totals_of
+from amp_graph.passes.step.lay_out_gradients import laid_out, upcast
+from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
+from amp_graph.passes.weights.hoist_weight_casts import Hoisted
+from amp_graph.scaling.loss_scale import LossScale
+from amp_graph.step.reduce_gradients import Ranks
+from amp_graph.step.step_update import AtUpdate, StepOptions, StepUpdate, lows_of
+
+DETACHED = (
+    "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
+    "  legal: a loss computed from the model's outputs without detach(), .item() or torch.no_grad()\n"
+    "  fix:   look for these in loss_fn and forward"
+)
+LOWS = (torch.bfloat16, torch.float16)
+
+
+class NoGradient(Exception):
+    """Raised amid a trace that was made for inputs to which the loss sends no gradient: their numbers."""
+
+    def __init__(self, inputs: Sequence[int]) -> None:
+        """Keep the numbers."""
+        super().__init__(inputs)
+        self.inputs = frozenset(inputs)
+
+
+@dataclass
+class StepParts:
+    """What goes into a step: the captured forward, who is trained, and the state of update and scale.
+
+    Numbers in ``trained`` are those of the captured graph's inputs, and those of ``absent``, below 0.
+    """
+
+    forward: Callable[..., Any]
+    args: Sequence[Any]
+    trained: list[int]
+    updates: list[GroupUpdate]
+    learning_rates: list[Tensor]
+    accumulators: list[Tensor]
+    scale: LossScale | None
+    options: StepOptions
+    names: Sequence[str] = ()  # of the captured graph's inputs
+    hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one a weight cast
+    copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # what they read, by input and dtype
+    masters: dict[int, Tensor] = field(default_factory=dict)  # what is updated in the place of inputs in low precision
+    ranks: Ranks | None = None
+    absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step alone
+    absent_names: Mapping[int, str] = field(default_factory=dict)
+    by_data: bool = False  # whether sizes in the captured graph depend on data
+
+    def tensor_of(self, i: int) -> Any:
+        """Return the tensor of number ``i``."""
+        return self.absent[i] if i in self.absent else self.args[i]
+
+    def name_of(self, i: int) -> str:
+        """Return the name of the tensor of number ``i``."""
+        return self.absent_names[i] if i in self.absent else self.names[i]
+
+    def own(self) -> list[int]:
+        """Return which of ``trained`` the captured graph computes with."""
+        return [i for i in self.trained if i not in self.absent]
+
+    def keeps(self) -> tuple[torch.dtype, ...]:
+        """Return in which low precisions gradients stay as backward makes them, as the update casts them itself."""
+        if self.ranks is not None:
+            return ()
+        if self.options.one_pass is not None:
+            return (self.options.one_pass.low,)
+        next_is_update = self.options.last and not self.accumulators
+        plain = not self.options.pointwise and not self.options.outside
+        device = self.tensor_of(self.trained[0]).device.type if self.trained else "cpu"
+        return LOWS if next_is_update and plain and widening_together_pays(device) else ()
+
+    # -- forward and backward, traced -----------------------------------------------------------------
+
+    def forward_and_backward(self, *given: Any) -> list[Any]:
+        """Return outputs, gradients of ``own()`` and that of the loss, from inputs and copies: this is traced."""
+        count = len(self.args)
+        copies = dict(zip(self.copies, given[count:], strict=True))
+        return [part for parts in self.gradients(given[:count], copies) for part in parts]
+
+    def gradients(
+        self, args: Sequence[Any], copies: Mapping[tuple[int, torch.dtype], Tensor], scale: Tensor | None = None
+    ) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+        """Return outputs, gradients of ``own()``, each a sum of those of all its copies, and that of the loss."""
+        own = self.own()
+        with torch.enable_grad():
+            lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
+            for h, low in zip(self.hoisted, lows, strict=True):
+                low.requires_grad_(h.source in own)
+            outputs = self.forward(*args, *lows)
+            loss = outputs[self.options.loss]
+            sources = [(i, args[i]) for i in own]
+            sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
+            if sources and not loss.requires_grad:
+                raise CaptureError(DETACHED)
+            seed = torch.ones_like(loss, memory_format=torch.preserve_format)
+            start = seed if scale is None else scaled_seed(seed, scale, self.options.micro_batches)
+            with any_branch_of_backward(loss):
+                leaves = [leaf for _, leaf in sources]
+                found = torch.autograd.grad(loss, leaves, start, allow_unused=True) if sources else ()
+        made = self._summed([i for i, _ in sources], found)
+        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made, [seed]
+
+    def _summed(self, numbers: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the gradient of each input: the only one there is, or the sum of several in fp32."""
+        parts: dict[int, list[Tensor]] = {}
+        for i, grad in zip(numbers, found, strict=True):
+            if grad is not None:
+                if grad.layout is not torch.strided:
+                    refuse_sparse(self.names[i])
+                parts.setdefault(i, []).append(grad)
+        own = self.own()
+        if len(parts) < len(own):
+            raise NoGradient([i for i in own if i not in parts])
+        return [_total(parts[i]) for i in own]
+
+    # -- the rest of a step where nothing is traced -------------------------------------------------------
+
+    def finish(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> Any:
+        """Run a step from its gradients on, by the functions that passes append; ``grads``: by number of input."""
+        known = dict(enumerate(self.args)) | self.absent
+        targets = {i: known[i] for i in self.trained} | self.masters
+        lows = lows_of(known, self.trained, self.copies, self.masters)
+        states = [update.states for update in self.updates]
+        scale = self.scale.state if self.scale is not None else ()
+        made = [laid_out(upcast(grads[i]), targets[i], ()) for i in self.own()]
+        now = AtUpdate(targets, made, scale, self.learning_rates, states, lows)
+        found_inf = None
+        if self.accumulators:
+            now.grads = self._added_up(self.accumulators, now.grads)
+        grads_now = now.grads
+        if self.options.last and grads_now:
+            found_inf = self._update().run(now)
+            if self.accumulators:
+                torch._foreach_zero_(self.accumulators)
+        if not self.options.outside or not self.options.last:
+            return tuple(outputs)
+        return (*outputs, *grads_now, *(() if found_inf is None else (found_inf,)))
+
+    def _update(self) -> StepUpdate:
+        numbers = {id(self.tensor_of(i)): i for i in self.trained}
+        return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
+
+    def _added_up(self, sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """Add ``grads`` to ``sums``, and return what the update reads of these: a list of its own, which it changes."""
+        own = [n for n, i in enumerate(self.trained) if i not in self.absent]
+        if self.options.last and self.ranks is not None:
+            return totals_of(sums, grads, own)
+        add_in_place([sums[n] for n in own], grads)
+        return [s.clone() for s in sums] if self.options.outside and self.options.last else list(sums)
+
+    def first_bad(self, args: Sequence[Any]) -> str:
+        """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""
+        given = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
+        scale = self.scale.scale if self.scale is not None else None
+        with torch.random.fork_rng():
+            _, grads, _ = self.gradients(given, self.copies, scale)
+        bad = [i for i, grad in zip(self.own(), grads, strict=True) if not grad.isfinite().all()]
+        return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+
+
+def refuse_sparse(name: str) -> NoReturn:
+    """Raise CaptureError for the parameter of that ``name``, whose gradient is sparse."""
+    raise CaptureError(
+        f"TrainStep: the gradient of {name} is sparse, which no fused update takes\n"
+        "  legal: dense gradients\n"
+        "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
+    )
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    total, *others = map(upcast, parts)
+    for other in others:
+        total = total + other
+    return total
+
+
+def _one_each(copies: list[Tensor]) -> list[Tensor]:
+    """Return a leaf for each of ``copies``, so that the gradients of two casts of one weight add up in fp32."""
+    seen: set[int] = set()
+    leaves = []
+    for copy in copies:
+        leaves.append(copy.detach().requires_grad_(copy.requires_grad) if id(copy) in seen else copy)
+        seen.add(id(copy))
+    return leaves

@@ -1,0 +1,227 @@
+"""From a captured forward with its loss to whole steps: rewritten by the policy, then traced with backward and update.
+
+Before: the GraphModule that Dynamo captured of ``loss_fn(model(x), y)``. After: ``StepGraph``, for one that updates and
+for one that only adds gradients up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+
+from amp_graph.capture.dynamo_backend import Compile, compiler_of, lower, with_sums_in_fp32
+from amp_graph.capture.name_nodes import name_nodes
+from amp_graph.devices import device_of
+from amp_graph.errors import CaptureError
+from amp_graph.optim.check_optimizer import refuse_own_state
+from amp_graph.optim.master_weight_updates import step_with_gradients
+from amp_graph.optim.native_update import OnePass, plan_one_pass
+from amp_graph.optim.optimizer_guards import WatchedOptimizer
+from amp_graph.optim.torch_fused_update import group_updates
+from amp_graph.passes.graph.direct_dispatch import direct_calls
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.memory.heap_retention import HEAP
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
+from amp_graph.passes.torch_compat.dynamo_frames import weakly
+from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.policy import Policy
+from amp_graph.rewrite import rewrite_in_place
+from amp_graph.scaling.loss_scale import LossScale
+from amp_graph.step.cuda_graph import Replayed
+from amp_graph.step.reduce_gradients import Ranks
+from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
+from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
+from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
+from amp_graph.step.step_state import Copy, StepState
+from amp_graph.step.step_update import StepOptions, lows_of
+from amp_graph.step.traced_step import CapturedStep, PlainCaptured, names_of
+
+
+@dataclass(eq=False)
+class StepBuilder:
+    """Builds the steps of a ``TrainStep``, whose arguments most of these are."""
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    policy: Policy
+    compile: Compile
+    update: str
+    loss_scale: LossScale | None
+    clip_norm: float | None
+    clip_value: float | None
+    micro_batches: int
+    ranks: Ranks | None
+    cuda_graph: bool
+    state: StepState
+    watched: WatchedOptimizer
+
+    def take(self, gm: GraphModule) -> CapturedStep:
+        """Rewrite a captured forward with its loss by the policy."""
+        name_nodes(gm, self.model, self.model.forward)
+        device = device_of(gm)
+        policy = replace(self.policy, keep_outputs=True)
+        compiled = (self.compile, device) == ("inductor", "cpu")
+        last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if compiled else []
+        own, eager = None if device == "cpu" else device, self.compile == "eager"
+        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, in_step=True)
+        if not eager:
+            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
+        return CapturedStep(rewritten, take_loss_mark(gm))
+
+    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
+        """Rewrite a captured forward with its loss to run as it is: for any sizes, with autograd behind it."""
+        name_nodes(gm, self.model, self.model.forward)
+        policy = replace(self.policy, keep_outputs=True)
+        rewritten = rewrite_in_place(gm, policy, None if device_of(gm) == "cpu" else device_of(gm))
+        loss, names = take_loss_mark(gm), names_of(gm)
+        return PlainCaptured(rewritten, loss, names=names, forward=lower(gm, example_inputs, "eager", policy))
+
+    def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
+        """Trace the whole step for these inputs: with the update, or only up to the sums of gradients."""
+        stateful = {id(p) for p in self.optimizer.state}
+        try:
+            return self._traced(captured, args, updates)
+        except NoGradient as found:  # torch leaves parameters alone whose gradient is None: decay and momentum, too
+            unused = {id(args[i]): args[i] for i in found.inputs}
+            captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
+            for p in unused.values():
+                if id(p) not in self.state.pending:  # else other micro-batches have sent it some
+                    self.state.sums.pop(id(p), None)
+                if id(p) not in stateful:
+                    self.optimizer.state.pop(p, None)
+        return self._traced(captured, args, updates)
+
+    def _traced(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
+        gm = captured.rewritten.gm
+        trained, absent = self.trained(args, captured.without, self.state.pending if updates else {})
+        parts, how, copies = self._parts(captured, args, trained, absent, updates)
+        in_step = self.compile == "eager" and self.policy.level != "O0"
+        with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
+            passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
+            step = trace_step(parts, self._lower, passes)
+        if self.policy.keeps_memory and device_of(gm) == "cpu":
+            step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
+            step.watch = HEAP.watch(step, step.most_bytes) if step.kept_bytes else None
+        if self.cuda_graph:
+            step.run = Replayed(step.run, self._batch_in(args), step.outputs)
+        step.update, step.copies = how if updates else "", copies
+        step.after = self.outside() if updates and trained else None
+        captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
+        return step
+
+    def plain_parts(
+        self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
+    ) -> tuple[StepParts, str]:
+        """Return what goes into a step that is not traced, behind the gradients of ``who``, and how it updates."""
+        plain = replace(self, compile="eager", update="torch", cuda_graph=False)
+        parts, how, _ = plain._parts(captured, args, *who, last)
+        return parts, how
+
+    def outside(self) -> Callable[..., None] | None:
+        """Return what calls an optimizer that is no part of the step; None where it is."""
+        return weakly(self._step_outside) if self.watched.why_outside else None
+
+    def trained(
+        self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]
+    ) -> tuple[list[int], dict[int, Tensor]]:
+        """Return which inputs the optimizer trains, in its order, by which norms are added up; and what else it does.
+
+        The latter are those of the ``pending`` parameters that are no trained inputs, by numbers of their own.
+        """
+        refuse_gradients_beyond(args)
+        place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
+        strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
+        # Weights that were tied since the capture are several of its inputs: the first stands for all of them.
+        own = {i: own[i] for i in _first_of_each(own, without).values()}
+        if strangers and not own:
+            raise CaptureError(
+                "TrainStep: the optimizer has none of the parameters that the model trains\n"
+                "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
+            )
+        known = {id(a) for a in own.values()}
+        absent = dict(zip(count(-1, -1), (p for key, p in pending.items() if key not in known and key in place)))
+        refuse_several_devices([*own.values(), *absent.values()])
+        everything = own | absent
+        return sorted(everything, key=lambda i: place[id(everything[i])]), absent
+
+    def _parts(
+        self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
+    ) -> tuple[StepParts, str, list[Copy]]:
+        """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
+        state = self.state
+        names = captured.input_names()[: len(args)]
+        for i in captured.tables(sparse=True):  # tracing fails on sizes that data decide before it comes to see that
+            if i in trained:
+                refuse_sparse(names[i])
+        known = dict(enumerate(args)) | absent
+        parameters = [known[i] for i in trained]
+        numbers = {id(p): i for i, p in zip(trained, parameters, strict=True)}
+        hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
+        refuse_own_state("TrainStep", self.optimizer)
+        updates = [] if self.watched.why_outside else group_updates(self.optimizer, parameters)
+        if self.loss_scale is not None:
+            self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
+        sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
+        kept = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
+        state.refresh(kept.values())
+        copies = {key: copy.low for key, copy in kept.items()}
+        masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
+        lows = {id(known[i]): low for i, low in lows_of(known, trained, copies, masters).items()}
+        tables = [id(args[i]) for i in captured.tables() if id(args[i]) in numbers]
+        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
+        how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
+        rates = [state.rate_of(u.group) for u in updates]
+        options = self._options(captured.loss, last, one_pass)
+        own = (trained, updates, rates, sums, self.loss_scale, options)
+        beside = (absent, self._names_of(absent))
+        run, by_data = captured.computed(), captured.depends_on_data()
+        parts = StepParts(run, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
+        return parts, how, list(kept.values())
+
+    def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:
+        """Return the names under which the model has these parameters."""
+        names = {id(p): name for name, p in self.model.named_parameters()} if absent else {}
+        return {i: names.get(id(p), f"parameter {-i}") for i, p in absent.items()}
+
+    def _options(self, loss: int, last: bool, one_pass: OnePass | None) -> StepOptions:
+        clips = self.clip_norm, self.clip_value
+        pointwise = self.compile != "eager"
+        return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise, one_pass)
+
+    def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Return which inputs of a captured graph are no tensors of the model's own."""
+        own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        return tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
+
+    def _lower(self, gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        device = device_of(gm)
+        if self.compile == "eager":
+            return with_sums_in_fp32(direct_calls(gm), self.policy, device)
+        with torch.no_grad():
+            run = compiler_of(self.compile, self.policy, device, whole=True)(gm, given)
+        return with_sums_in_fp32(run, self.policy, device)
+
+    def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
+        """Call an optimizer that is no part of the graph, unless a gradient was infinite."""
+        if found_inf is not None and found_inf.item():
+            return
+        step_with_gradients(self.optimizer, parameters, grads)
+
+
+def _first_of_each(inputs: Mapping[int, Tensor], without: Collection[int]) -> dict[int, int]:
+    """Return the first of the ``inputs`` that each tensor is, by its id, among those that are not in ``without``."""
+    found: dict[int, int] = {}
+    for i, tensor in inputs.items():
+        if i not in without:
+            found.setdefault(id(tensor), i)
+    return found

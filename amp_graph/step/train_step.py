@@ -1,0 +1,310 @@
+"""``TrainStep``: forward, backward, unscale, clip, update and loss scale as one graph, with nothing on the host.
+
+Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``, clip, ``step``, ``update``. After:
+``loss = step(inputs, targets)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.capture.dynamo_backend import Compile, check_compile
+from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.precompile_kernels import compile_ahead
+from amp_graph.capture.recapture_limits import MOST, check_max_graphs
+from amp_graph.convert import convert
+from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.optim.check_optimizer import refuse_hooks
+from amp_graph.optim.master_weights import unchanged_where_it_raises
+from amp_graph.optim.native_update import check_way
+from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.torch_compat.dispatch import is_autocast_on
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
+from amp_graph.passes.weights.watched_memory import look_at_parts_of
+from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.scaling.loss_scale import LossScale, check_at_floor
+from amp_graph.step.choose_step import StepRuns
+from amp_graph.step.cuda_graph import check_cuda_graph
+from amp_graph.step.reduce_gradients import Ranks, default_group, make_equal, ranks_of
+from amp_graph.step.step_arguments import (
+    call_model,
+    forward_of,
+    loss_of,
+    make_loss_scale,
+    policy_of,
+    raise_what_the_code_raises,
+    refuse,
+    refuse_complex,
+    refuse_options,
+    refuse_surroundings,
+    refuse_what_is_no_graph,
+    refuse_what_is_ours,
+    set_up_outside,
+    split_batch,
+)
+from amp_graph.step.step_cache import CapturedSteps
+from amp_graph.step.step_graph import StepGraph
+from amp_graph.step.step_state import StepState
+from amp_graph.step.trace_step import StepBuilder
+from amp_graph.step.traced_step import CapturedStep
+from amp_graph.step.wrapped_optimizers import unwrapped
+
+# What a step is made for; options of the optimizer and the loss scale may change.
+MADE_FOR = (
+    *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
+    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
+)
+
+
+class TrainStep:
+    """A training step of ``model`` as one graph: ``loss = step(inputs, targets)``.
+
+    loss_fn: called as ``loss_fn(model(inputs), *targets)``; inputs that are a tuple or a dict are the model's
+    arguments. None: the model computes its loss, and returns it or has it in ``.loss`` or ``["loss"]``.
+    optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad update inside the graph by their fused
+    kernels; any other is called behind it. Learning rates are read at every step, so schedulers work.
+    policy: as for ``convert``. loss_scale: "dynamic", a number, a ``LossScale``, or None for none; by default
+    dynamic in fp16, none in bf16. clip_norm, clip_value: of the unscaled gradients. micro_batches: the batch is
+    split along dimension 0 into that many, whose gradients are averaged. outputs: return ``(loss, outputs)``.
+    process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
+    ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
+    Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
+    at_floor: "warn" or "error" where gradients stay infinite at the smallest scale; on CUDA some steps later.
+    cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on, whose kernels are
+    launched all at once; the results of a step are copies, its temporaries stay allocated.
+    update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled
+    for the CPU at hand; "torch" takes PyTorch's kernels, between casts; "auto" the former where it pays, and there is a
+    compiler. The report says which.
+
+    max_graphs: the first two kinds of batches are traced whole; the forward is captured for any sizes and numbers then,
+    with autograd behind it and the same update, in so many graphs in all. Steps without a graph then run as code that
+    escapes capture, with a warning that says what changes. Over several ranks all are traced.
+
+    Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
+    themselves (O2, whose fp32 masters are updated, and which converts ``model``).
+
+    A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
+    eval and other guards capture anew. Copied or pickled, a step takes copies of its model and optimizer along.
+    Raises CaptureError (not one graph, a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
+    PolicyError; CompilerError for "one_pass" without a C compiler.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        policy: Policy | str | None = None,
+        *,
+        loss_scale: LossScale | str | float | None = "default",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        micro_batches: int = 1,
+        outputs: bool = False,
+        compile: Compile = "eager",
+        process_group: Any = None,
+        reduce_dtype: torch.dtype | None = None,
+        at_floor: str = "warn",
+        cuda_graph: bool = False,
+        update: str = "auto",
+        max_graphs: int = MOST,
+    ) -> None:
+        """Prepare the step; it is captured at its first call."""
+        others = {*self.__dict__}
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            process_group = model.process_group if process_group is None else process_group
+            model = model.module
+        optimizer = unwrapped(optimizer)
+        self.policy = policy_of(model, policy)
+        refuse(model, loss_fn, optimizer, self.policy)
+        refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype, outputs)
+        check_compile("TrainStep", compile)
+        check_at_floor("TrainStep", at_floor)
+        check_way(update, compile)
+        check_max_graphs("TrainStep", max_graphs)
+        self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
+        refuse_hooks(optimizer)
+        refuse_complex(model, clip_value)
+        self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
+        self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
+        self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
+        ranks = ranks_of(process_group, model, reduce_dtype)
+        check_cuda_graph(cuda_graph, model, ranks)
+        if ranks is not None:
+            make_equal(model, process_group)
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        lowered = model.parameters() if self.policy.level in HELD_LOW and conversion_of(model) is None else ()
+        with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
+            self._make(ranks)
+            self._own = {*self.__dict__, "_own"} - others
+
+    def _make(self, ranks: Ranks | None) -> None:
+        """Make what captures and runs the graphs; converts the model at levels that hold parameters low."""
+        model, optimizer, compile = self.model, self.optimizer, self.compile
+        if self.policy.level in HELD_LOW and conversion_of(model) is None:
+            convert(model, self.policy)
+        self._conversion = conversion_of(model)
+        self._scale_options: tuple[float, ...] | None = None
+        if compile == "eager" and self.policy.level != "O0":
+            compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
+        self._state = StepState()
+        look_at_parts_of(model)
+        clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
+        how = (self.policy, compile, self.update, self.loss_scale, *clips, *rest)
+        self._watched = WatchedOptimizer(optimizer, self.forget)
+        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
+        own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)
+        self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
+        if is_autocast_on():  # the plan decides precision
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._step(batch)
+        return self._step(batch)
+
+    def _step(self, batch: Sequence[Any]) -> Any:
+        refuse_surroundings()
+        self._follow()
+        self._state.read_rates(self.optimizer.param_groups)
+        if self.micro_batches == 1:
+            return self._once(batch, last=True)
+        parts = split_batch(batch, self.micro_batches)
+        try:
+            found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+        except BaseException:
+            self._state.drop_sums()
+            raise
+        losses = torch.stack([f[0] if self.outputs else f for f in found])
+        return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
+
+    def _once(self, batch: Sequence[Any], last: bool) -> Any:
+        self._steps.last = last
+        failed: BaseException | None = None
+        try:
+            result = self._runs(batch)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
+            return result
+        except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
+            if not set_up_outside(self.model, error):
+                failed = error
+        if failed is not None:  # behind the handler: the user's own errors are not to be chained to Dynamo's
+            refuse_what_is_ours(failed)
+            raise_what_the_code_raises(self.model, functools.partial(self._as_written, *batch), failed)
+            refuse_what_is_no_graph(self.model, failed)
+            raise failed
+        return self._once(batch, last)
+
+    def _as_written(self, *batch: Any) -> Any:
+        """Compute outputs and loss as the user's code does, for what it raises."""
+        model, loss_fn = forward_of(self.model), self.loss_fn
+        out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
+        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what the graphs were made for."""
+        if name in MADE_FOR and name in self.__dict__:
+            raise CaptureError(
+                f"TrainStep: {name} is set to {value!r:.200}, and a step keeps what it was made with\n"
+                "  legal: new options of its optimizer, its loss scale and its model, as they are\n"
+                f"  fix:   another TrainStep(..., {name}=...) over the same model and optimizer"
+            )
+        super().__setattr__(name, value)
+
+    def _follow(self) -> None:
+        """Take up what was changed since the last call around the graphs, so that these are made anew."""
+        if conversion_of(self.model) is not self._conversion:
+            self._follow_conversion()
+        options = None if self.loss_scale is None else self.loss_scale.options()
+        if self._watched.has_changed() or options != self._scale_options:
+            self.forget()
+        if options != self._scale_options and self.loss_scale is not None:
+            self.loss_scale.take_up_options()
+        self._scale_options = options
+
+    def _follow_conversion(self) -> None:
+        """Capture anew where the model was converted, or reverted, after this step was made."""
+        policy_of(self.model, self.policy)  # which is to be the same
+        self._runs.capture()
+        self._conversion = conversion_of(self.model)
+        self.captured.clear()
+        self._state.keep(())
+        self.forget()
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle as what it was made from: the copy trains copies of model and optimizer, captured anew."""
+        if self.process_group not in (None, False, default_group()):
+            raise CaptureError(
+                "TrainStep: a step over a process group of its own is copied, which is a connection, no value\n"
+                "  legal: process_group=None or False\n  fix:   a new TrainStep over the copied model and optimizer"
+            )
+        kept = {name: value for name, value in self.__dict__.items() if name in MADE_FOR or name not in self._own}
+        return {**kept, "process_group": False if self.process_group is False else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the copy, with what others have put beside."""
+        TrainStep.__init__(self, **{name: state[name] for name in MADE_FOR if name in state})
+        self.__dict__.update({name: value for name, value in state.items() if name not in MADE_FOR})
+
+    def forget(self) -> None:
+        """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""
+        self._watched.forget_state()
+        self._state.forget_rates()
+        self._steps.forget()
+
+    def refresh(self) -> None:
+        """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
+        self._state.forget_copies()
+
+    def weight_copies(self) -> list[Tensor]:
+        """Return the low-precision copies of weights that forward reads."""
+        return [copy.low for copy in self._state.copies.values()]
+
+    @property
+    def captured(self) -> list[CapturedStep]:
+        """What was captured so far, each with the steps that were traced from it."""
+        return self._steps.captured
+
+    @property
+    def notes(self) -> list[str]:
+        """What the report says of steps that were not captured."""
+        return self._runs.notes
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped, a 0-d int32 tensor on the device."""
+        ready = self.loss_scale is not None and self.loss_scale.ready
+        return self.loss_scale.state[3] if ready and self.loss_scale is not None else torch.tensor(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that is neither the model's nor the optimizer's: that of the loss scale."""
+        return {"loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned; ScaleError, and no change, where it is something else."""
+        given = state.get("loss_scale", ...) if isinstance(state, Mapping) else ...
+        if given is ... or (given is None) != (self.loss_scale is None):
+            raise ScaleError(
+                f"TrainStep: the state {'has no loss scale' if given is ... or given is None else 'has a loss scale'}, "
+                f"this step has {'none' if self.loss_scale is None else 'one'}\n"
+                "  fix:   load what state_dict() of a TrainStep with the same loss_scale returned"
+            )
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(given)
+
+    def graph_text(self) -> str:
+        """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
+        traced = [step for captured in self.captured for step in captured.steps.values() if isinstance(step, StepGraph)]
+        return "\n\n".join(graph_text(step.gm) for step in traced)

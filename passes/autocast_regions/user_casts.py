@@ -1,0 +1,101 @@
+"""What the user's own conversions make in a graph that was captured under autocast, where they do as without it.
+
+Before: ``h.half()`` behind a ``print``, where autocast has made ``h`` fp16, so that it is ``h`` itself. After: it is a
+copy, as without autocast, and known to be fp16 in what the call returns. And ``h.float()``, which is ``h`` itself
+without autocast: known to be another memory, which shows a write to the one or the other as lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
+from amp_graph.passes.op_args.dropout_args import given_back
+from amp_graph.passes.torch_compat.storage import storage_key
+
+METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
+WIDENING = frozenset({"float", "to", "type", "type_as"})  # methods that return their fp32 operand itself
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """What a graph returns of the user's conversions.
+
+    low: which outputs are of low precision without autocast, too, by position, each with the inputs that have to be so.
+    apart: pairs of outputs, or of an input (a negative number: -1 is the first) and an output, which have one memory
+    without autocast.
+    """
+
+    low: dict[int, frozenset[int]]
+    apart: tuple[tuple[int, int], ...]
+
+
+def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
+    """Return those of ``gm``, captured under autocast to ``dtype``, in which ``h.half()`` copies from now on.
+
+    ``x.to(dtype)`` is not among them: Dynamo records ``x.to(y.dtype)`` as the same, and there autocast chose ``y``'s.
+    """
+    adopt_values(gm)
+    low = _low_by_user(gm, dtype)
+    for node in gm.graph.find_nodes(op="call_method", target=next(n for n, d in METHODS.items() if d is dtype)):
+        source = node.args[0]
+        if isinstance(source, Node) and _is_low(source, dtype) and low.get(source) != frozenset():
+            node.target, node.args, node.kwargs = "to", (source, dtype), {**node.kwargs, "copy": True}
+    leaves = tree_leaves(gm.graph.output_node().args)
+    found = {i: low[leaf] for i, leaf in enumerate(leaves) if isinstance(leaf, Node) and leaf in low}
+    return Conversions(found, tuple(_apart(gm, leaves, dtype, low)))
+
+
+def _low_by_user(gm: GraphModule, dtype: torch.dtype) -> dict[Node, frozenset[int]]:
+    """Return the nodes that are low without autocast where the inputs are that are named with them."""
+    found: dict[Node, frozenset[int]] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if _is_low(node, dtype):
+            found[node] = frozenset([position])
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method") or not _is_low(node, dtype):
+            continue
+        operands = [n for n in node.all_input_nodes if any(t.is_floating_point() for t in tensors(value(n)))]
+        if node.op == "call_method" and METHODS.get(str(node.target)) is dtype:
+            found[node] = frozenset()
+        elif operands and all(n in found for n in operands):
+            found[node] = frozenset().union(*(found[n] for n in operands))
+    return found
+
+
+def _apart(
+    gm: GraphModule, leaves: list[object], dtype: torch.dtype, low: dict[Node, frozenset[int]]
+) -> list[tuple[int, int]]:
+    """Return the pairs of ``Conversions.apart``."""
+    places: dict[int | None, int] = {}
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        places |= dict.fromkeys(_memories(node), -1 - i)
+    made: dict[int | None, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        for key in _memories(leaf):
+            made.setdefault(key, []).append(i)
+            places.setdefault(key, i)
+    pairs = []
+    for node in gm.graph.nodes:
+        source = node.args[0] if node.op == "call_method" and node.target in WIDENING and node.args else None
+        if not isinstance(source, Node) or not _is_low(source, dtype) or low.get(source) == frozenset():
+            continue
+        if isinstance(value(node), torch.Tensor) and value(node).dtype == torch.float32:
+            where = next((places[key] for key in _memories(source) if key in places), None)
+            pairs += [(where, i) for key in _memories(node) for i in made.get(key, ()) if where is not None]
+    return pairs
+
+
+def _memories(node: object) -> list[int | None]:
+    """Return the storages of a value; a dropout that drops nothing returns its operand, but its fake is a copy."""
+    while isinstance(node, Node) and (source := given_back(node)) is not None:
+        node = source
+    return [storage_key(t) for t in tensors(value(node))] if isinstance(node, Node) else []
+
+
+def _is_low(node: Node, dtype: torch.dtype) -> bool:
+    return any(t.dtype == dtype for t in tensors(value(node)))

@@ -1,0 +1,162 @@
+"""Attention of bf16 on the CPU, and its gradients, by compiled C.
+
+Before: torch's flash kernel. After: ``forward(q, k, v, mask, causal, scale)``, ``attention_kernel.c`` on the tensors as
+they lie; ``None`` where there is no compiler, or the CPU or the tensors are others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.memory.huge_pages import empty_like
+from amp_graph.passes.native.gemm_builds import best
+from amp_graph.passes.native.jit_compiler import PARTS, CompilerError, threads_for
+from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.torch_compat.storage import address_of
+
+SOURCE = Path(__file__).with_name("attention_kernel.c")
+FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
+
+
+@lru_cache
+def library(backward: bool = False) -> ctypes.CDLL | None:
+    """Return one direction's kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
+    found = best(SOURCE, PARTS[backward])
+    return None if found is None else typed(found)
+
+
+register_kernel("attention", lambda _: library())
+register_kernel("attention_backward", lambda _: library(True))
+
+
+def typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library with the types of its functions."""
+    found.attention.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    return found
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether the kernel takes these operands, of four dimensions, whose last stride is 1."""
+    alike = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
+    shares = query.shape[1] % key.shape[1] == 0 if key.shape[1] else query.shape[1] == 0
+    fits = key.shape == value.shape and query.shape[0] == key.shape[0] and shares
+    return alike and fits and query.shape[3] == key.shape[3] and query.shape[3] % 2 == 0 and library() is not None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> Tensor:
+    """Return attention, [batch, heads, queries, width].
+
+    query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 that
+    ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: which probabilities a
+    dropout of ``dropped`` keeps, a bit each, as ``dropout_in_bits`` has them. Raises MemoryError.
+    """
+    made = result_like(query)
+    _run((query, key, value, made, None, None, None, None), mask, causal, scale, kept, dropped)
+    return made
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value for that of the result, ``grad``. Raises MemoryError."""
+    made = gradients_like(query, key, value)
+    _run((query, key, value, None, rows(grad), *made), mask, causal, scale, kept, dropped)
+    return made
+
+
+def backward_with_mask(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None = None,
+    dropped: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same, and the gradient of ``mask``, in its dtype: summed in fp32. Raises MemoryError."""
+    made = gradients_like(query, key, value)
+    batches = 1 if mask.dim() == 2 else mask.shape[0]
+    sums = query.new_zeros((batches, *query.shape[1:3], key.shape[2]), dtype=torch.float32)
+    _run((query, key, value, None, rows(grad), *made), mask, causal, scale, kept, dropped, sums)
+    return *made, sums.sum_to_size(mask.shape).to(mask.dtype)
+
+
+def result_like(query: Tensor) -> Tensor:
+    """Return memory for a result, laid out as that of torch's kernel is: as the queries, without gaps."""
+    return empty_like(query)
+
+
+def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the gradients: laid out as what they are of, or in rows where heads share a key."""
+    shares = query.shape[1] != key.shape[1]
+    return empty_like(query.contiguous() if shares else query), empty_like(key), empty_like(value)
+
+
+def rows(t: Tensor) -> Tensor:
+    """Return ``t`` with the elements of a row side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _run(
+    tensors: tuple[Tensor | None, ...],
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: Tensor | None,
+    dropped: float,
+    mask_sums: Tensor | None = None,
+) -> None:
+    query, key, _, made = tensors[:4]
+    compiled = library(made is None)
+    assert query is not None
+    assert key is not None
+    if compiled is None:  # ``takes`` asked for the other direction's
+        raise CompilerError(
+            "the gradients of attention could not be compiled, where attention was\n"
+            "  legal: room for them in the folder of compiled code\n"
+            "  fix:   AMP_GRAPH_CACHE=/a/folder/to/write/to; or policy='bf16,skip=attention'"
+        )
+    (batch, heads, length, width), keys = query.shape, key.shape[2]
+    numbers = [batch, heads, heads // max(1, key.shape[1]), length, keys, width, causal, made is None]
+    mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)
+    sums = None if mask_sums is None else mask_sums.expand(batch, heads, length, keys)
+    for t in (*tensors, mask, sums):
+        numbers += (0, 0, 0, 0) if t is None else (address_of(t), *t.stride()[:3])
+    kind = NONE if mask is None else FULL if mask.dtype == torch.float32 else LOW
+    numbers += (kind, 0 if mask is None else mask.stride(3), 0 if kept is None else address_of(kept))
+    table = array("q", numbers).tobytes() + struct.pack("dd", scale, 1 / (1 - dropped))
+    if compiled.attention(table, threads_for(batch * heads * length * keys)):
+        raise MemoryError(f"attention of {batch} x {heads} x {length} x {keys}: no memory for its rows")
+
+
+def _mask_of(mask: Tensor) -> Tensor:
+    """Return ``mask`` in a precision that C reads, with keys side by side."""
+    if mask.dtype not in (torch.float32, torch.bfloat16):
+        mask = mask.float()
+    return mask if mask.shape[-1] == 1 or mask.stride(-1) in (0, 1) else mask.contiguous()

@@ -1,0 +1,158 @@
+"""Compute attention by code of ours; or, where only that pays, differentiate it by matrix products.
+
+Before: ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in bf16 on CPU. After: ``attention_low(q, k, v,
+is_causal=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
+from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.edit import describe
+from amp_graph.passes.graph.fake_values import fake_mode_of, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of
+from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
+from amp_graph.passes.graph.node_info import is_zero
+from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
+from amp_graph.passes.precision.decompose_composites import expand
+from amp_graph.passes.profitability.thresholds import (
+    attention_kernel_pays,
+    explicit_backward_pays,
+    torchs_attention_pays,
+)
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+from amp_graph.passes.torch_compat.storage import storage_key
+
+
+@dataclass(frozen=True)
+class Attention(Pass):
+    """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
+
+    Law: SDPA's. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities, summed in another order;
+    dropout draws what torch's draws. Where that kernel of ours does not run, only gradients are computed otherwise than
+    by torch's, and forward is bit-exact; inference, long sequences, dropout, and masks that have gradients keep it.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every attention that trains."""
+        mode = fake_mode_of(gm)
+        for node in list(gm.graph.nodes):
+            if mode is not None and _hides_attention(node):
+                expand(gm, node, frozenset(), mode)
+        changes, skips = [], []
+        for node in gm.graph.nodes:
+            if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
+                continue
+            given = arguments_of(node, SDPA)
+            if given is None:
+                skips.append(Skip(node.name, "it is called by a function that takes other arguments"))
+                continue
+            mask, reason = given["attn_mask"], _why_not(given, node)
+            if reason and not _is_worse_fused(node, mask):
+                skips.append(Skip(node.name, reason))
+                continue
+            target: Callable[..., Any] = by_formula if reason else attention_low
+            if reason:
+                action, reason = "written out again", "what is added hides rows from torch's backward"
+            else:
+                action = "own kernel" if _by_ours(node) else "explicit backward"
+                reason = "the CPU kernel's is slower in bf16"
+                given["attn_mask"] = _as_it_was(gm, node, mask, mode)
+            node.op, node.target = "call_function", target
+            node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
+            while given["attn_mask"] is not mask and not mask.users:  # up to what has a reader more now
+                unread, mask = mask, mask.all_input_nodes[0]
+                gm.graph.erase_node(unread)
+            changes.append(Change(self.name, action, node.name, reason))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _hides_attention(node: Node) -> bool:
+    """Say whether ``node`` is attention with its projections in one call, of which ours computes the dropout, too."""
+    identity = node.meta.get(IDENTITY)
+    if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
+        return False
+    inside = [o for o in identity.operations if o.op is SDPA]
+    drops = not all(is_zero(o.arguments["dropout_p"]) for o in inside)
+    return bool(inside) and (_drops_by_ours(node) if drops else is_trained(node) or _by_ours(node))
+
+
+def _is_attention(node: Node) -> bool:
+    if node.op != "call_function" or node.target is attention_low or REGION in node.meta:
+        return False
+    return names_of(node) == ("aten.scaled_dot_product_attention",)
+
+
+def _by_ours(node: Node) -> bool:
+    made = next((t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)), None)
+    if made is None:
+        return False
+    queries = None if is_trained(node) or not _is_attention(node) else concrete_size(made.shape[-2])
+    return attention_kernel_pays(made.device.type, made.dtype, queries)
+
+
+def _drops_by_ours(node: Node) -> bool:
+    return _by_ours(node) and bitmask_dropout.library(torch.bfloat16) is not None
+
+
+def _as_it_was(gm: GraphModule, node: Node, mask: Any, mode: FakeTensorMode | None) -> Any:
+    """Return the fp32 mask that ``mask``, or what it is a view of, was cast from; else ``mask``. Our kernel adds both.
+
+    The least number of fp32 is -inf in bf16: a row that sees nothing would be another.
+    """
+    if mode is None or not isinstance(mask, Node) or is_trained(mask) or not _by_ours(node):
+        return mask
+    views, cast = list[Node](), mask
+    while CAST not in cast.meta:
+        sources = cast.all_input_nodes
+        if len(sources) != 1 or storage_key(value(sources[0])) != storage_key(value(cast)):
+            return mask
+        views, cast = [cast, *views], sources[0]
+    found = cast.all_input_nodes[0]
+    if value(found).dtype != torch.float32:
+        return mask
+    for view in views:
+        with gm.graph.inserting_before(view):
+            source, before = found, view.all_input_nodes[0]
+            found = describe(gm.graph.node_copy(view, lambda n: source if n is before else n), view, mode)  # noqa: B023
+    return found
+
+
+def _is_worse_fused(node: Node, mask: Any) -> bool:
+    """Say whether torch's kernel would compute attention that was written out, and its gradients less well.
+
+    It knows a row by the logarithm of its sum: where the least number is added to all scores, that is all there is.
+    """
+    added = isinstance(mask, Node) and value(mask).dtype != torch.bool
+    return WRITTEN_OUT in node.meta and added and is_trained(node) and value(node).device.type == "cpu"
+
+
+def _why_not(given: dict[str, Any], node: Node) -> str:
+    """Return why a call stays as it is, "" where it does not."""
+    drops = given["dropout_p"] != 0
+    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
+        return "its dropout draws random numbers inside of the kernel"
+    query, key, mask = given["query"], given["key"], given["attn_mask"]
+    if isinstance(mask, Node) and is_trained(mask) and not _by_ours(node):
+        return "its mask is trained"
+    q, k = value(query), value(key)
+    sizes = concrete_size(q.shape[-2]), concrete_size(k.shape[-2])
+    if q.dim() == 4 and _by_ours(node):
+        heads = concrete_size(q.shape[0]) * concrete_size(q.shape[1])
+        few = not is_trained(node) and all(type(n) is int for n in (*q.shape, *k.shape))
+        return "torch's kernel is faster for so few scores" if few and torchs_attention_pays(heads, *sizes) else ""
+    if q.dim() != 4 or not explicit_backward_pays(q.device.type, q.dtype, *sizes):
+        return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"
+    return ""

@@ -1,0 +1,123 @@
+"""Give depthwise convolutions gradients by compiled C, where the kernel's own are loops.
+
+Before: ``conv2d(x, w, b, 1, 3, 1, groups)`` with 7 x 7 places, in bf16 on CPU. After: ``depthwise_low(x, w, b, ...)``.
+Those of sequences become ``depthwise_rows(x, w, b, ...)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
+from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import library
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution, depthwise_call, padding_of
+from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.profitability.conv_thresholds import (
+    depthwise_by_images_pays,
+    depthwise_input_gradient_pays,
+    depthwise_weight_gradient_pays,
+)
+from amp_graph.passes.torch_compat.fake import concrete_size
+
+SEQUENCES = torch.ops.aten.conv1d.default
+CALLS = frozenset({torch.conv1d, torch.nn.functional.conv1d, SEQUENCES, torch.ops.aten.conv1d})
+
+
+@dataclass(frozen=True)
+class Depthwise(Pass):
+    """Replaces ``conv2d`` of as many groups as channels with ``depthwise_low`` when ``what_pays`` says so.
+
+    And ``conv1d`` with ``depthwise_rows``, also where nothing trains. Law: as many channels in the result, no dilation;
+    images are channels_last. Exactness: forward bit-exact, of sequences rounding-equal; gradients rounding-equal, with
+    fp32 sums in another order.
+    """
+
+    name: ClassVar[str] = "depthwise"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every depthwise convolution that trains."""
+        changes, skips = [], []
+        for node in gm.graph.nodes:
+            if (found := _of_sequences(node)) is not None:
+                node.target, node.args, node.kwargs = depthwise_rows, found, {}
+                changes.append(
+                    Change(self.name, "as an image", node.name, "one place high, for which there are kernels")
+                )
+                continue
+            call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
+            if isinstance(call, str):
+                continue
+            weight, images = _pays(call)
+            reason = _why_not(call) if weight or images else "the kernel has gradients of its own for this form"
+            if reason:
+                skips.append(Skip(node.name, reason))
+                continue
+            node.target, node.kwargs = depthwise_low, {}
+            node.args = (call.input, call.weight, call.bias, call.stride, call.padding, weight, images)
+            what = " and ".join(["weight's gradient"] * weight + ["input's gradient"] * images)
+            changes.append(Change(self.name, what, node.name, "by compiled C, where the kernel has a loop"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _pays(call: ConvolutionCall) -> tuple[bool, bool]:
+    """Say whether the gradients of weight and of input are better ours."""
+    x, wanted = call.image, is_trained(call.input)
+    weight = call.trains and depthwise_weight_gradient_pays(x.device.type, x.dtype, call.kernel)
+    return weight, wanted and depthwise_input_gradient_pays(x.device.type, x.dtype, call.stride)
+
+
+def _why_not(call: ConvolutionCall) -> str:
+    """Return why a call stays as it is, "" where it does not."""
+    if not is_channels_last(call.image):
+        return "its images are not channels_last"
+    return _not_compiled(call.image.dtype)
+
+
+def _not_compiled(low: torch.dtype) -> str:
+    try:
+        library(low)
+    except CompilerError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _of_sequences(node: Node) -> tuple[Any, ...] | None:
+    """Return what ``depthwise_rows`` is to be called with, in the place of a ``conv1d``; None where that stays."""
+    if node.op != "call_function" or node.target not in CALLS or REGION in node.meta:
+        return None
+    if names_of(node) != ("aten.conv1d",):
+        return None
+    given = node_info.schema_arguments(SEQUENCES, node.args, dict(node.kwargs))
+    x, weight = given["input"], given["weight"]
+    if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 3 or _one(given["dilation"]) != 1:
+        return None
+    out, inner, kernel = (concrete_size(n) for n in value(weight).shape)
+    stride, padding = _one(given["stride"]), padding_of(given["padding"], (1, kernel))
+    device, dtype = value(x).device.type, value(x).dtype
+    if padding is None or inner != 1 or out != given["groups"] or out == 1 or _not_compiled_for(device, dtype):
+        return None
+    trains = is_trained(node)
+    own_weight = trains and is_trained(weight) and depthwise_weight_gradient_pays(device, dtype, (1, kernel))
+    own_input = trains and is_trained(x) and depthwise_input_gradient_pays(device, dtype, (1, stride))
+    if not own_weight and not own_input and not depthwise_by_images_pays(device, dtype, kernel):
+        return None
+    return x, weight, given["bias"], (stride,), padding[-1:], own_weight, own_input
+
+
+def _one(given: Any) -> int:
+    return concrete_size(given if isinstance(given, int) else next(iter(given)))
+
+
+def _not_compiled_for(device: str, dtype: torch.dtype) -> bool:
+    return device != "cpu" or dtype != torch.bfloat16 or bool(_not_compiled(dtype))

@@ -1,0 +1,193 @@
+"""Fold the batch norms of graphs without gradients into the convolutions before them, with what comes behind.
+
+Before: ``h = batch_norm(conv2d(x, weight_copy(w)), ...); h += s; y = relu(h)``.
+After: ``y = convolution_with_norm(x, w, ..., other=s)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.inference.folded_conv import Shape, convolution_with_norm_of
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import may_record_gradients
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
+from amp_graph.passes.graph.node_info import calls_torch
+from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.conv_thresholds import folding_pays
+from amp_graph.passes.torch_compat.symbolic_sizes import alike
+from amp_graph.passes.weights.cast_cache import WeightCopies
+
+CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
+CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+NORM_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+AFTER: dict[tuple[str, ...], str] = {
+    (f"aten.{name}{in_place}",): name for name in ("relu", "silu", "hardswish") for in_place in ("", "_")
+}
+NORM_DEFAULTS = (None, None, None, None, None, False, 0.1, 1e-5)
+
+
+@dataclass
+class Chain:
+    """A convolution, its norm, and what is folded with them, in order; ``other`` is what is added."""
+
+    nodes: list[Node]
+    weight: Node
+    vectors: tuple[Any, ...]
+    shape: Shape
+    other: Node | None = None
+    x: Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the images off the convolution."""
+        self.x = self.nodes[0].all_input_nodes[0]
+
+
+@dataclass(frozen=True)
+class FoldNorms(Pass):
+    """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, by one convolution.
+
+    Law: evaluation without gradients, channels_last images, statistics that are given; nothing else reads what is
+    between. The sum over products, the norm, the sum with ``s`` and the relu, or a silu or hardswish where nothing is
+    added, are one kernel that rounds once; the weight is rounded when it has been scaled. Where ``s`` is such a result
+    itself, and nothing reads it later, the sum takes its place. Exactness: approximate, no more roundings than before,
+    of other values.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "fold-norms"
+    writes: ClassVar[Writes] = Writes.ABSORBED
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every batch norm."""
+        if may_record_gradients(gm):
+            return PassResult(gm)
+        memory, changes = observe(gm, marks(gm)), []
+        call = convolution_with_norm_of(self.copies)
+        for node in list(gm.graph.nodes):
+            found = self._chain(node, memory)
+            if found is not None:
+                changes.append(_replace(gm, found, call))
+        for node in gm.graph.find_nodes(op="call_function", target=call):
+            if len(node.args) == 5 and _is_last_reader(node, node.args[4]):
+                node.args = (*node.args, True)
+                changes.append(Change(self.name, "sum in place", node.name, "nothing else reads what it adds to"))
+        return PassResult(gm, tuple(changes))
+
+    def _chain(self, norm: Node, memory: Memory) -> Chain | None:
+        found = self._folded(norm)
+        if found is None or any(memory.is_written(v) for v in found.vectors if isinstance(v, Node)):
+            return None
+        last = norm
+        added = _added_to(last)
+        # The kernel with a sum knows no groups.
+        if added is not None and found.shape.groups == 1 and added[1] not in found.nodes and _alike(added[1], norm):
+            last, found.other = added
+            found.nodes.append(last)
+        activation = _only_reader(last)
+        after = None if activation is None or REGION in activation.meta else AFTER.get(names_of(activation))
+        if activation is not None and after is not None:
+            found.nodes.append(activation)
+            found.shape = found.shape._replace(after=after)
+        return found if _reads_are_the_same(found, memory) else None
+
+    def _folded(self, norm: Node) -> Chain | None:
+        """Return a norm in evaluation with the convolution before it; None where ``norm`` is none."""
+        if names_of(norm) != ("aten.batch_norm",) or norm.target is not F.batch_norm or REGION in norm.meta:
+            return None
+        conv, mean, var, gamma, beta, training, _, eps = _arguments(norm, NORM_NAMES, NORM_DEFAULTS)
+        if training is not False or not isinstance(conv, Node) or len(conv.users) != 1 or REGION in conv.meta:
+            return None
+        if names_of(conv) != ("aten.conv2d",) or not calls_torch(conv) or not is_channels_last(value(norm)):
+            return None
+        x, weight, bias, *where = _arguments(conv, CONV_NAMES, CONV_DEFAULTS)
+        stride, padding, dilation = map(_both, where[:3])
+        if None in (stride, padding, dilation) or not self._is_kept(weight) or not is_channels_last(value(x)):
+            return None
+        if bias is not None and not self._is_kept(bias):
+            return None
+        low = value(weight).dtype
+        if value(norm).dtype != low or value(x).dtype != low or not folding_pays(value(x).device.type, low):
+            return None
+        vectors = (None if bias is None else bias.args[0], mean, var, gamma, beta)
+        if not all(v is None or isinstance(v, Node) for v in vectors) or mean is None or var is None:
+            return None
+        shape = Shape(stride, padding, dilation, where[3], eps, after="none")  # type: ignore[arg-type]
+        return Chain([conv, norm], weight.args[0], vectors, shape)
+
+    def _is_kept(self, node: Any) -> bool:
+        return isinstance(node, Node) and node.target is self.copies.read
+
+
+def _arguments(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
+
+
+def _both(given: Any) -> tuple[int, ...] | None:
+    """Return a stride, a padding or a dilation for both directions; None for one that is named."""
+    if type(given) is int:
+        return (given, given)
+    return tuple(given) if isinstance(given, (tuple, list)) and all(type(n) is int for n in given) else None
+
+
+def _only_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _added_to(node: Node) -> tuple[Node, Node] | None:
+    """Return the sum that alone reads ``node``, and what is added; a sum in place must be in the place of ``node``."""
+    add = _only_reader(node)
+    if add is None or REGION in add.meta or len(add.args) != 2 or add.kwargs:
+        return None
+    if names_of(add) not in (("aten.add",), ("aten.add_",)) or not calls_torch(add):
+        return None
+    other = add.args[1] if add.args[0] is node else add.args[0]
+    in_place = names_of(add) == ("aten.add_",) or add.target is operator.iadd
+    if not isinstance(other, Node) or other is node or (in_place and add.args[0] is not node):
+        return None
+    return add, other
+
+
+def _alike(other: Node, norm: Node) -> bool:
+    a, b = value(other), value(norm)
+    return isinstance(a, torch.Tensor) and alike(a, b)
+
+
+def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:
+    """Say whether what the first nodes read is still there, unwritten, when the last one runs."""
+    last = chain.nodes[-1]
+    reads = [(chain.x, chain.nodes[0]), *([(chain.other, chain.nodes[2])] if chain.other is not None else [])]
+    return all(memory.epoch(source, reader) == memory.epoch(source, last) for source, reader in reads)
+
+
+def _is_last_reader(node: Node, other: Node) -> bool:
+    """Say whether ``node`` may write over ``other``: the result of a call like it, read only by such, before."""
+    readers = [user for user in other.users if user is not node]
+    ours = all(n.op == "call_function" and n.target is node.target for n in (other, *readers))
+    return ours and other is not node.args[0] and all(user < node for user in readers)
+
+
+def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:
+    last, casts = chain.nodes[-1], [n for n in chain.nodes[0].all_input_nodes[1:]]
+    args: tuple[Any, ...] = (chain.x, chain.weight, chain.vectors, tuple(chain.shape)) + (
+        (chain.other,) if chain.other is not None else ()
+    )
+    with gm.graph.inserting_before(last):
+        made = gm.graph.call_function(call, args)
+    made.meta = {k: v for k, v in last.meta.items() if k != IDENTITY}
+    last.replace_all_uses_with(made)
+    for node in (*reversed(chain.nodes), *casts):
+        if not node.users:
+            gm.graph.erase_node(node)
+    return Change("fold-norms", "folded", made.name, "of " + ", ".join(n.name for n in chain.nodes))

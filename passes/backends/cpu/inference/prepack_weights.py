@@ -1,0 +1,184 @@
+"""Let products without gradients read weights that are packed for the kernel: oneDNN's, or over few rows ours.
+
+Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``. After: ``w = packed_weight(weight);
+y = linear_of_packed(x, w, b, "gelu")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.inference.prepacked_linear import linear_of_packed, linear_of_panels, packed_reader
+from amp_graph.passes.backends.cpu.linear.panel_gemm import library
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.graph.edit import give_value
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import may_record_gradients
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import ASKED, CAPTURED, CAST, IDENTITY, REGION, TURNED
+from amp_graph.passes.profitability.gemm_thresholds import packing_pays, panels_pay
+from amp_graph.passes.weights.cast_cache import WeightCopies
+
+ACTIVATIONS = {
+    "aten.relu": "relu",
+    "aten.relu_": "relu",
+    "aten.silu": "silu",
+    "aten.silu_": "silu",
+    "aten.gelu": "gelu",
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear in the graph: of what, by which weight, plus which bias; whether the weight is [inputs, outputs]."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class PackWeights(Pass):
+    """Replaces products with ``weight_copy(w)`` by such with ``packed_weight(w)`` where no gradient is recorded.
+
+    Law: the same product by the same library, which is spared laying out the weight at each call; or, over few rows,
+    where a call of it takes longer than what it multiplies, by compiled C. Each first call after an update reads a
+    plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads the product goes into
+    it; a gelu or a silu then, which oneDNN alone applies, sees the sum before its rounding: one rounding less.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "pack-weights"
+    writes: ClassVar[Writes] = Writes.ABSORBED
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every kept copy of a weight that nothing but products read."""
+        if may_record_gradients(gm):
+            return PassResult(gm)
+        either = (False, True)
+        noted = any(names_of(n) in (("aten.relu",), ("aten.relu_",)) for n in gm.graph.nodes)
+        readers = {(turned, few): packed_reader(self.copies, turned, few, noted) for turned in either for few in either}
+        changes = []
+        for copy in list(gm.graph.find_nodes(op="call_function", target=self.copies.read)):
+            node = _as_matrix(copy)
+            found = {user: _product(user, node) for user in node.users}
+            form = next(iter(found.values()), None)
+            if form is None or not all(p is not None and p.transposed == form.transposed for p in found.values()):
+                continue
+            few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
+            _pack(node, copy, readers[form.transposed, few], form.transposed)
+            node.meta[ASKED] = noted
+            for user, product in found.items():
+                assert product is not None, "asked above"
+                _rewrite(gm, user, product, few)
+            how = "in panels" if few else "packed"
+            changes.append(Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found)))
+        return PassResult(gm, tuple(changes))
+
+
+def _product(node: Node, weight: Node) -> Product | None:
+    """Read ``node`` as a linear with ``weight`` that pays to be packed; None where it is none."""
+    names, args = names_of(node), node.args
+    if len(names) != 1 or REGION in node.meta or set(node.kwargs) - {"bias"}:
+        return None
+    if names[0] == "aten.linear" and len(args) in (2, 3):
+        found = Product(args[0], args[1], args[2] if len(args) == 3 else node.kwargs.get("bias"), False)
+    elif names[0] == "aten.addmm" and len(args) == 3:
+        found = Product(args[1], args[2], args[0], True)
+    elif names[0] in ("aten.mm", "aten.matmul") and len(args) == 2:
+        found = Product(args[0], args[1], None, True)
+    else:
+        return None
+    return found if found.weight is weight and _pays(node, found) else None
+
+
+def _pays(node: Node, product: Product) -> bool:
+    low, bias = value(product.weight), product.bias
+    outputs, inputs = low.shape if low.dim() == 2 else (0, 0)
+    outputs, inputs = (inputs, outputs) if product.transposed else (outputs, inputs)
+    tensors = list(_values(node))
+    if len(tensors) != len(node.all_input_nodes) or any(t.dtype != low.dtype for t in tensors):
+        return False
+    if product.x is product.weight or bias is product.weight:
+        return False
+    if bias is not None and tuple(value(bias).shape) != (outputs,):
+        return False
+    return packing_pays(low.device.type, low.dtype, outputs, inputs)
+
+
+def _has_few_rows(node: Node, product: Product | None) -> bool:
+    """Say whether our kernel multiplies so few rows faster, even where a gelu or a silu behind is a call of its own."""
+    assert product is not None, "asked of products"
+    if any(type(size) is not int for size in (*value(product.x).shape, *value(node).shape)):
+        return False
+    low, inputs = value(product.weight), value(product.x).shape[-1]
+    outputs = value(node).shape[-1]
+    return panels_pay(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
+
+
+def _values(node: Node) -> Iterator[torch.Tensor]:
+    for source in node.all_input_nodes:
+        if isinstance(value(source), torch.Tensor):
+            yield value(source)
+
+
+def _as_matrix(copy: Node) -> Node:
+    """Return what alone reads a copy and makes [outputs, inputs] of a kernel's weight; or the copy itself."""
+    user = next(iter(copy.users)) if len(copy.users) == 1 else copy
+    return user if (user.op, user.target, user.args[1:]) == ("call_method", "flatten", (1,)) else copy
+
+
+def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
+    weight.op, weight.target, weight.args, weight.kwargs = "call_function", reader, copy.args, {}
+    weight.meta[TURNED] = transposed
+    if weight is not copy:
+        weight.meta[CAST] = copy.meta[CAST]
+        weight.meta.pop(IDENTITY, None)
+        weight.graph.erase_node(copy)
+    if transposed:
+        give_value(weight, value(weight).t())
+
+
+def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
+    behind = _activation(node)
+    behind = behind if not few or behind == ("relu",) else None
+    node.op, node.target = "call_function", linear_of_panels if few else linear_of_packed
+    node.kwargs = {"outputs": value(node).shape[-1]} if few else {}
+    node.args = (product.x, product.weight, product.bias)
+    node.meta.pop(IDENTITY, None)
+    if behind is not None:
+        node.args += behind
+        _absorb(gm, node)
+    if few and _is_widened(node):
+        (cast,) = node.users
+        node.kwargs = {**node.kwargs, "wide": True}
+        node.meta.update({key: cast.meta[key] for key in ("val", "example_value", CAPTURED) if key in cast.meta})
+        _absorb(gm, node)
+
+
+def _absorb(gm: GraphModule, node: Node) -> None:
+    (reader,) = node.users
+    reader.replace_all_uses_with(node)
+    gm.graph.erase_node(reader)
+
+
+def _is_widened(node: Node) -> bool:
+    """Say whether a cast of ours to fp32 alone reads ``node``."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user is not None and CAST in user.meta and (user.op, user.target) == ("call_method", "float")
+
+
+def _activation(node: Node) -> tuple[str, ...] | None:
+    """Return what ``linear_of_packed`` calls the activation that alone reads ``node``; None where there is none."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    name = names_of(user)[0] if user is not None and len(names_of(user)) == 1 else ""
+    if user is None or name not in ACTIVATIONS or REGION in user.meta or value(user).dtype != value(node).dtype:
+        return None
+    form = (str(user.kwargs.get("approximate", "none")),) if name == "aten.gelu" else ()
+    return (ACTIVATIONS[name], *form)

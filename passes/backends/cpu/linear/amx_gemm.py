@@ -1,0 +1,118 @@
+"""Products of bf16 matrices by the matrix units of the CPU (AMX), in compiled C.
+
+Before: ``(grad.t() @ x).float()``, the gradient of a linear's weight, for which oneDNN turns ``grad`` first, at two
+thirds of the speed of the linear's other products; and which is then cast. After:
+``amx_product(grad.t(), x, wide=True)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.native.gemm_builds import MATRIX_UNITS, built
+from amp_graph.passes.native.jit_compiler import threads_at_once
+from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.operator_library import OPS, define_as_typed
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays
+from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
+from amp_graph.passes.torch_compat.storage import address_of
+
+SOURCE = Path(__file__).with_name("amx_gemm.c")
+OF_AN_ELEMENT = 64  # multiplications in the time that one element of other kernels takes
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernel; None where nothing can be compiled, or the CPU has no matrix units."""
+    found = built(SOURCE, *MATRIX_UNITS)
+    return None if found is None else typed(found)
+
+
+register_kernel("amx_gemm", lambda _: library())
+
+
+def typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library with the types of its function."""
+    found.product.argtypes = (ctypes.c_char_p,)
+    return found
+
+
+def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
+    """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, ``biased``, what the columns of ``grad`` add up to.
+
+    grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which both are
+    cast to fp32, once they are rounded. Second derivatives and several gradients at once are torch's own.
+    """
+    pays = amx_product_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
+    if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
+        return torch.mm(grad.t(), x), grad.sum(0) if biased else None
+    calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # what a tracer sees, or the same at once
+    if not biased:
+        return calls.amx_product(grad.t(), x, None, wide), None
+    product, sums = calls.amx_product_and_sums(grad, x, wide)
+    return product, sums
+
+
+def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Return ``a @ b + bias``, rounded once, of bf16 matrices on the CPU: [rows, columns]; ``wide``: cast to fp32.
+
+    a: [rows, depth], b: [depth, columns], bias: [columns] or None, with memory of their own to read. Raises
+    MemoryError.
+    """
+    if library() is None or 0 in (*a.shape, *b.shape):
+        return room(a, b, wide).copy_(a @ b if bias is None else torch.addmm(bias, a, b))
+    if bias is not None and not (bias.numel() == b.shape[1] and bias.is_contiguous()):
+        bias = bias.expand(b.shape[1]).contiguous()
+    return multiply_into(room(a, b, wide), a, b, bias)
+
+
+def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
+    """Return ``a.t() @ b`` as ``amx_product`` does, and the sums of the columns of ``a``, fp32 rounded once to bf16.
+
+    a: [depth, rows], b: [depth, columns]: all in one reading of ``a``. ``wide``: cast both to fp32. Raises MemoryError.
+    """
+    dtype = torch.float32 if wide else a.dtype
+    if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
+        return [amx_product(a.t(), b, None, wide), a.sum(0).to(dtype)]
+    sums = a.new_empty(a.shape[1], dtype=torch.float32)
+    return [multiply_into(room(a.t(), b, wide), a.t(), b, None, sums), sums.to(dtype)]
+
+
+def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+    """Write ``a @ b + bias`` to the rows of ``made``, bf16 or fp32, without gaps; and what rows of ``a`` sum up to."""
+    a, b, compiled, wide = side_by_side(a), side_by_side(b), library(), made.dtype == torch.float32
+    assert compiled is not None, "asked where there is a kernel"
+    (rows, columns), depth = made.shape, a.shape[1]
+    threads = threads_at_once(rows * columns * depth // OF_AN_ELEMENT)
+    others = (0 if t is None else address_of(t) for t in (bias, sums))
+    table = array("q", (address_of(a), address_of(b), *others, address_of(made), rows, columns, depth))
+    table.extend((*a.stride(), *b.stride(), wide, threads))
+    if compiled.product(table.tobytes()):
+        raise MemoryError(f"a product of {rows} x {depth} by {depth} x {columns}: no memory to lay it out")
+    return made
+
+
+def room(a: Tensor, b: Tensor, wide: bool) -> Tensor:
+    """Return memory for ``a @ b``."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype)
+
+
+def side_by_side(t: Tensor) -> Tensor:
+    """Return ``t`` with elements that are neighbours in one direction at least."""
+    return t if 1 in t.stride() else t.contiguous()
+
+
+def _rooms(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
+    return [room(a.t(), b, wide), a.new_empty(a.shape[1], dtype=torch.float32 if wide else a.dtype)]
+
+
+define_as_typed(amx_product, room)
+define_as_typed(amx_product_and_sums, _rooms)

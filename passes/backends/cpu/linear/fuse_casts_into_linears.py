@@ -1,0 +1,91 @@
+"""Let small linears that train read their parameters themselves, and hand gradients back as those want them.
+
+Before: ``linear_low(x, weight_copy(w), weight_copy(b))``, for which autograd casts two gradients, by calls that take
+longer than they cast. After: ``linear_of_parameters(x, w, b)``, whose backward writes fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.linear.linear_functions import gradients_of_low, linear_low, multiplied
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import bias_of
+from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.meta_keys import CAST, CASTS_INSIDE
+from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
+from amp_graph.passes.weights.cache_entry import LARGE
+from amp_graph.passes.weights.cast_cache import WeightCopies, WeightCopy
+
+own_functions(__name__)
+
+
+class _OfParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: WeightCopy, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = read(weight, bare=True)
+        _, of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, low if of_x else None)
+        ctx.weight = weight  # for second derivatives alone
+        return multiplied(x, low.t(), None if bias is None else read(bias, bare=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, low = ctx.saved_tensors
+        if low is not None and is_plain(grad):
+            low = ctx.weight.to(low.dtype)
+        return None, *gradients_of_low(grad, x, low, ctx.needs_input_grad[1:], True)
+
+
+def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
+    """Return ``linear_low`` for fp32 parameters, of which ``read`` makes and keeps copies."""
+
+    def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if leaves_to_torch(x, weight, bias):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        # Reshaped out here: a view that a Function returns cannot be written in place.
+        found: Tensor = _OfParameters.apply(read, as_rows(x), weight, bias)
+        return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
+
+    return linear_of_parameters
+
+
+@dataclass(frozen=True)
+class LinearsOfParameters(Pass):
+    """Replaces ``linear_low`` of small weights' copies that nothing else reads with one that makes them itself.
+
+    Law: gradients are rounded to low precision, and widened, as by casts. Exactness: bit-exact.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "linears-of-parameters"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every small linear."""
+        changes = []
+        made = linear_of(self.copies.read)
+        for node in list(gm.graph.nodes):
+            casts = (node.args[1], bias_of(node)) if node.target is linear_low else ()
+            if not casts or not all(self._is_read_alone(cast) for cast in casts if cast is not None):
+                continue
+            node.target, node.args, node.kwargs = made, (node.args[0], *(c and c.args[0] for c in casts)), {}
+            node.meta[CASTS_INSIDE] = {c.args[0]: c.meta[CAST] for c in casts if c is not None}
+            for cast in casts:
+                if cast is not None:
+                    gm.graph.erase_node(cast)
+            changes.append(Change(self.name, "casts inside", node.name, "autograd's take longer than they cast"))
+        return PassResult(gm, tuple(changes))
+
+    def _is_read_alone(self, cast: Any) -> bool:
+        """Say whether ``cast`` is a copy that one linear reads, of a parameter whose gradient is small."""
+        fits = isinstance(cast, Node) and cast.target is self.copies.read and cast.kwargs == {"once": True}
+        return fits and len(cast.users) == 1 and value(cast).numel() < LARGE

@@ -1,0 +1,57 @@
+"""Let linears that train over many rows be multiplied in the forms that oneDNN is fast for, or by compiled C.
+
+Before: ``linear(x, w, b)`` of 1,024 rows, in bf16 on CPU. After: ``linear_trained(x, w, b)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule
+
+from amp_graph.passes.backends.cpu.linear.amx_gemm import library
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_trained
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import bias_of, linear_form
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
+from amp_graph.passes.profitability.gemm_thresholds import (
+    amx_product_pays,
+    bias_in_trained_linear_pays,
+    training_by_function_pays,
+)
+
+CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
+
+
+@dataclass(frozen=True)
+class TrainLinears(Pass):
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
+
+    Law: the same products, the first and the gradient of ``x`` by oneDNN. The bias is given to the first, where torch
+    copies it into every row of the result beforehand; the weight's gradient is compiled C's.
+    Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
+    ``in_step``: whether the graph will be a step's, whose products are nodes, and not functions of autograd.
+    """
+
+    in_step: bool = False
+    name: ClassVar[str] = "train-linears"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every linear that no other pass has taken."""
+        changes = []
+        for node in gm.graph.nodes:
+            form, again = linear_form(node), node.target is computing_again(F.linear)
+            if form is None or not (again or node.target in CALLS):
+                continue
+            if not (self.in_step or training_by_function_pays(*form[2:])):
+                continue
+            biased = bias_of(node) is not None and bias_in_trained_linear_pays(*form)
+            how = ["its bias in the product"] if biased else []
+            how += ["its weight's gradient by C"] if amx_product_pays(*form) and library() is not None else []
+            if how:
+                node.target = computing_again(linear_trained) if again else linear_trained
+                changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))
+        return PassResult(gm, tuple(changes))

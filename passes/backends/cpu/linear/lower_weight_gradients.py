@@ -1,0 +1,106 @@
+"""Let compiled C make the gradients of weights and biases, in flat graphs: of whole steps, and for Inductor.
+
+Before: ``mm(grad.t(), x)``, ``sum(grad, 0)``. After: ``amx_product_and_sums(grad, x)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.linear.amx_gemm import library
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.op_args.transposes import FLAT_TRANSPOSES
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays, one_of_two_threads_idles
+
+ATEN: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AmxProducts(Pass):
+    """Replaces ``mm`` whose first operand's columns lie in memory with ``amx_product``, when ``what_pays`` says so.
+
+    And sums over these columns, where a product reads them anyway; and ``mm`` and ``addmm`` for which oneDNN leaves one
+    of two threads idle. Law: bf16 matrices on the CPU, in sizes known while they are traced. Exactness: rounding-equal,
+    fp32 sums in another order.
+    """
+
+    name: ClassVar[str] = "amx-products"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every product."""
+        changes = []
+        for node in gm.graph.find_nodes(op="call_function", target=ATEN.mm.default):
+            a, b = node.args
+            if not (isinstance(a, Node) and isinstance(b, Node) and _pays(value(a), value(b))) or library() is None:
+                continue
+            added = _added_up(node, a)
+            if added is None:
+                node.target, node.args = OPS.amx_product.default, (a, b, None, False)
+            else:
+                _with_sums(gm, node, b, added)
+            changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
+        for target in (ATEN.mm.default, ATEN.addmm.default):
+            for node in gm.graph.find_nodes(op="call_function", target=target):
+                if one_thread_idles(node) and library() is not None:
+                    *bias, a, b = node.args
+                    node.target, node.args = OPS.amx_product.default, (a, b, *(bias or (None,)), False)
+                    changes.append(Change(self.name, "own kernel", node.name, "oneDNN's leaves a thread idle"))
+        return PassResult(gm, tuple(changes))
+
+
+def one_thread_idles(node: Node) -> bool:
+    """Say whether ``mm``, or ``addmm`` with a bias of its columns, leaves a thread idle where ours does not."""
+    given: list[Any] = [value(n) if isinstance(n, Node) else None for n in node.args]
+    *bias, a, b = given
+    if node.kwargs or not all(isinstance(t, Tensor) for t in (*bias, a, b)):
+        return False
+    if any(t.dtype != torch.bfloat16 or type(n) is not int for t in (*bias, a, b) for n in (*t.shape, *t.stride())):
+        return False
+    fits = all(t.dim() == 2 and 1 in t.stride() for t in (a, b)) and all(t.shape == b.shape[1:] for t in bias)
+    return fits and one_of_two_threads_idles(a.device.type, a.dtype, a.shape[0], b.shape[1], a.shape[1])
+
+
+def _added_up(product: Node, a: Node) -> Node | None:
+    """Return the node that adds up the columns of what ``a`` is the transpose of, behind ``product``; None without."""
+    source = a.args[0] if a.target in FLAT_TRANSPOSES else None
+    if not isinstance(source, Node) or value(source).dim() != 2:
+        return None
+    sums = (user for user in source.users if user.target is ATEN.sum.dim_IntList and not user.kwargs)
+    return next((s for s in sums if list(s.args[1]) in ([0], [-2]) and product < s), None)  # type: ignore[arg-type]
+
+
+def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
+    """Put one call in the place of ``product`` and of the sums ``added``, a row where they keep that dimension."""
+    source = added.args[0]
+    with gm.graph.inserting_before(product):
+        both = gm.graph.call_function(OPS.amx_product_and_sums.default, (source, b, False))
+        parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        flat = value(added).view(-1)
+        both.meta = {**product.meta, "val": [value(product), flat]}
+        parts[0].meta, parts[1].meta = dict(product.meta), {**added.meta, "val": flat}
+        if value(added).dim() == 2:
+            parts[1] = gm.graph.call_function(ATEN.unsqueeze.default, (parts[1], 0))
+            parts[1].meta = dict(added.meta)
+    turned = product.args[0]
+    for old, new in zip((product, added), parts, strict=True):
+        old.replace_all_uses_with(new)
+        gm.graph.erase_node(old)
+    if isinstance(turned, Node) and not turned.users:
+        gm.graph.erase_node(turned)
+
+
+def _pays(a: Any, b: Any) -> bool:
+    if not all(isinstance(t, Tensor) and t.dim() == 2 and t.dtype == torch.bfloat16 for t in (a, b)):
+        return False
+    if any(type(n) is not int for n in (*a.shape, *a.stride(), *b.shape, *b.stride())):
+        return False
+    lies = a.stride(0) == 1 and a.stride(1) >= a.shape[0] > 1 and b.stride(1) == 1
+    return lies and amx_product_pays(a.device.type, a.dtype, a.shape[1], a.shape[0], b.shape[1])

@@ -1,0 +1,201 @@
+"""Compute a language model's loss from the low-precision logits that its last linear leaves, a few rows at a time.
+
+Before: ``logits = linear(h, w).float(); loss = cross_entropy(logits.view(-1, V), labels)``. After: ``loss =
+cross_entropy_low(linear(h, w), labels)``, and ``loss, logits = cross_entropy_and_logits(...)`` where the logits are
+returned too.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.edit import give_value, set_value, take_over
+from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_pays
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+
+OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")
+REDUCTIONS = ("none", "mean", "sum")
+# What only selects rows, or lays them out anew; the first three keep them all, in order.
+RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
+SELECTIONS = RESHAPES | {"aten.slice", "aten.clone"}
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a loss reads: the cast that widens the logits, and what selects rows of it, from the cast on."""
+
+    cast: Node
+    path: tuple[Node, ...]
+
+    @property
+    def low(self) -> Node:
+        """The logits in low precision."""
+        source = self.cast.args[0]
+        assert isinstance(source, Node), "a cast reads a value"
+        return source
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the loss sees all rows of the logits, in their order."""
+        return all(RESHAPES.issuperset(names_of(node)) for node in self.path)
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy(Pass):
+    """Replaces ``cross_entropy(logits.float(), labels)`` with ``cross_entropy_low(logits, labels)`` when it trains.
+
+    The logits stay whole, in low precision: making them again in backward, or multiplying by chunks of tokens, which
+    sums the weight's gradient chunk by chunk, took longer than what it saves. Law: labels are class indices, with any
+    ignore_index, class weights, label smoothing and reduction. Logits with other readers are widened for those;
+    their gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the
+    gradient of the logits is fp32, rounded once, as that of ``float()`` is.
+    """
+
+    name: ClassVar[str] = "linear-cross-entropy"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every cross entropy that trains on widened logits."""
+        mode, memory = fake_mode_of(gm), observe(gm, marks(gm))
+        changes, skips = [], []
+        for node in list(gm.graph.nodes):
+            given = _arguments(node, mode) if mode is not None else None
+            found = _logits(given["self"]) if given is not None else None
+            if mode is None or given is None or found is None:
+                continue
+            reason = _why_not(node, given, found, memory)
+            if reason:
+                skips.append(Skip(node.name, reason))
+                continue
+            rows = math.prod(concrete_size(n) for n in value(found.low).shape[:-1])
+            told = f"{rows} x {concrete_size(value(found.low).shape[-1])} logits"
+            changes.append(Change(self.name, "in parts", node.name, f"no fp32 copies of {told} for the loss"))
+            _rewrite(gm, node, given, found, mode)
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _arguments(node: Node, mode: FakeTensorMode) -> dict[str, Any] | None:
+    """Return the arguments of a cross entropy that trains, by the names of the operator."""
+    if node.op != "call_function" or names_of(node) != ("aten.cross_entropy_loss",) or not is_trained(node):
+        return None
+    call, given = operation_of(node, mode), tensor_inputs(node)
+    if call is None:
+        return None
+    found = {name: [given[i] for i in call.operands(name)] for name in ("self", "target", "weight")}
+    if len(found["self"]) != 1 or len(found["target"]) != 1:
+        return None
+    return dict(call.arguments) | {
+        "self": found["self"][0],
+        "target": found["target"][0],
+        "weight": next(iter(found["weight"]), None),
+        "reduction": REDUCTIONS[call.arguments["reduction"]],
+    }
+
+
+def _logits(node: Node) -> Logits | None:
+    """Follow what a loss reads back to the cast that widens it; None where there is none."""
+    path: list[Node] = []
+    while not _widens(node):
+        if not names_of(node) or not SELECTIONS.issuperset(names_of(node)) or not isinstance(node.args[0], Node):
+            return None
+        path.insert(0, node)
+        node = node.args[0]
+    return Logits(node, tuple(path))
+
+
+def _widens(node: Node) -> bool:
+    """Say whether ``node`` is a cast from low precision to fp32."""
+    if not node.args or not isinstance(node.args[0], Node) or not isinstance(value(node), torch.Tensor):
+        return False
+    source = value(node.args[0])
+    if not isinstance(source, torch.Tensor) or value(node).dtype != torch.float32 or source.dtype.itemsize != 2:
+        return False
+    return node.op == "call_method" and (CAST in node.meta or node.target in ("float", "to", "type"))
+
+
+def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -> str:
+    """Return why a loss stays as it is, "" where it does not."""
+    used = (found.low, found.cast, *found.path, node, given["target"])
+    if any(REGION in n.meta or TRANSFORM in n.meta or CHECKPOINT in n.meta for n in (found.cast, *found.path, node)):
+        return "inside of a region that has a say in what is computed or saved"
+    if any(memory.is_written(n) for n in used):
+        return "its logits or labels are written in place"
+    low, logits, target = value(found.low), value(given["self"]), value(given["target"])
+    if logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
+        return "its labels are not one class index a row"
+    if isinstance(given["weight"], Node) and (is_trained(given["weight"]) or _dtype(given["weight"]) != torch.float32):
+        return "its class weights are trained, or not fp32"
+    others = _others(node, found)
+    if others and not found.keeps_rows:
+        return "its logits are cut for the loss and read elsewhere too: gradients would be added in low precision"
+    if any(memory.order[n] < memory.order[node] for n in others):
+        return f"its logits are read before the loss, by {others[0].name}"
+    rows, classes = (concrete_size(n) for n in logits.shape)
+    if found.keeps_rows and concrete_size(low.shape[-1]) != classes:
+        return "its classes are not the last dimension of the logits"
+    if not cross_entropy_in_parts_pays(low.device.type, low.dtype, rows, classes):
+        return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {low.device.type}"
+    return ""
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = value(node).dtype
+    return dtype
+
+
+def _others(node: Node, found: Logits) -> list[Node]:
+    """Return who but the loss ``node`` reads the values of the wide logits; who asks for sizes does not."""
+    readers = [n for one in (found.cast, *found.path) for n in one.users if n is not node and n not in found.path]
+    return [n for n in readers if n.op == "output" or tensors(value(n))]
+
+
+def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, mode: FakeTensorMode) -> None:
+    """Let the loss read the low-precision logits; other readers of the wide ones get those from the same call."""
+    others = _others(node, found)
+    for reader in [n for n in found.cast.users if not tensors(value(n)) and n.op != "output"]:
+        reader.replace_input_with(found.cast, found.low)
+    low = found.low if found.keeps_rows else _narrowed(found, mode)
+    node.args = (low, *(given[name] for name in OPTIONS))
+    node.target, node.kwargs = cross_entropy_and_logits if others else cross_entropy_low, {}
+    node.meta.pop(IDENTITY, None)
+    if others:
+        _hand_out(gm, node, found)
+    for old in (*reversed(found.path), found.cast):
+        if not old.users:
+            gm.graph.erase_node(old)
+
+
+def _narrowed(found: Logits, mode: FakeTensorMode) -> Node:
+    """Select rows of the low-precision logits instead: a cast commutes with that."""
+    found.path[0].replace_input_with(found.cast, found.low)
+    for node in found.path:
+        set_value(node, run_node(node, mode))
+    return found.path[-1]
+
+
+def _hand_out(gm: GraphModule, node: Node, found: Logits) -> None:
+    """Give the readers of the loss the first result of ``node``, and those of the wide logits the second."""
+    with gm.graph.inserting_before(node.next):
+        loss, wide = (gm.graph.call_function(operator.getitem, (node, i)) for i in range(2))
+    take_over(loss, node, value(node))
+    take_over(wide, found.cast, value(found.cast))
+    node.replace_all_uses_with(loss, delete_user_cb=lambda reader: reader not in (loss, wide))
+    give_value(node, (value(loss), value(wide)))
+    found.cast.replace_all_uses_with(wide)
+    before = wide
+    for one in found.path:  # other readers of these stand behind the loss, and so must they
+        before.append(one)
+        before = one

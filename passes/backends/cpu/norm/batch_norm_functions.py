@@ -1,0 +1,188 @@
+"""What converted graphs call for a batch norm that trains and the relu behind it, or behind a sum with others.
+
+Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone, as
+``norm_alone`` does where there is no relu.
+``relu(batch_norm(x, ...) + other)`` becomes ``norm_add_relu(x, other, ...)``, which saves its result, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
+    OPS,
+    batch_norm_add_relu,
+    batch_norm_add_relu_backward,
+    batch_norm_relu,
+    batch_norm_relu_again,
+    batch_norm_relu_backward,
+)
+from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.dispatch import is_seen
+from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
+
+own_functions(__name__)
+
+
+def norm_and_relu(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    relu: bool = True,
+) -> Tensor:
+    """Return ``F.relu(F.batch_norm(x, ..., training=True))``, without the relu where that is not wanted.
+
+    x: bf16 or fp16 images on the CPU, channels_last; weight, bias, running statistics: fp32 [channels], the last
+    written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one place a channel,
+    as torch does.
+    """
+    return _made(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
+
+
+def norm_alone(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``F.batch_norm(x, ..., training=True)``; all else as for ``norm_and_relu``."""
+    return norm_and_relu(x, running_mean, running_var, weight, bias, momentum, eps, False)
+
+
+def norm_add_relu(
+    x: Tensor,
+    other: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    ask: Callable[[Any], Tensor] | None = None,
+) -> Tensor:
+    """Return ``F.relu(F.batch_norm(x, ..., training=True) + other)``, rounded once.
+
+    other: of the shape and dtype of ``x``; ask: who has the result for backward, which then is not saved, given
+    autograd's node; all else as for ``norm_and_relu``.
+    """
+    return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True, ask)
+
+
+def _made(
+    x: Tensor,
+    other: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+    ask: Callable[[Any], Tensor] | None = None,
+) -> Tensor:
+    if x.numel() and x.numel() <= x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    # Torch's leaves the running statistics alone where there are no values.
+    if not x.numel() or leaves_to_torch(x, other, weight, bias):
+        plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        plain = plain if other is None else plain + other
+        return F.relu(plain) if relu else plain
+    given = (x, other, running_mean, running_var, weight, bias, momentum, eps, relu)
+    made = _NormAndRelu.apply(ask, *given) if torch.is_grad_enabled() else _normed(*given)
+    out: Tensor = made[0]
+    return out
+
+
+def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    """Return the result and the statistics; behind a sum there is always a relu."""
+    found: tuple[Tensor, Tensor]
+    if other is None:
+        found = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, *given)
+    else:
+        found = (OPS.batch_norm_add_relu.default if is_seen(x) else batch_norm_add_relu)(x, other, *given[:-1])
+    return found
+
+
+def normed_again(
+    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None
+) -> Tensor:
+    """Return the result of ``norm_and_relu``, or with ``other`` of ``norm_add_relu``, once more.
+
+    By its statistics, or by taking them again.
+    """
+    if stats is None:
+        return _normed(x, other, None, None, weight, bias, 0.0, eps, relu)[0]
+    kernel = OPS.batch_norm_relu_again.default if is_seen(x) else batch_norm_relu_again
+    found: Tensor = kernel(x, other, weight, bias, stats, relu)
+    return found
+
+
+class _NormAndRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ask: Any, x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+        out, stats = _normed(x, other, *given)
+        *_, weight, bias, _, ctx.eps, ctx.relu = given
+        ctx.adds, ctx.ask = other is not None, ask
+        ctx.save_for_backward(x, weight, bias, stats, out if ctx.adds and ask is None else None)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return out, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 10
+        dx, dother, dweight, dbias = (_gradients_by_torch if is_plain(grad) else _gradients)(ctx, grad)
+        return None, dx, dother, None, None, dweight, dbias, None, None, None
+
+
+def _result(ctx: Any, saved: Tensor | None) -> Tensor | None:
+    """Return the result behind a sum, whose sign is the relu's mask; None where there is no sum."""
+    found: Tensor | None = ctx.ask(ctx) if ctx.adds and saved is None else saved
+    return found
+
+
+# Of x, of what is added, of weight and bias; None where it is not wanted.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> Gradients:
+    x, weight, bias, stats, out = ctx.saved_tensors
+    need, out = ctx.needs_input_grad[1:], _result(ctx, out)
+    dother = None
+    if out is None:
+        kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
+        dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
+    else:
+        kernel = OPS.batch_norm_add_relu_backward.default if is_seen(grad) else batch_norm_add_relu_backward
+        dweight, dbias, dother, *dx = kernel(grad, x, out, weight, bias, stats, need[0])
+    return dx[0] if dx else None, dother if need[1] else None, dweight if need[4] else None, dbias if need[5] else None
+
+
+def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
+    """Return the gradients by operations that have a second derivative, for ``create_graph=True``."""
+    x, weight, bias, _, total = ctx.saved_tensors
+    need, total = ctx.needs_input_grad[1:], _result(ctx, total)
+    inputs = [(x, need[0]), (weight, need[4]), (bias, need[5])]
+    with torch.enable_grad():
+        if total is not None:
+            grad = torch.where(total <= 0, 0, grad)
+        out = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps)
+        out = F.relu(out) if ctx.relu and total is None else out
+        wanted = [t for t, needed in inputs if needed]
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    dx, dweight, dbias = [next(found) if needed else None for _, needed in inputs]
+    return dx, grad if need[1] else None, dweight, dbias

@@ -1,0 +1,157 @@
+"""Let a batch norm that trains, and a relu behind it, be one operation, which saves nothing but the norm's input.
+
+Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``. After:
+``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``. At the end of a residual block, ``h = relu(n + other)``
+becomes ``norm_add_relu(x, other, ...)``; with neither behind it, the norm becomes ``norm_alone(x, ...)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cpu.norm import batch_norm_recompute  # noqa: F401  declares how norms are computed again
+from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_alone, norm_and_relu
+from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import library
+from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
+from amp_graph.passes.graph.activation_checkpoints import place_of
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.match import Formula, is_written_meanwhile, operation
+from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
+from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
+from amp_graph.passes.profitability.conv_thresholds import batch_norm_in_one_pass_pays
+from amp_graph.passes.torch_compat.fake import numel
+from amp_graph.passes.torch_compat.symbolic_sizes import same
+
+SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
+
+
+@dataclass(frozen=True)
+class FuseBatchNorm(Pass):
+    """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
+
+    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. Where others
+    than a relu, or than the sum that it alone reads, read the norm, the norm alone is replaced, by ``norm_alone``.
+    Exactness: rounding-equal, of a sum one rounding less; statistics and gradients are summed in fp32 by blocks and in
+    fp64 over them, and the result and the input's gradient are computed in fp32 and rounded once, as torch's are. Only
+    where C can be compiled, and from a size on that pays.
+    """
+
+    name: ClassVar[str] = "fuse-batch-norm"
+    writes: ClassVar[Writes] = Writes.ABSORBED
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every batch norm that trains."""
+        changes, skips = [], []
+        for node in list(gm.graph.nodes):
+            if not _is_trained_batch_norm(node):
+                continue
+            given = batch_norm_arguments(node)
+            reason = _why_not(node, given)
+            if reason:
+                skips.append(Skip(node.name, reason))
+                continue
+            found = _relu_behind(node)
+            made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
+            parts = "norm" if found is None else f"norm{', sum' if found.other else ''} and relu"
+            changes.append(
+                Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
+            )
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _is_trained_batch_norm(node: Node) -> bool:
+    return node.target is F.batch_norm and names_of(node) == ("aten.batch_norm",) and is_trained(node)
+
+
+def _why_not(node: Node, given: dict[str, Any]) -> str:
+    """Return why a norm stays as it is, "" where it does not."""
+    x, parameters = value(given["input"]), [given["weight"], given["bias"]]
+    running = [given["running_mean"], given["running_var"]]
+    if REGION in node.meta:
+        return "inside of a region that has a say in what is computed"
+    if given["training"] is not True or not isinstance(given["momentum"], float):
+        return "its statistics are not those of the batch, or move in another way"
+    if not all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters):
+        return "it has no weight and bias in fp32"
+    if any(isinstance(r, Node) and value(r).dtype != torch.float32 for r in running):
+        return "its running statistics are not fp32"
+    if x.dtype not in HALVES or not is_channels_last(x):
+        return "its images are not channels_last in low precision"
+    if not batch_norm_in_one_pass_pays(x.device.type, numel(x)):
+        return f"torch's operations are as fast for {tuple(x.shape)} on {x.device.type}"
+    try:
+        library(x.dtype)
+    except CompilerError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What comes behind a norm: a relu, and before that perhaps a sum with ``other``."""
+
+    relu: Node
+    total: Node | None = None
+    other: Node | None = None
+
+
+def _relu_behind(node: Node) -> Behind | None:
+    """Return the relu that alone reads ``node``, or that alone reads the sum that alone does."""
+    user = _only_reader(node)
+    if user is None:
+        return None
+    if names_of(user) in RELUS:
+        return Behind(user)
+    name, operands = operation(user)
+    if name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
+        return None
+    other, relu = operands[1 - operands.index(node)], _only_reader(user)
+    if relu is None or names_of(relu) not in RELUS or not isinstance(other, Node) or other is node:
+        return None
+    whole, images = value(node), value(other)
+    fits = isinstance(images, torch.Tensor) and same(images.shape, whole.shape) and images.dtype == whole.dtype
+    between = Formula(node, relu, {node, user, relu})
+    return Behind(relu, user, other) if fits and not is_written_meanwhile(between, other, between.inside) else None
+
+
+def _only_reader(node: Node) -> Node | None:
+    """Return who alone reads ``node``, where that trains in the same place and precision."""
+    user = next(iter(node.users), None)
+    if len(node.users) != 1 or user is None or user.op == "output" or REGION in user.meta:
+        return None
+    made = value(user)
+    if not isinstance(made, torch.Tensor) or made.dtype != value(node).dtype:
+        return None
+    return user if place_of(user) == place_of(node) and is_trained(user) else None
+
+
+def _alone(node: Node, given: dict[str, Any]) -> Node:
+    """Put a call of ours in the place of a norm; return it."""
+    node.target, node.kwargs = norm_alone, {}
+    node.args = tuple(given[name] for name in ARGUMENTS if name != "training")
+    return node
+
+
+def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:
+    """Put one call in the place of a norm and what is behind it; return it."""
+    x, *rest = (given[name] for name in ARGUMENTS if name != "training")
+    args = (x, *rest) if found.other is None else (x, found.other, *rest)
+    with gm.graph.inserting_after(found.relu):
+        made = gm.graph.call_function(norm_and_relu if found.other is None else norm_add_relu, args)
+    made.meta = {k: v for k, v in found.relu.meta.items() if k not in (IDENTITY, CAST)}
+    made.meta[MARK] = node.meta.get(MARK)
+    found.relu.replace_all_uses_with(made)
+    for gone in (found.relu, found.total, node):
+        if gone is not None:
+            gm.graph.erase_node(gone)
+    return made

@@ -1,0 +1,115 @@
+"""Pad the dimensions of products to the multiples that tensor cores want.
+
+Before: ``linear(x, w)`` of a vocabulary of 50257. After: ``aligned_linear(x, w)``, which multiplies by 50264 rows, the
+last seven of them zero, and narrows the result. Parameters keep their shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
+from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION
+from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.profitability.thresholds import aligning_pays
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+
+ALIGNED = (("aten.linear",), ("aten.conv2d",))
+
+
+@dataclass(frozen=True)
+class AlignShapes(Pass):
+    """Replaces ``linear`` and ``conv2d`` of odd sizes with ``aligned_linear`` and ``aligned_conv2d``.
+
+    Law: in low precision; of a linear, inputs and outputs that 8 does not divide; of a convolution without groups over
+    channels_last images, input channels, 3 to 4 and more than 4 to a multiple of 8 (others cuDNN turns to pad them: on
+    an H100 the 16 x 16 patches of a ViT took 124 us instead of 71). The result lies as it did, but for casts of it.
+    Exactness: rounding-equal, gradients included: zeros are added to sums, which a kernel may order otherwise.
+
+    ``device``: what is planned for, by which ``what_pays`` decides.
+    """
+
+    device: str
+    name: ClassVar[str] = "align-shapes"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every linear and convolution once."""
+        mode = fake_mode_of(gm)
+        changes, skips = [], []
+        for node in gm.graph.nodes:
+            given = _operands(node) if mode is not None else None
+            if mode is None or given is None or value(node).dtype.itemsize != 2:
+                continue
+            convolves = names_of(node) == ("aten.conv2d",)
+            told = _odd_channels(given[1]) if convolves else _odd_sizes(given[1])
+            if not told:
+                continue
+            work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
+            if not (lies and aligning_pays(self.device, value(node).dtype, work)):
+                if self.device != "cpu":  # where nothing is padded, and nobody asks why
+                    why = f"in {work} products" if lies else "in images that are not channels_last"
+                    skips.append(Skip(node.name, f"{told} do not pay for being padded {why}"))
+            elif _align(node, given, convolves, mode):
+                changes.append(Change(self.name, "padded", node.name, f"{told}: tensor cores take multiples of 8"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """Return input, weight and bias of a linear or a convolution that torch itself computes."""
+    if (
+        names_of(node) not in ALIGNED
+        or node.op != "call_function"
+        or REGION in node.meta
+        or not isinstance(value(node), torch.Tensor)
+    ):
+        return None
+    if getattr(node.target, "__module__", None) and str(node.target.__module__).startswith("amp_graph"):
+        return None
+    operations, tensors = node.meta[IDENTITY].operations, tensor_inputs(node)
+    found = [[tensors[i] for i in operations[0].operands(name)] for name in ("input", "weight", "bias")]
+    if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1 or value(found[1][0]).dim() < 2:
+        return None
+    return found[0][0], found[1][0], next(iter(found[2]), None)
+
+
+def _odd_sizes(weight: Node) -> str:
+    outside, inside = (concrete_size(n) for n in value(weight).shape)
+    odd = [f"{n} {what}" for n, what in ((inside, "inputs"), (outside, "outputs")) if missing(n)]
+    return " and ".join(odd)
+
+
+def _odd_channels(weight: Node) -> str:
+    channels = concrete_size(value(weight).shape[1])
+    return f"{channels} channels" if value(weight).dim() == 4 and missing_channels(channels) else ""
+
+
+def _work(node: Node, weight: torch.Tensor) -> int:
+    """Return how many products are added up: one for each element of the result and of what it sums over."""
+    inside = math.prod(concrete_size(n) for n in weight.shape[1:])
+    return inside * math.prod(concrete_size(n) for n in value(node).shape)
+
+
+def _align(node: Node, given: tuple[Node, Node, Node | None], convolves: bool, mode: FakeTensorMode) -> bool:
+    x, weight, bias = given
+    if convolves:
+        call = operation_of(node, mode)
+        if call is None or call.arguments["groups"] != 1 or value(node).dim() != 4:
+            return False
+        geometry: tuple[Any, ...] = tuple(call.arguments[name] for name in ("stride", "padding", "dilation"))
+        node.target, node.args = aligned_conv2d, (x, weight, bias, *geometry)
+    else:
+        dense = not all(CAST in n.meta or (n.op, n.target) == ("call_method", "float") for n in node.users)
+        node.target, node.args = aligned_linear, (x, weight, bias, dense)
+    node.kwargs = {}
+    node.meta.pop(IDENTITY, None)
+    set_value(node, run_node(node, mode))
+    return True

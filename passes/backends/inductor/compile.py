@@ -1,0 +1,93 @@
+"""Inductor with passes of ours over the graphs that it has taken down to ATen operations.
+
+Before: ``compile_fx(gm, inputs)``. After: ``compile_with_inductor(gm, inputs, passes=[FuseBias()])``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from amp_graph.passes.backends.inductor.inductor_options import options_of_step
+from amp_graph.passes.backends.inductor.small_gemm_template import FILES, lower_small_products
+from amp_graph.passes.base import Pass
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.torch_compat.dynamo_frames import undisabled
+
+HOOK = "post_grad_custom_pre_pass"
+
+
+def compile_with_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    passes: Sequence[Pass] = (),
+    whole: bool = False,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Return what Inductor makes of ``gm``, and of its backward later on, with ``passes`` over its flat graphs.
+
+    whole: ``gm`` is the flat graph of a step, which has no backward, and which is called where Dynamo is off. Options
+    of Inductor that the user has set hold; a pass of the user's own in the place of ours, too. mode: whose options are
+    added.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    _lower_linear_bias()
+    lower_small_products()
+    ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
+    if whole:
+        ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
+    ours |= modes_of_inductor().get(mode or "default", {})
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
+    return undisabled(compiled) if whole else compiled
+
+
+def modes_of_inductor() -> dict[str, dict[str, Any]]:
+    """Return the options of each mode of ``torch.compile``."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def _lower_linear_bias() -> None:
+    """Let compiled code call oneDNN for ``amp_graph::linear_bias``, and not our operator, whose body is Python.
+
+    Inductor's own lowering of ``_linear_pointwise`` wants a weight that is frozen; 2.11 to 2.13.
+    """
+    from torch._inductor import lowering, mkldnn_ir
+    from torch._inductor.ir import TensorBox
+
+    if OPS.linear_bias.default in lowering.lowerings:
+        return
+
+    def lowered(x: Any, weight: Any, bias: Any) -> Any:
+        return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
+
+    lowering.register_lowering(OPS.linear_bias.default, type_promotion_kind=None)(lowered)
+
+
+def _hook(passes: Sequence[Pass]) -> Any:
+    """Return passes in Inductor's own form, with a name under which its cache keeps results: their source."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Passes(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            run_passes(_module_of(graph), passes)
+
+        def uuid(self) -> Any:
+            files = (__file__, *FILES, *sorted({inspect.getfile(type(one)) for one in passes}))
+            return [get_hash_for_files(files), [repr(one) for one in passes], torch.get_num_threads()]
+
+    return Passes()
+
+
+def _module_of(graph: Graph) -> GraphModule:
+    owner = graph.owning_module
+    return owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,56 @@
+"""What Inductor can leave out, and do otherwise, in the code of a whole training step.
+
+Before: ``compile_fx(gm, inputs)``. After: ``compile_fx(gm, inputs, config_patches=options_of_step(gm))``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.profitability.thresholds import calling_from_cpp_pays
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import numel
+
+KNOWN = ("aten", "prims", "amp_graph", "mkldnn", "mkldnn_rnn")
+
+
+def options_of_step(gm: GraphModule) -> dict[str, Any]:
+    """Return options of Inductor for ``gm``, the flat graph of a step.
+
+    At every call Inductor looks at the sizes of inputs, which Dynamo's guards have seen, or which are ours, and at what
+    operators return, to find those that say other sizes than they return: where all are torch's or ours, there are
+    none. The calls of a small step on the CPU are compiled, too.
+    """
+    used = {n.target.namespace for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
+    if not used <= {*KNOWN}:
+        return {}
+    found: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+    # Operators of ours are called by way of Python, which is dearer from C++.
+    if used <= {"aten", "prims"} and calling_from_cpp_pays(_device(gm), _flops(gm), _elements(gm)):
+        found["cpp_wrapper"] = True
+    return found
+
+
+def _device(gm: GraphModule) -> str:
+    found = {t.device.type for n in gm.graph.nodes for t in tensors(value(n))}
+    return "cpu" if found == {"cpu"} else "several"
+
+
+def _elements(gm: GraphModule) -> int:
+    return sum(numel(t) for n in gm.graph.nodes if n.op == "call_function" for t in tensors(value(n)))
+
+
+def _flops(gm: GraphModule) -> int:
+    return sum(_flops_of(n) for n in gm.graph.nodes if n.op == "call_function")
+
+
+def _flops_of(node: Node) -> int:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args = [value(a) if isinstance(a, Node) else a for a in node.args]
+    return int(count(*args, out_val=value(node)))

@@ -1,0 +1,144 @@
+"""Recurrent layers of cuDNN, in a form that a graph with its own backward can hold.
+
+Before: ``torch.lstm(x, (h, c), weights, ...)``, which looks for the weights in one piece of memory, which no tracer
+takes, and warns where they are not. After: ``amp_graph::cudnn_rnn``, which lays them so, and
+``amp_graph::cudnn_rnn_backward``.
+Source: aten/src/ATen/native/cudnn/RNN.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from amp_graph.passes.graph.node_info import FLOATS
+from amp_graph.passes.native.operator_library import OPS, define_operator
+
+ATEN = torch.ops.aten
+MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+
+
+def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
+    """Say whether ``torch.lstm`` and its like run cuDNN's kernels on these tensors, without projections."""
+    tensors = (*hidden, *params)
+    return (
+        x.device.type == "cuda"
+        and bool(torch.backends.cudnn.enabled)
+        and torch.backends.cudnn.is_available()
+        and x.dtype in FLOATS
+        and all(t.device == x.device and t.dtype == x.dtype for t in tensors)
+        and all(h.shape == hidden[0].shape for h in hidden)
+    )
+
+
+class CudnnLayers(torch.autograd.Function):
+    """All layers, without dropout, and their gradients; neither is rounded otherwise than by torch's call of cuDNN.
+
+    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (num_layers, bidirectional); states: how many of the tensors
+    behind ``x`` ([length, batch, width]) are first states, each [layers * directions, batch, size]. trains: whether
+    there will be a backward, for which cuDNN keeps what it needs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, how: tuple[int, bool], trains: bool, states: int, x: Tensor, *tensors: Tensor
+    ) -> Any:
+        """Return the output and the last states."""
+        hidden, params = [t.contiguous() for t in tensors[:states]], list(tensors[states:])
+        *found, reserve, weights = OPS.cudnn_rnn(kind, x.contiguous(), hidden, params, *how, trains)
+        ctx.kind, ctx.how, ctx.states = kind, how, states
+        ctx.save_for_backward(x, *tensors, found[0], reserve, weights)
+        return tuple(found[: 1 + states])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients of ``x`` and the tensors behind it, which cuDNN does not differentiate again."""
+        x, *tensors, out, reserve, weights = ctx.saved_tensors
+        params, needed = tensors[ctx.states :], ctx.needs_input_grad[4:]
+        given = [x.contiguous(), *(h.contiguous() for h in tensors[: ctx.states])]
+        made = OPS.cudnn_rnn_backward(
+            [g.contiguous() for g in grads], ctx.kind, given[0], given[1:], params, *ctx.how, out, reserve, weights
+        )
+        return None, None, None, None, *(g if need else None for g, need in zip(made, needed, strict=True))
+
+
+def _options(kind: str, hidden: Sequence[Tensor], layers: int, bidirectional: bool, trains: bool) -> tuple[Any, ...]:
+    """Return what cuDNN is told behind the tensors: no projection, no dropout, no packed sequence."""
+    return MODES[kind], hidden[0].shape[-1], 0, layers, False, 0.0, trains, bidirectional, [], None
+
+
+def _states(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return hidden[0], hidden[1] if len(hidden) > 1 else None
+
+
+def _per_layer(params: Sequence[Tensor], layers: int, bidirectional: bool) -> int:
+    return len(params) // (layers * (2 if bidirectional else 1))
+
+
+def _forward(
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], layers: int, bidirectional: bool, trains: bool
+) -> tuple[Tensor, ...]:
+    """Return output, last states, and what backward reads: what cuDNN reserved, and the weights in one piece."""
+    options = _options(kind, hidden, layers, bidirectional, trains)
+    stride = _per_layer(params, layers, bidirectional)
+    weights = [p.view_as(p) for p in params]  # which are told to lie in one piece; cuDNN warns where none is given
+    mode, size, no_projection, *_ = options
+    piece = ATEN._cudnn_rnn_flatten_weight(
+        weights, stride, x.shape[-1], mode, size, no_projection, layers, False, bidirectional
+    )
+    out, h, c, reserve, weights = ATEN._cudnn_rnn(x, weights, stride, piece, *_states(hidden), *options)
+    return out, h, c if len(hidden) > 1 else x.new_empty(0), reserve, weights
+
+
+def _backward(
+    grads: list[Tensor],
+    kind: str,
+    x: Tensor,
+    hidden: list[Tensor],
+    params: list[Tensor],
+    layers: int,
+    bidirectional: bool,
+    out: Tensor,
+    reserve: Tensor,
+    weights: Tensor,
+) -> list[Tensor]:
+    """Return the gradients of ``x``, the first states and the parameters; ``reserve``, which cuDNN writes, is kept."""
+    options, stride = _options(kind, hidden, layers, bidirectional, True), _per_layer(params, layers, bidirectional)
+    h, c = _states(hidden)
+    dout, dh, *dc = grads
+    mask = [True, True, bool(dc), True]  # cuDNN refuses to be asked for what the kind does not have
+    dx, dh0, dc0, dparams = ATEN._cudnn_rnn_backward(
+        x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), mask
+    )
+    # Gradients of weights are parts of one piece of memory: each its own, as operators return it.
+    return [dx, dh0, *([dc0] if dc else []), *(g.clone() for g in dparams)]
+
+
+def _forward_fake(
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], layers: int, bidirectional: bool, trains: bool
+) -> tuple[Tensor, ...]:
+    out = x.new_empty(*x.shape[:2], hidden[0].shape[-1] * (2 if bidirectional else 1))
+    states = [h.new_empty(h.shape) for h in hidden] + [x.new_empty(0)] * (2 - len(hidden))
+    # Of these two cuDNN alone knows the sizes; nothing but its backward reads them.
+    kept = x.new_empty(0, dtype=torch.uint8), x.new_empty(sum(p.numel() for p in params))
+    return (out, *states, *kept)
+
+
+def _backward_fake(grads: list[Tensor], kind: str, x: Tensor, hidden: Any, params: Any, *others: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (x, *hidden, *params)]
+
+
+_GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, int num_layers, bool bidirectional"
+define_operator(
+    f"cudnn_rnn({_GIVEN}, bool trains) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _forward, _forward_fake
+)
+define_operator(
+    f"cudnn_rnn_backward(Tensor[] grads, {_GIVEN}, Tensor out, Tensor reserve, Tensor weights) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

@@ -1,0 +1,191 @@
+"""A GRU layer in low precision that carries its state in fp32, as ``torch.autocast`` does.
+
+Before: ``torch.gru(...)`` of bf16 tensors, which rounds the state at every step. After: ``gru_layer(...)``: products
+are of bf16, gates, states and their gradients fp32. The gradients of weights and input are a product each, over all
+steps (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.backends.recurrent.lstm_gradients import SIGMOID, TANH
+from amp_graph.passes.native.operator_library import OPS, define_as_typed
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
+
+
+def gru_layer(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output [length, batch, size] and last state [batch, size] of one GRU layer in one direction.
+
+    x: [length, batch, width]; h: [batch, size]; weights and biases as in ``nn.GRU``; all of one low precision, as are
+    the results.
+    """
+    given = (x, w_ih, w_hh, b_ih, b_hh, h)
+    if leaves_to_torch(*given):
+        return _by_torch(*given, reverse)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        trained: tuple[Tensor, Tensor] = _GruLayer.apply(*given, reverse)[:2]
+        return trained
+    found: tuple[Tensor, Tensor] = OPS.gru_output(*given, reverse)
+    return found
+
+
+class _GruLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        out, last, states, gates = OPS.gru_forward(*given)
+        ctx.reverse, tensors = given[6], given[:6]
+        ctx.save_for_backward(*tensors, states, gates)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> Any:
+        *tensors, states, gates = ctx.saved_tensors
+        if is_plain(dout, dlast):
+            again = functools.partial(_by_torch, reverse=ctx.reverse)
+            return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:6], (dout, dlast)), None
+        x, w_ih, w_hh, *_ = tensors
+        made = OPS.gru_backward(dout, dlast, x, w_ih, w_hh, states, gates, ctx.reverse)
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None
+
+
+def gru_output(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output and last state, as ``gru_forward``, bit for bit; nothing else is kept, and steps stay in cache."""
+    x = x.flip(0) if reverse else x
+    length, batch, size = *x.shape[:2], h.shape[-1]
+    sums = F.linear(x, w_ih, b_ih).view(length, batch, 3 * size).float()
+    out, times = x.new_empty(length, batch, size), _times(w_hh, b_hh)
+    state, low = h.float(), h
+    for gates, step in zip(sums.unbind(), out.unbind(), strict=True):
+        seen = times(low).float()
+        both = gates[:, : 2 * size].add_(seen[:, : 2 * size]).sigmoid_()
+        new = gates[:, 2 * size :].addcmul_(both[:, :size], seen[:, 2 * size :]).tanh_()
+        state = torch.lerp(new, state, both[:, size:])
+        low = step.copy_(state)
+    return out.flip(0) if reverse else out, low.clone()
+
+
+def gru_forward(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return output, last state, all states [length + 1, batch, size] and gates [length, batch, 4, size], fp32.
+
+    Of the gates: reset, update, new, and what the reset gate lets through. ``reverse``: the steps are those from the
+    end. Source: GRUCell in aten/src/ATen/native/RNN.cpp.
+    """
+    x = x.flip(0) if reverse else x
+    length, batch, size = *x.shape[:2], h.shape[-1]
+    gates = torch.empty(length, batch, 4, size)
+    gates[:, :, :3] = F.linear(x, w_ih, b_ih).view(length, batch, 3, size)
+    states = torch.empty(length + 1, batch, size)
+    states[0] = h
+    times, state = _times(w_hh, b_hh), states[0]
+    # Views of all steps at once: to make them step by step takes as long as the arithmetic on small states.
+    steps = (gates[:, :, :2].unbind(), *(part.unbind() for part in gates.unbind(2)), states[1:].unbind())
+    for both, reset, update, new, through, after in zip(*steps, strict=True):
+        seen = times(state.to(x.dtype)).view(batch, 3, size).float()
+        both.add_(seen[:, :2]).sigmoid_()
+        through.copy_(seen[:, 2])
+        new.addcmul_(reset, through).tanh_()
+        state = torch.lerp(new, state, update, out=after)
+    out = states[1:].to(x.dtype)
+    return out.flip(0) if reverse else out, states[-1].to(x.dtype), states, gates
+
+
+def gru_backward(
+    dout: Tensor,
+    dlast: Tensor,
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    states: Tensor,
+    gates: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``x``, the weights, the biases and the first state, in the dtype of ``x``."""
+    if reverse:
+        x, dout = x.flip(0), dout.flip(0)
+    low, (length, batch, _, size) = x.dtype, gates.shape
+    dseen, dnew, dh = _steps(gates, states, dout.float(), dlast.float(), w_hh)
+    flat, before = dseen.view(length * batch, 3 * size), states[:-1].to(low).view(length * batch, size)
+    dsums = torch.cat([flat[:, : 2 * size], dnew.view(length * batch, size)], 1)
+    dx = (dsums @ w_ih).view(x.shape)
+    db_ih, db_hh = (d.sum(0, dtype=torch.float32).to(low) for d in (dsums, flat))
+    dw_ih, dw_hh = dsums.t() @ x.reshape(length * batch, x.shape[-1]), flat.t() @ before
+    return dx.flip(0) if reverse else dx, dw_ih, dw_hh, db_ih, db_hh, dh.to(low)
+
+
+def _steps(gates: Tensor, states: Tensor, dout: Tensor, dh: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Go back step by step; return the gradients of the sums over the state, of the new gate's sums, and of the state.
+
+    The first two in the dtype of ``w_hh``.
+    """
+    length, batch, _, size = gates.shape
+    back = _times(w_hh.t(), None)
+    dseen = gates.new_empty(length, batch, 3 * size, dtype=w_hh.dtype)
+    dnew = gates.new_empty(length, batch, size, dtype=w_hh.dtype)
+    made, one, other = gates.new_empty(batch, 3, size), *(gates.new_empty(batch, size) for _ in range(2))
+    dreset, dupdate, dthrough = made.unbind(1)
+    flat = made.view(batch, 3 * size)
+    steps = (*(part.unbind() for part in gates.unbind(2)), states[:-1].unbind(), dout.unbind(), dseen.unbind())
+    for reset, update, new, through, before, dstep, low, dlow in reversed(
+        list(zip(*steps, dnew.unbind(), strict=True))
+    ):
+        dh = dh + dstep
+        SIGMOID(torch.sub(before, new, out=one).mul_(dh), update, grad_input=dupdate)
+        kept = dh * update
+        TANH(torch.sub(dh, kept, out=one), new, grad_input=other)
+        SIGMOID(torch.mul(other, through, out=one), reset, grad_input=dreset)
+        torch.mul(other, reset, out=dthrough)
+        dlow.copy_(other)
+        dh = back(low.copy_(flat)).float().add_(kept)
+    return dseen, dnew, dh
+
+
+def _times(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return what multiplies rows by ``weight`` [outputs, inputs], laid out once where oneDNN multiplies bf16."""
+    if weight.dtype != torch.bfloat16 or not multiplies_bf16():
+        return lambda rows: F.linear(rows, weight, bias)
+    packed = pack_linear_weight(weight.contiguous())
+    return lambda rows: linear_of_packed_weight(rows, packed, bias)
+
+
+def _by_torch(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output and last state by torch's own operations."""
+    given = x.flip(0) if reverse else x
+    out, last = torch.gru(given, h[None], [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False)
+    return out.flip(0) if reverse else out, last[0]
+
+
+def _fake_forward(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (length, batch), size = x.shape[:2], h.shape[-1]
+    states = x.new_empty(length + 1, batch, size, dtype=torch.float32)
+    gates = x.new_empty(length, batch, 4, size, dtype=torch.float32)
+    return x.new_empty(length, batch, size), x.new_empty(batch, size), states, gates
+
+
+def _fake_backward(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    db_ih, db_hh = (w_ih.new_empty(w_ih.shape[0]) for _ in range(2))
+    dh = x.new_empty(states.shape[1:])
+    return x.new_empty(x.shape), w_ih.new_empty(w_ih.shape), w_hh.new_empty(w_hh.shape), db_ih, db_hh, dh
+
+
+define_as_typed(gru_output, lambda x, h: (x.new_empty(*x.shape[:2], h.shape[-1]), x.new_empty(h.shape)))
+define_as_typed(gru_forward, _fake_forward)
+define_as_typed(gru_backward, _fake_backward)

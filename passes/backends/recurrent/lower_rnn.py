@@ -1,0 +1,119 @@
+"""Make recurrent layers whole calls: for compilers, which take them apart step by step, and for a faster backward.
+
+Before: ``torch.lstm(x, (h, c), weights, ...)``. After: ``recurrent_whole("lstm", x, (h, c), weights, ...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.backends.recurrent.lstm_functions import is_faster_than_onednn
+from amp_graph.passes.backends.recurrent.rnn_functions import KINDS, recurrent_whole, rounds_its_state
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import Identity
+from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.symbolic_sizes import same
+
+ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
+NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+
+
+@dataclass(frozen=True)
+class KeepRecurrent(Pass):
+    """Replaces ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` with ``recurrent_whole``.
+
+    Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact;
+    gradients rounding-equal, with their sums in another order.
+    """
+
+    name: ClassVar[str] = "keep-recurrent"
+    why: ClassVar[str] = "its steps are no business of a compiler's"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every recurrent layer."""
+        changes = []
+        for node in gm.graph.nodes:
+            op = _recurrent(node)
+            if op is None:
+                continue
+            given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
+            hidden: Any = given["hx"] if ATEN[op] == "lstm" else [given["hx"]]
+            if not self.wants(node, ATEN[op], given["input"], hidden):
+                continue
+            node.target, node.kwargs = recurrent_whole, {}
+            node.args = (ATEN[op], given["input"], hidden, *(given[name] for name in NAMES))
+            changes.append(Change(self.name, "kept whole", node.name, self.why))
+        return PassResult(gm, tuple(changes))
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this layer is to be replaced."""
+        return True
+
+
+@dataclass(frozen=True)
+class LstmBackward(KeepRecurrent):
+    """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and ``what_pays`` says so.
+
+    Law: as for ``KeepRecurrent``. Exactness: rounding-different, with gates' sums, gates and cells in fp32, where
+    oneDNN's kernel rounds more often; forward bit-exact where only backward is ours, with several threads or AMX.
+    """
+
+    name: ClassVar[str] = "lstm-backward"
+    why: ClassVar[str] = "it trains faster than by oneDNN, whose gradients go step by step"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is an LSTM in training whose backward by products is faster."""
+        alike = all(same(value(h).shape, value(hidden[0]).shape) for h in hidden)
+        if kind != "lstm" or not is_trained(node) or not alike:
+            return False
+        batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
+        return is_faster_than_onednn(value(x).device.type, value(x).dtype, batch, size)
+
+
+@dataclass(frozen=True)
+class GruState(KeepRecurrent):
+    """Replaces ``torch.gru`` in low precision on the CPU with ``recurrent_whole``, which carries the state in fp32.
+
+    Law: as for ``KeepRecurrent``. Exactness: more exact than torch's kernel, whose state is rounded at each step, and
+    than ``torch.autocast``, whose gates are. It stands in every plan: without it a GRU would be less exact than those.
+    """
+
+    name: ClassVar[str] = "gru-state"
+    why: ClassVar[str] = "torch's kernel rounds the state at every step"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is a GRU in low precision on the CPU."""
+        return rounds_its_state(kind, value(x))
+
+
+@dataclass(frozen=True)
+class CudnnRecurrent(KeepRecurrent):
+    """Replaces recurrent layers on CUDA with ``recurrent_whole``, which gives cuDNN the weights as they are.
+
+    Law: as for ``KeepRecurrent``. Exactness: bit-exact. ``torch.lstm`` looks at each call whether the weights are parts
+    of one piece of memory, which copies in low precision are not, warns, and cannot be traced into a step.
+    """
+
+    name: ClassVar[str] = "cudnn-recurrent"
+    why: ClassVar[str] = "torch looks at each call for the weights in one piece of memory"
+
+    def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
+        """Say whether this is a layer on CUDA."""
+        return value(x).device.type == "cuda"
+
+
+def _recurrent(node: Node) -> Any:
+    """Return the operator of a recurrent layer over a padded batch; None for any other node."""
+    found = node.meta.get(IDENTITY)
+    if node.op != "call_function" or node.target is recurrent_whole or not isinstance(found, Identity):
+        return None
+    return next((o.op for o in found.operations if len(found.operations) == 1 and o.op in ATEN), None)

@@ -1,0 +1,214 @@
+"""LSTM layers of oneDNN in a graph that holds its own backward, and faster ones.
+
+Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, and the backward beside it has nothing to read.
+After: ``amp_graph::mkldnn_rnn_layer`` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.passes.backends.recurrent.lstm_gradients import lstm_backward
+from amp_graph.passes.backends.recurrent.lstm_kernel import library
+from amp_graph.passes.native.operator_library import OPS, define_operator
+from amp_graph.passes.profitability.gemm_thresholds import lstm_backward_pays, lstm_kernel_pays
+from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.fake import outside_modes
+from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
+
+PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
+LSTM = 2  # ideep::rnn_kind::LSTM
+WORKSPACE = 3  # which of the kernel's results it is
+
+
+def make_workspaces(gm: GraphModule) -> None:
+    """Let the recurrent layers of a traced step, which runs without autograd, make what their backward reads."""
+    for node in gm.graph.find_nodes(op="call_function", target=PLAIN):
+        if any(user.args[1] == WORKSPACE for user in node.users):
+            node.target = OPS.mkldnn_rnn_layer.default
+
+
+def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
+    """Say whether ``torch.lstm`` runs oneDNN's kernel on these tensors, and that in sizes known while it is traced.
+
+    Where no workspace comes through, only those whose backward reads none. fp16 is left out: its backward has no
+    kernel. Source: use_mkldnn in aten/src/ATen/native/RNN.cpp.
+    """
+    tensors = [x, *hidden, *params]
+    sizes = [n for t in tensors for n in t.shape]
+    return (
+        torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and all(type(n) is int and n > 0 for n in sizes)
+        and hidden[0].shape == hidden[1].shape
+        and (keeps_lstm_workspaces() or is_faster_than_onednn(x.device.type, x.dtype, *hidden[0].shape[-2:]))
+    )
+
+
+def lstm_layer(
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor,
+    b_hh: Tensor,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    has_biases: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
+
+    x: [length, batch, width], contiguous; h, c: [batch, size]. By compiled C where that is faster, and else backward by
+    large products where those are.
+    """
+    if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
+        return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
+    layer = _layer_for(x.device.type, x.dtype, *h.shape)
+    if layer is not _LstmLayer and not has_biases:  # what stands for them says nothing
+        b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
+    found: tuple[Tensor, Tensor, Tensor] = layer.apply(
+        x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
+    )
+    return found
+
+
+def _by_torch(
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor,
+    b_hh: Tensor,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    has_biases: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same by torch's own operations."""
+    params = [w_ih, w_hh, b_ih, b_hh] if has_biases else [w_ih, w_hh]
+    given = x.flip(0) if reverse else x
+    out, *last = torch.lstm(given, (h[None], c[None]), params, has_biases, 1, 0.0, False, False, False)
+    return out.flip(0) if reverse else out, last[0][0], last[1][0]
+
+
+def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
+    """Say whether an LSTM layer that trains is better not left to oneDNN, with ``batch`` states of ``size``."""
+    return _layer_for(device, dtype, batch, size) is not _LstmLayer
+
+
+def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
+    if lstm_kernel_pays(device, dtype, batch, size) and library() is not None:
+        return _LstmByKernel
+    return _LstmByProducts if lstm_backward_pays(device, dtype, batch, size) else _LstmLayer
+
+
+class _LstmLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        *found, workspace = OPS.mkldnn_rnn_layer(*tensors, *_options(tensors, *ctx.how))
+        ctx.save_for_backward(*tensors, *found, workspace)
+        return found[0], found[1], found[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *tensors, workspace = ctx.saved_tensors
+        if is_plain(*grads):
+            return _differentiably(ctx, grads, tensors[:7])
+        reverse, has_biases, bidirectional = ctx.how
+        options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
+        found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
+        # fp32, whatever came in; what autograd casts, a traced graph has to say.
+        made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
+        return *made, None, None, None
+
+
+class _LstmByProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        out, h, c, _ = PLAIN(*tensors, *_options(tensors, *ctx.how))
+        ctx.save_for_backward(*tensors, out)
+        return out, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *tensors, out = ctx.saved_tensors
+        if is_plain(*grads):
+            return _differentiably(ctx, grads, tensors)
+        made = OPS.lstm_backward(*grads, *tensors, out, ctx.how[0])
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
+
+
+class _LstmByKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        out, h, c, *kept = OPS.lstm_forward(*tensors, ctx.how[0])
+        ctx.save_for_backward(*tensors, out, *kept)
+        return out, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w_ih, w_hh, b_ih, b_hh, h, c, *kept = ctx.saved_tensors
+        if is_plain(*grads):
+            return _differentiably(ctx, grads, (x, w_ih, w_hh, b_ih, b_hh, h, c))
+        made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.how[0])
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
+
+
+def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirectional: bool) -> tuple[Any, ...]:
+    """Return what ``torch.lstm`` calls the kernel with, behind the tensors, for one layer in one direction."""
+    return reverse, [], LSTM, tensors[5].shape[-1], 1, has_biases, bidirectional, False, True
+
+
+def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+    """Return the gradients of torch's own kernel, run again."""
+    again = lambda *given: PLAIN(*given, *_options(given, *ctx.how))[:3]  # noqa: E731
+    return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:7], grads), None, None, None
+
+
+def _rnn_layer(*given: Any) -> Any:
+    """Run the layer as where gradients are recorded, which is what the kernel makes its workspace for."""
+    with torch.enable_grad():
+        return PLAIN(*(g.detach() if isinstance(g, Tensor) else g for g in given))
+
+
+def _fake(*given: Any) -> Any:
+    """Return what torch's own fake does, with a workspace of the size that the kernel makes."""
+    *found, workspace = PLAIN(*given)
+    x, flags = given[0], given[7:]
+    sizes = (tuple(x.shape), tuple(given[1].shape), tuple(given[5].shape))
+    if any(type(n) is not int for one in sizes for n in one):
+        return *found, workspace
+    count = _workspace_bytes(*sizes, x.dtype, tuple(tuple(f) if isinstance(f, list) else f for f in flags))
+    return *found, workspace.new_empty(count)
+
+
+@lru_cache(maxsize=256)
+def _workspace_bytes(x: Any, w_ih: Any, h: Any, dtype: torch.dtype, flags: Any) -> int:
+    """Ask the kernel, by a run on zeros: oneDNN alone knows, and a compiler wants the sizes of all there is."""
+    with outside_modes():
+        gates = w_ih[0]
+        sizes = [x, w_ih, (gates, h[-1]), (gates,), (gates,), h, h]
+        tensors = [torch.zeros(size, dtype=dtype) for size in sizes]
+        found: Tensor = _rnn_layer(*tensors, *(list(f) if isinstance(f, tuple) else f for f in flags))[3]
+        return found.numel()
+
+
+define_operator(str(PLAIN._schema).removeprefix("aten::"), _rnn_layer, _fake)
+define_operator(
+    "lstm_backward(Tensor dout, Tensor dh, Tensor dc, Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh,"
+    " Tensor h, Tensor c, Tensor out, bool reverse)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lstm_backward,
+    lambda dout, dh, dc, *given: tuple(t.new_empty(t.shape) for t in given[:7]),
+)

@@ -1,0 +1,212 @@
+"""What graphs for compilers call for LSTMs, GRUs and RNNs: the layers as whole calls, with a backward of their own.
+
+Before: ``torch.lstm(...)``, which tracers take apart step by step: 64 steps are thousands of nodes, which take Inductor
+longer than ten minutes. After: ``recurrent_whole("lstm", ...)``: one node for all layers, or one a layer where oneDNN
+trains an LSTM, and as many in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_graph.passes.backends.recurrent.cudnn_rnn import CudnnLayers, runs_by_cudnn
+from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
+from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer, onednn_trains
+from amp_graph.passes.native.operator_library import OPS, define_operator
+from amp_graph.passes.torch_compat.autograd import autograd_inside
+from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain
+
+KINDS: dict[str, Any] = {
+    "lstm": torch.lstm,
+    "gru": torch.gru,
+    "rnn_tanh": torch.rnn_tanh,
+    "rnn_relu": torch.rnn_relu,
+}
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What a recurrent layer is beside its tensors; its input is [length, batch, width]."""
+
+    kind: str
+    has_biases: bool
+    num_layers: int
+    bidirectional: bool
+
+    @property
+    def directions(self) -> int:
+        """How many ways each layer goes."""
+        return 2 if self.bidirectional else 1
+
+    def one(self, layer: int, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the part of ``hidden`` and ``params`` that one layer reads."""
+        count, at = len(params) // self.num_layers, layer * self.directions
+        return [h[at : at + self.directions] for h in hidden], list(params[layer * count : (layer + 1) * count])
+
+
+def recurrent_whole(
+    kind: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Return what ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu`` returns: the output, then the last states.
+
+    kind: the name of that function. x: [length, batch, width], or [batch, length, width] with ``batch_first``; hidden:
+    the first states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
+    Forward is torch's own, bit for bit, and so are gradients, but for the order of sums; backward runs the forward
+    again, except for LSTMs that oneDNN trains. GRUs in low precision on the CPU carry their state in fp32, not rounded
+    as torch's. Dropout between layers is drawn where torch draws it.
+    """
+    how = Recurrence(kind, has_biases, num_layers, bidirectional)
+    x = x.transpose(0, 1) if batch_first else x
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
+    layer_by_layer = (trains and kind == "lstm" and onednn_trains(x, hidden, params)) or rounds_its_state(kind, x)
+    if layer_by_layer or (dropout and train and num_layers > 1):
+        out, *last = _in_layers(how, x, hidden, params, dropout if train else 0.0, layer_by_layer)
+    else:
+        out, *last = _at_once(how, x, hidden, params)
+    return (out.transpose(0, 1) if batch_first else out, *last)
+
+
+def rounds_its_state(kind: str, x: Tensor) -> bool:
+    """Say whether torch's kernel carries a state in low precision from step to step that autocast keeps in fp32."""
+    return kind == "gru" and x.device.type == "cpu" and x.dtype.itemsize == 2
+
+
+def _in_layers(
+    how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], dropout: float, ours: bool
+) -> list[Tensor]:
+    """Run layer after layer, with dropout in between; ``ours``: by functions of ours for one layer in one direction."""
+    lasts: list[list[Tensor]] = []
+    for layer in range(how.num_layers):
+        if layer and dropout:
+            x = F.dropout(x, dropout)
+        one = Recurrence(how.kind, how.has_biases, 1, how.bidirectional)
+        given = how.one(layer, hidden, params)
+        x, *last = _by_layer(one, x, *given) if ours else _at_once(one, x, *given)
+        lasts.append(last)
+    return [x, *(torch.cat(states) for states in zip(*lasts, strict=True))]
+
+
+def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Run one LSTM or GRU layer by functions that keep what their backwards read."""
+    count, x = len(params) // how.directions, x.contiguous()
+    found: list[tuple[Tensor, ...]] = []
+    for way in range(how.directions):
+        w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
+        h, *c = (state[way].contiguous() for state in hidden)
+        if how.kind == "gru":
+            b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
+            found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, h, way == 1))
+            continue
+        b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c[0], way == 1, how.has_biases, how.bidirectional))
+    outs, *lasts = zip(*found, strict=True)
+    return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
+
+
+def _at_once(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Run all layers, without dropout, as one operator."""
+    if runs_by_cudnn(x, hidden, params):
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
+        shape = (how.num_layers, how.bidirectional)
+        return list(CudnnLayers.apply(how.kind, shape, trains, len(hidden), x, *hidden, *params))
+    found = _Recurrent.apply(how, len(hidden), x, *hidden, *params)
+    return list(found[: 1 + len(hidden)])
+
+
+class _Recurrent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: Recurrence, states: int, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.how, ctx.states = how, states
+        ctx.save_for_backward(x, *tensors)
+        hidden, params = list(tensors[:states]), list(tensors[states:])
+        found: tuple[Tensor, ...] = OPS.recurrent(
+            how.kind, x, hidden, params, how.has_biases, how.num_layers, how.bidirectional
+        )
+        return found[: 1 + states]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *tensors = ctx.saved_tensors
+        how, hidden, params = ctx.how, tensors[: ctx.states], tensors[ctx.states :]
+        needed = list(ctx.needs_input_grad[2:])
+        options = (how.has_biases, how.num_layers, how.bidirectional)
+        if is_plain(*grads):
+            end = 1 + ctx.states
+            again = lambda *given: _run(how.kind, given[0], given[1:end], given[end:], *options)  # noqa: E731
+            return None, None, *gradients_by_torch(again, (x, *tensors), needed, grads)
+        found = OPS.recurrent_backward(list(grads), needed, how.kind, x, hidden, params, *options)
+        made = iter(found)
+        return None, None, *(next(made) if need else None for need in needed)
+
+
+def _run(
+    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any, train: bool = False
+) -> tuple[Tensor, ...]:
+    has_biases, num_layers, bidirectional = how
+    states = hidden if kind == "lstm" else hidden[0]
+    found: tuple[Tensor, ...] = KINDS[kind](x, states, params, has_biases, num_layers, 0.0, train, bidirectional, False)
+    return found
+
+
+def _recurrent(kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any) -> tuple[Tensor, ...]:
+    """Run the layers; three tensors, of which the last is empty where there is no cell state."""
+    found = [t.contiguous() for t in _run(kind, x, hidden, params, *how)]
+    return (*found, x.new_empty(0)) if len(found) < 3 else tuple(found)
+
+
+def _recurrent_fake(kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any) -> tuple[Tensor, ...]:
+    length, batch = x.shape[:2]
+    out = x.new_empty(length, batch, hidden[0].shape[-1] * (2 if how[-1] else 1))
+    states = [h.new_empty(h.shape) for h in hidden]
+    return (out, *states) if len(states) == 2 else (out, *states, x.new_empty(0))
+
+
+def _gradients(
+    grads: list[Tensor],
+    needed: list[bool],
+    kind: str,
+    x: Tensor,
+    hidden: list[Tensor],
+    params: list[Tensor],
+    *how: Any,
+) -> list[Tensor]:
+    """Return the gradients of those of ``x``, ``hidden`` and ``params`` that are ``needed``, by another forward."""
+    given = [x, *hidden, *params]
+    with autograd_inside():
+        given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
+        count = 1 + len(hidden)
+        # cuDNN differentiates what was run as in training alone.
+        outs = _run(kind, given[0], given[1:count], given[count:], *how, train=x.device.type == "cuda")
+        wanted = [t for t, need in zip(given, needed, strict=True) if need]
+        found = torch.autograd.grad(outs, wanted, grads, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def _backward(grads: list[Tensor], needed: list[bool], *given: Any) -> list[Tensor]:
+    return [g.contiguous() for g in _gradients(grads, needed, *given)]
+
+
+def _backward_fake(
+    grads: list[Tensor], needed: list[bool], kind: str, x: Tensor, hidden: Any, params: Any, *how: Any
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip([x, *hidden, *params], needed, strict=True) if need]
+
+
+_GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, bool has_biases, int num_layers, bool bidirectional"
+define_operator(f"recurrent({_GIVEN}) -> (Tensor, Tensor, Tensor)", _recurrent, _recurrent_fake)
+define_operator(f"recurrent_backward(Tensor[] grads, bool[] needed, {_GIVEN}) -> Tensor[]", _backward, _backward_fake)

@@ -1,0 +1,181 @@
+"""Remove the conversions that the user's own code made redundant; rounding-exact, gradients included.
+
+Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is ``x``. Before:
+``zeros_like(x).float()``. After: ``zeros_like(x, dtype=torch.float32)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import captured, tensors, value
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import CAST
+from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.precision.plan_precision import marks
+
+# What makes a constant, by the position of the number that it is filled with; None where the name says it.
+CREATIONS: dict[str, int | None] = {
+    **dict.fromkeys(
+        ("aten.zeros", "aten.ones", "aten.zeros_like", "aten.ones_like", "aten.new_zeros", "aten.new_ones")
+    ),
+    **dict.fromkeys(("aten.full", "aten.full_like"), 1),
+    "aten.new_full": 2,
+}
+READS_A_NUMBER = frozenset({"aten.item", "aten._local_scalar_dense"})
+
+
+@dataclass(frozen=True)
+class EliminateCasts(Pass):
+    """Replaces ``x.to(d)``, and ``x.to(wide).to(d)``, with ``x`` when ``x`` is in ``d`` already.
+
+    Law: widening and coming back changes no bit, forward or backward, where nothing else reads the wide
+    value. Full -> low -> full stays: it rounds. A constant that both dtypes can write is made in the second at once,
+    and the number that Python reads of a tensor is the same before and after widening. Exactness: bit-exact.
+    """
+
+    name: ClassVar[str] = "eliminate-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order."""
+        memory = observe(gm, marks(gm))
+        changes: list[Change] = []
+        skips: list[Skip] = []
+        for node in list(gm.graph.nodes):
+            if not _is_conversion(node):
+                continue
+            if _create_at_once(node):
+                changes.append(Change(self.name, "removed", node.name, f"made in {value(node.args[0]).dtype} at once"))
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
+                continue
+            found = _redundant(node, memory)
+            if isinstance(found, str):
+                if found:
+                    skips.append(Skip(node.name, found))
+                continue
+            source, reason = found
+            node.replace_all_uses_with(source)
+            changes.append(Change(self.name, "removed", node.name, reason))
+            _erase_unread(gm, node)
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _erase_unread(gm: GraphModule, node: Node) -> None:
+    """Erase ``node``, and the wide conversion before it when nothing reads that any more."""
+    before = node.args[0]
+    gm.graph.erase_node(node)
+    if isinstance(before, Node) and not before.users and _is_conversion(before):
+        gm.graph.erase_node(before)
+
+
+def _is_conversion(node: Node) -> bool:
+    """Say whether ``node`` converts a tensor's dtype and does nothing else."""
+    if CAST in node.meta:
+        return isinstance(value(node), torch.Tensor)
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
+        return False
+    if not isinstance(value(node), torch.Tensor) or not isinstance(value(node.args[0]), torch.Tensor):
+        return False
+    if node.kwargs.get("copy") or node.kwargs.get("memory_format") or any(a is True for a in node.args):
+        return False
+    if value(node).device != value(node.args[0]).device:
+        return False
+    names = names_of(node)
+    return is_conversion_target(node) or (bool(names) and set(names) <= CONVERSIONS)
+
+
+def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
+    """Return what may stand for ``node`` and why; else the reason for keeping it ("" for a plain cast)."""
+    source = node.args[0]
+    assert isinstance(source, Node), "a conversion without a source is not a conversion"
+    if memory.is_written(source) or memory.is_written(node):
+        return "the storage is written: the copy is part of the meaning"
+    if value(source).dtype == value(node).dtype:
+        return source, f"already {value(node).dtype}"
+    if _is_read_as_a_number(node) and _widens(value(source).dtype, value(node).dtype):
+        return source, "the number that is read is the same"
+    if not _is_conversion(source):
+        return ""
+    origin = source.args[0]
+    assert isinstance(origin, Node), "a conversion without a source is not a conversion"
+    if value(origin).dtype != value(node).dtype or memory.is_written(origin):
+        return ""
+    if not _widens(value(origin).dtype, value(source).dtype):
+        return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
+    if len(source.users) > 1 and captured(origin).requires_grad:
+        return "another reader's gradient is summed in the wide dtype: kept"
+    if _is_callers(origin, memory) and _is_kept_for_backward(node):
+        return "backward would read the caller's own value, which may be written until then: kept"
+    if _are_seen_apart(node, origin, memory):
+        return "the caller has both, and may write to one: kept"
+    return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
+
+
+def _is_kept_for_backward(node: Node) -> bool:
+    """Say whether what reads ``node`` may save it for a backward."""
+    return any(t.requires_grad for reader in node.users for t in tensors(captured(reader)))
+
+
+def _is_callers(node: Node, memory: Memory) -> bool:
+    """Say whether ``node`` is of the memory of an input that is no parameter."""
+    mine = memory.storages.get(node, frozenset())
+    inputs = node.graph.find_nodes(op="placeholder")
+    return any(
+        mine & memory.storages.get(n, frozenset()) for n in inputs if not isinstance(captured(n), torch.nn.Parameter)
+    )
+
+
+def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
+    """Say whether ``made``, a copy of ``origin``, is returned beside that, or beside views of it."""
+    graph, of = made.graph, memory.storages.get
+    returned = frozenset().union(*(of(n, frozenset()) for n in graph.output_node().all_input_nodes))
+    given = frozenset().union(*(of(n, frozenset()) for n in graph.find_nodes(op="placeholder")))
+    mine, other = of(made, frozenset()), of(origin, frozenset())
+    return bool(mine & returned) and bool(other & (returned | given)) and not mine & other
+
+
+def _create_at_once(node: Node) -> bool:
+    """Give the constant that ``node`` alone reads, and converts, the dtype of ``node``; say whether that was done."""
+    source, dtype = node.args[0], value(node).dtype
+    assert isinstance(source, Node), "a conversion without a source is not a conversion"
+    names = names_of(source)
+    made = value(source)
+    if len(names) != 1 or names[0] not in CREATIONS or made.requires_grad or "out" in source.kwargs:
+        return False
+    if len(source.users) > 1:  # a write to it, or to a view of it, would be another reader
+        return False
+    at = CREATIONS[names[0]]
+    filled = 0 if at is None else source.args[at] if len(source.args) > at else source.kwargs.get("fill_value")
+    if isinstance(filled, bool) or not isinstance(filled, (int, float)):
+        return False
+    if not all(_holds(filled, d) for d in (made.dtype, dtype)):
+        return False
+    source.kwargs = {**source.kwargs, "dtype": dtype}  # by position in none of them
+    set_value(source, value(node))
+    return True
+
+
+def _holds(number: float, dtype: torch.dtype) -> bool:
+    """Say whether ``number`` is exactly a value of ``dtype``; not of NaN, whose bits say more than it."""
+    return dtype.is_floating_point and torch.tensor(number, dtype=torch.float64).to(dtype).double().item() == number
+
+
+def _is_read_as_a_number(node: Node) -> bool:
+    """Say whether all that reads ``node`` is Python, as a number."""
+    return bool(node.users) and all(set(names_of(user)) <= READS_A_NUMBER and names_of(user) for user in node.users)
+
+
+def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Say whether every value of ``narrow`` is a value of ``wide``: asked of torch.finfo, not of a table."""
+    if not (narrow.is_floating_point and wide.is_floating_point):
+        return False
+    n, w = torch.finfo(narrow), torch.finfo(wide)
+    return w.max >= n.max and w.eps <= n.eps and w.smallest_normal <= n.smallest_normal

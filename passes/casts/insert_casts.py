@@ -1,0 +1,257 @@
+"""Make the plan real: one cast per (value, dtype), where the smaller copy lives longer. Knows no list.
+
+Before: ``h = layer_norm(x); q = linear(h, wq); k = linear(h, wk)`` with marks. After: ``c = h.bfloat16()``
+once, read by both linears; each weight's cast beside its first use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
+from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.casts.user_copies import keep_copy
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import (
+    captured,
+    fake_mode_of,
+    is_eligible,
+    keep_trained,
+    run_node,
+    tensors,
+    value,
+)
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GIVEN, GRAD, MARK, MODULE, TAKES, TRANSFORM
+from amp_graph.passes.precision.plan_precision import Mark, marks, refuse_mixed
+from amp_graph.passes.precision.planning_problem import FULL, LOW
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
+
+KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
+METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
+
+
+@dataclass(frozen=True)
+class InsertCasts(Pass):
+    """Inserts the casts that the marks ask for, and recomputes the values that change.
+
+    Replaces a reader's input ``v`` with ``v.bfloat16()`` when its mark wants low precision and ``v`` is not
+    (and with ``v.float()`` the other way round). Exactness: approximate, by the rounding of the low dtype,
+    where the plan lowers a value; bit-exact where it does not.
+    """
+
+    dtype: torch.dtype
+    keep_outputs: bool = True
+    name: ClassVar[str] = "insert-casts"
+    required: ClassVar[bool] = True
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether outputs are left in the precision they are computed in."""
+        return not self.keep_outputs
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order: cast the inputs, then recompute the value."""
+        mode = fake_mode_of(gm)
+        if mode is None:
+            return PassResult(gm)
+        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)))
+        for node in gm.graph.nodes:
+            if GIVEN in node.meta:
+                set_value(node, node.meta[GIVEN])
+        for node in list(gm.graph.nodes):
+            if node.op == "output":
+                if self.keep_outputs:
+                    work.restore_outputs(node)
+            elif node.op not in ("placeholder", "get_attr"):
+                work.visit(node)
+        return PassResult(gm, tuple(work.changes))
+
+
+@dataclass
+class _Insertion:
+    """The casts made so far, and where the walk is."""
+
+    gm: GraphModule
+    mode: FakeTensorMode
+    dtype: torch.dtype
+    memory: Memory
+    changes: list[Change] = field(default_factory=list)
+    casts: dict[Any, Node] = field(default_factory=dict)
+    # The full-precision values that stand for low ones which are written later, both ways: only they see the writes.
+    stand_ins: dict[Node, Node] = field(default_factory=dict)
+    stood_for: dict[Node, Node] = field(default_factory=dict)
+
+    def visit(self, node: Node) -> None:
+        if CAST in node.meta:
+            return
+        mark: Mark | None = node.meta.get(MARK)
+        if mark is None:
+            wants = (
+                {} if is_part(node) else {s: LOW if s in node.meta.get(TAKES, ()) else FULL for s in _eligible(node)}
+            )
+        else:
+            wants = dict(mark.wants)
+        for source, want in wants.items():
+            self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
+        if TAKES in node.meta:  # runs as captured, on what it was captured with
+            return
+        self._saturate(node)
+        if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
+        self._recompute(node)
+        if keep_copy(node, self.memory, self.mode):
+            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or what it copies, is written"))
+        if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
+            self._convert_result(node)
+
+    def _give(self, node: Node, source: Node, dtype: torch.dtype) -> None:
+        """Let ``node`` read ``source`` in ``dtype``."""
+        if source not in node.all_input_nodes or not is_eligible(captured(source)):
+            return
+        if value(source).dtype != dtype:
+            node.replace_input_with(source, self._cast(source, node, dtype))
+
+    def _cast(self, source: Node, reader: Node, dtype: torch.dtype) -> Node:
+        """Return the cast of ``source`` for ``reader``, made anew only where no earlier one may serve.
+
+        Lowering happens where the value is made, widening where it is read: the smaller copy is the one that
+        lives longer. A cast may not serve across a write to the storage, nor a gradient-enabled reader from
+        inside a no_grad region (autocast's cache did: pytorch#158232).
+        """
+        kept = self.stood_for.get(source, source)
+        leaf, written = source.op in ("placeholder", "get_attr"), self.memory.is_written(kept)
+        late = (leaf or written or dtype != self.dtype) and TRANSFORM not in reader.meta
+        if reader.op == "output" and is_trained(source) and not reader.meta.get(GRAD, True) and not (leaf or written):
+            late = False  # a part with gradients in a call without: its end would cut the output off
+        before = self._before_no_grad(source, reader) if leaf else reader
+        trains = before is not reader or reader.meta.get(GRAD, True)
+        place = (trains, reader.meta.get(CHECKPOINT)) if late else None
+        key = (source, dtype, self.memory.epoch(kept, reader), place)
+        if key not in self.casts:
+            self.casts[key] = self._new_cast(source, reader, dtype, before if late else None)
+        return self.casts[key]
+
+    def _before_no_grad(self, source: Node, reader: Node) -> Node:
+        """Return where gradients are switched off before ``reader``, if a cast there serves readers on both sides."""
+        trained = captured(source).requires_grad and any(user.meta.get(GRAD, True) for user in source.users)
+        place = reader
+        while trained and not place.meta.get(GRAD, True):
+            if place is source or CHECKPOINT in place.meta or self.memory.is_written(source):
+                return reader
+            place = place.prev
+        return reader if place is reader else place.next
+
+    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, before: Node | None) -> Node:
+        graph = self.gm.graph
+        place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
+        with place:
+            cast = self.gm.graph.call_method(METHODS[dtype], (source,))
+        with tracing_fake(self.mode, symbolic=False), torch.no_grad():
+            new = torch.empty_like(value(source), dtype=dtype)  # as a cast lays it out, and sooner known
+        keep_trained(new, captured(source))
+        origin = source if before is None else reader
+        cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
+        if before not in (None, reader):
+            cast.meta[GRAD] = True
+        if "example_value" in source.meta:
+            cast.meta["example_value"] = new
+        cast.meta["val"] = new
+        cast.meta[CAPTURED] = captured(source)  # what the readers read before
+        mark: Mark | None = reader.meta.get(MARK)
+        ops = ", ".join(mark.ops) if mark else str(reader.op)
+        takes = "low" if dtype == self.dtype else "full"
+        reason = f"{reader.name} ({ops or reader.op}) takes {takes} precision"
+        cast.meta[CAST] = reason
+        self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
+        return cast
+
+    def _saturate(self, node: Node) -> None:
+        """Bring constants that were resolved for fp32 into the range of a lowered operand.
+
+        The plan lowers such a node only where the constant masks a softmax, which any very negative number does.
+        """
+        if not any(tensors(value(s)) and value(s).dtype == self.dtype for s in _eligible(node)):
+            return
+        limit = torch.finfo(self.dtype).max
+
+        def clamp(constant: Any) -> Any:
+            if not isinstance(constant, float) or node_info.fits(constant, self.dtype):
+                return constant
+            return math.copysign(limit, constant)
+
+        args, kwargs = tuple(map(clamp, node.args)), {k: clamp(v) for k, v in node.kwargs.items()}
+        if (args, kwargs) != (node.args, node.kwargs):
+            node.args, node.kwargs = args, kwargs
+            self.changes.append(Change("insert-casts", "saturated a constant", node.name, f"beyond {self.dtype}"))
+
+    def _recompute(self, node: Node) -> None:
+        """Recompute the value of ``node`` where an input changed; give it full precision where it refuses."""
+        changed = any(_dtypes(value(s)) != _dtypes(captured(s)) for s in _sources(node))
+        if not changed or not tensors(value(node)):
+            return
+        if is_part(node):
+            whole, index = node.args
+            set_value(node, value(whole)[index] if isinstance(whole, Node) else None)
+            return
+        try:
+            refuse_mixed(node)
+            set_value(node, run_node(node, self.mode))
+        except Exception as refusal:  # whatever a kernel raises for operands of two precisions
+            self._retreat(node, refusal)
+
+    def _retreat(self, node: Node, refusal: Exception) -> None:
+        first = (str(refusal).splitlines() or [""])[0]
+        for source in _sources(node):
+            origin = source.args[0] if CAST in source.meta and source not in self.stood_for else source
+            if isinstance(origin, Node) and origin is not source:
+                node.replace_input_with(source, origin)
+                source = origin
+            self._give(node, source, torch.float32)
+        self.changes.append(Change("insert-casts", "kept full", node.name, f"refuses lower operands: {first}"))
+        if all(_dtypes(value(s)) == _dtypes(captured(s)) for s in _sources(node)):
+            set_value(node, captured(node))  # as captured: what depends on data may not run on fake tensors
+            return
+        try:
+            set_value(node, run_node(node, self.mode))
+        except Exception as error:
+            where = node_info.source_line(node)
+            raise PassError(
+                f"insert-casts: {node.name} cannot run in full precision either, at {where}: {error}"
+            ) from error
+
+    def _convert_result(self, node: Node) -> None:
+        readers = list(node.users)
+        cast = self._new_cast(node, node, torch.float32, None)
+        for reader in readers:
+            reader.replace_input_with(node, cast)
+        self.stand_ins[node], self.stood_for[cast] = cast, node
+        cast.meta[CAST] = f"{node.name} is written in full precision later"
+
+    def restore_outputs(self, output: Node) -> None:
+        """Give every output of the graph its captured dtype back."""
+        low = leaving(self.gm)
+        for source in list(output.all_input_nodes):
+            if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):
+                self._give(output, source, low.get(source, captured(source).dtype))
+
+
+def _eligible(node: Node) -> list[Node]:
+    return [s for s in node.all_input_nodes if is_eligible(captured(s))]
+
+
+def _sources(node: Node) -> list[Node]:
+    return [s for s in node.all_input_nodes if tensors(value(s))]
+
+
+def _dtypes(val: Any) -> list[torch.dtype]:
+    return [t.dtype for t in tensors(val)]

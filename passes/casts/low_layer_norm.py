@@ -1,0 +1,93 @@
+"""A layer norm of low-precision input whose parameters get exact gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+
+own_functions(__name__)
+
+
+class _LowLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        shape: tuple[int, ...],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape, ctx.eps = shape, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        if is_plain(grad):
+            again = lambda x, w, b: torch.layer_norm(x.float(), ctx.shape, w, b, ctx.eps).to(x.dtype)  # noqa: E731
+            needed = (need[0], need[2], need[3])
+            dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), needed, (grad,))
+            return dx, None, dweight, dbias, None
+        dx = dweight = dbias = None
+        if need[0]:
+            kernel = torch.ops.aten.native_layer_norm_backward
+            dx = kernel(grad.contiguous(), x, ctx.shape, mean, rstd, weight, weight, [True, False, False])[0]
+        if need[2]:
+            dweight = _sum_of_products(x, grad, mean, rstd, weight)
+        if need[3]:
+            rows = grad.flatten(0, x.dim() - len(ctx.shape) - 1) if x.dim() > len(ctx.shape) else grad.unsqueeze(0)
+            dbias = rows.sum(0, dtype=torch.float32)
+        return dx, None, dweight, dbias, None
+
+
+CHUNK = 393_216  # elements of fp32 scratch that stay in cache
+
+
+def _sum_of_products(
+    x: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum over rows of ``(x - mean) * rstd * grad`` in fp32, by chunks that stay in cache.
+
+    Mixed operands promote inside the kernels: nothing is rounded to low precision on the way, and nothing cast.
+    """
+    # mean and rstd are fp32 as the kernel returns them; its fake says otherwise.
+    width = weight.numel()
+    if not width:
+        return torch.zeros_like(weight)
+    flat = [t.reshape(-1, width) for t in (x, grad)] + [t.float().reshape(-1, 1) for t in (mean, rstd)]
+    rows = max(1, CHUNK // width)
+    parts = zip(*(t.split(rows) for t in flat), strict=True) if flat[0].shape[0] > rows else [flat]
+    total = None
+    for one_x, one_grad, one_mean, one_rstd in parts:
+        product = torch.sub(one_x, one_mean).mul_(one_rstd)
+        product = product.mul_(one_grad)
+        total = product.sum(0) if total is None else total + product.sum(0)
+    return torch.zeros_like(weight) if total is None else total.view_as(weight)
+
+
+def layer_norm_low(
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> torch.Tensor:
+    """``F.layer_norm`` of a low-precision ``x`` with fp32 ``weight`` and ``bias``, and exact gradients for those.
+
+    The CPU kernel's backward loses them when its input is bf16: 3.6 % relative error at 1,024 rows, 14-42 %
+    at 16,384 (``aten/src/ATen/native/cpu/layer_norm_kernel.cpp``). Here the sums over rows are fp32.
+    """
+    if leaves_to_torch(x, weight, bias):
+        return torch.layer_norm(x.float(), normalized_shape, weight, bias, eps).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return torch.layer_norm(x, normalized_shape, weight, bias, eps)
+    return _LowLayerNorm.apply(x, tuple(normalized_shape), weight, bias, eps)

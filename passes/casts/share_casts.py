@@ -1,0 +1,92 @@
+"""Let the readers of one cast add their gradients in fp32, and a full-precision reader join in.
+
+Before: ``c = h.bfloat16()`` read by q, k and v, whose gradients are added in bf16. After:
+``c0, c1, c2 = shared_cast(h, bfloat16, 3)``: one cast forward, fp32 sums backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.edit import give_value, take_over
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.meta_keys import CAST, GRAD
+from amp_graph.passes.precision.plan_precision import marks
+
+
+@dataclass(frozen=True)
+class ShareCasts(Pass):
+    """Replaces a cast with several readers by one ``shared_cast`` when gradients flow through it.
+
+    Law: forward changes no bit; backward adds in fp32 what would have been added in low precision. With a
+    full-precision reader behind the cast, its gradient and theirs are added by kernels that promote, without a cast.
+    Exactness: forward bit-exact, gradients rounding-equal to one cast a reader.
+    """
+
+    name: ClassVar[str] = "share-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast to low precision."""
+        memory = observe(gm, marks(gm))
+        changes = []
+        for node in list(gm.graph.nodes):
+            if CAST in node.meta and node.op == "call_method" and _is_trained(node, memory):
+                full = [u for u in node.args[0].users if node < u and u.op != "output" and CAST not in u.meta]
+                reads = sum(_times(user, node) for user in node.users)
+                if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):
+                    _share(gm, node, reads, full)
+                    changes.append(Change(self.name, "shared", node.name, f"{reads} low and {len(full)} full readers"))
+        return PassResult(gm, tuple(changes))
+
+
+def _is_trained(cast: Node, memory: Memory) -> bool:
+    """Say whether gradients flow through ``cast``, which lowers a value that nobody writes."""
+    source = cast.args[0]
+    if not isinstance(source, Node) or source.op in ("placeholder", "get_attr") or memory.is_written(source):
+        return False
+    trained = is_trained(source) and cast.meta.get(GRAD, True)
+    return trained and value(cast).dtype.itemsize < value(source).dtype.itemsize
+
+
+def _times(user: Node, node: Node) -> int:
+    """Count how often ``user`` reads ``node``."""
+    found: list[Node] = []
+    map_arg((user.args, user.kwargs), found.append)
+    return found.count(node)
+
+
+def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
+    source: Any = cast.args[0]
+    low, wide = value(cast), value(source)
+    with gm.graph.inserting_after(cast):
+        shared = gm.graph.call_function(shared_cast, (source, low.dtype, reads, bool(full)))
+    shared.meta = {k: v for k, v in cast.meta.items() if k != "example_value"}
+    give_value(shared, ((wide,) if full else ()) + (low,) * reads)
+    parts = _parts(gm, shared, cast)
+    if full:
+        alias = next(parts)
+        for user in full:
+            user.replace_input_with(source, alias)
+    for user in list(cast.users):
+        pick = lambda n: next(parts) if n is cast else n  # noqa: E731
+        user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
+    gm.graph.erase_node(cast)
+
+
+def _parts(gm: GraphModule, shared: Node, cast: Node) -> Any:
+    """Yield the parts of ``shared`` in order, each a node."""
+    last = shared
+    for index, val in enumerate(value(shared)):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.call_function(operator.getitem, (shared, index))
+        take_over(last, cast, val, (CAST,))
+        yield last

@@ -1,0 +1,38 @@
+"""Conversions of the user's that made a copy at capture, of values that are in the asked precision now.
+
+Before: ``b = h.bfloat16(); b.mul_(2)``, where ``h`` was lowered: ``b`` would be ``h`` itself, and the write be seen in
+it. After: ``b = h.to(torch.bfloat16, copy=True)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from amp_graph.passes.graph.aliasing import Memory
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import captured, run_node, tensors, value
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.storage import storage_key
+
+
+def keep_copy(node: Node, memory: Memory, mode: FakeTensorMode) -> bool:
+    """Let a conversion that copied at capture copy still, where it or its source is written; say whether it had to."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not (is_conversion_target(node) or set(names_of(node)) & CONVERSIONS):
+        return False
+    became_one = not _share(captured(node), captured(source)) and _share(value(node), value(source))
+    if not became_one or not (memory.is_written(node) or memory.is_written(source)):
+        return False
+    node.op, node.target = "call_method", "to"
+    node.args, node.kwargs = (source, value(node).dtype), {"copy": True}
+    set_value(node, run_node(node, mode))
+    return True
+
+
+def _share(one: Any, other: Any) -> bool:
+    keys = {storage_key(t) for t in tensors(one)} & {storage_key(t) for t in tensors(other)}
+    return bool(keys - {None})

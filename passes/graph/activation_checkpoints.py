@@ -1,0 +1,144 @@
+"""Activation checkpoints: planned as part of the graph around them, run as checkpoints.
+
+Before: ``tag_activation_checkpoint(body, x, w)``. While planning: the body's nodes inline, each knowing its
+checkpoint. After: ``checkpoint(body', x', w)`` again, where ``x'`` may have arrived in low precision.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.identify_ops import Identity
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, MARK, REGION
+
+
+def place_of(node: Node) -> tuple[Any, ...]:
+    """Return what must be the same of nodes that become one: gradients or none, the checkpoint, the user's region."""
+    return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
+
+
+def inline_checkpoints(gm: GraphModule) -> None:
+    """Put the bodies of checkpoints into ``gm``; selective ones, which judge operations, stay as captured."""
+    number = 0
+    for node in list(gm.graph.nodes):
+        if getattr(node.target, "__name__", "") != "tag_activation_checkpoint":
+            continue
+        attribute: Any = node.args[0]
+        body = getattr(gm, str(attribute.target))
+        taken_apart = all(user.target is operator.getitem for user in node.users)
+        if "_checkpoint_context_fn" in body.meta or node.kwargs.get("context_fn") or not taken_apart:
+            continue
+        inline_checkpoints(body)
+        _inline(gm, node, body, number)
+        number += 1
+    if number:
+        gm.graph.eliminate_dead_code(lambda n: n.op != "get_attr")
+        gm.delete_all_unused_submodules()
+        gm.recompile()
+
+
+def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None:
+    attribute: Any = node.args[0]
+    env: dict[Node, Any] = {}
+    operands = iter(node.args[1:])
+    with gm.graph.inserting_before(node):
+        for part in body.graph.nodes:
+            if part.op == "placeholder":
+                env[part] = next(operands)
+            elif part.op == "get_attr":
+                name = f"{attribute.target}_{part.target}".replace(".", "_")
+                setattr(gm, name, getattr(body, str(part.target)))
+                env[part] = gm.graph.get_attr(name)
+                env[part].meta = dict(part.meta)
+            elif part.op != "output":
+                env[part] = gm.graph.node_copy(part, lambda n: env[n])
+                env[part].meta[CHECKPOINT] = number
+    outputs: Any = map_arg(body.graph.output_node().args[0], lambda n: env[n])
+    for user in list(node.users):
+        index: Any = user.args[1]
+        user.replace_all_uses_with(outputs[index])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+
+
+def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
+    """Make each checkpoint's nodes a body again, called through ``torch.utils.checkpoint``.
+
+    traced: the graph is about to be traced with its backward, which then computes the body again in itself. Bodies
+    that draw random numbers stay inline: no tracer can draw the same ones twice.
+    """
+    regions: dict[int, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if CHECKPOINT in node.meta:
+            regions.setdefault(node.meta[CHECKPOINT], []).append(node)
+    for number, nodes in regions.items():
+        if not (traced and _may_draw(nodes)):
+            _outline(gm, number, nodes, keeps_random_state=not traced)
+    gm.recompile()
+
+
+def _may_draw(nodes: list[Node]) -> bool:
+    """Say whether ``nodes`` may draw random numbers; those that passes put in, which nobody identified, do not."""
+    known = [n.meta[IDENTITY] for n in nodes if isinstance(n.meta.get(IDENTITY), Identity)]
+    return not known or any(node_info.draws(o.op, o.arguments) for i in known for o in i.operations)
+
+
+def tag_checkpoints(gm: GraphModule) -> None:
+    """Tell a compiler's partitioner which nodes to recompute, as the captured operator would have."""
+    for node in gm.graph.nodes:
+        if CHECKPOINT in node.meta:
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = node.meta[CHECKPOINT] + 1
+
+
+def _outline(gm: GraphModule, number: int, nodes: list[Node], keeps_random_state: bool) -> None:
+    inside = set(nodes)
+    reads = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if s not in inside)
+    results = [n for n in nodes if any(user not in inside for user in n.users)]
+    graph = Graph()
+    env = {}
+    for source in reads:
+        env[source] = graph.placeholder(source.name)
+        env[source].meta["val"] = value(source)
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in results))
+    name = f"amp_checkpoint_{number}"
+    setattr(gm, name, GraphModule(gm, graph))
+    with gm.graph.inserting_after(nodes[-1]):
+        body = gm.graph.get_attr(name)
+    with gm.graph.inserting_after(body):
+        call = gm.graph.call_function(run_checkpoint, (body, *reads), {"keeps_random_state": keeps_random_state})
+    last = call
+    for index, node in enumerate(results):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.call_function(operator.getitem, (call, index))
+        last.meta = {k: v for k, v in node.meta.items() if k not in (CHECKPOINT, MARK, CAST)}
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+
+
+def run_checkpoint(body: GraphModule, *args: Any, keeps_random_state: bool = True) -> Any:
+    """Run ``body`` and keep none of its activations: backward runs it again.
+
+    Always the non-reentrant kind: the reentrant one differs only in how autograd is entered. What trains nothing
+    (buffers, masks) is held as a module's own buffers are: the body may write to it.
+    """
+    trained = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def run(*given: torch.Tensor) -> Any:
+        all_args = list(args)
+        for i, tensor in zip(trained, given, strict=True):
+            all_args[i] = tensor
+        return body(*all_args)
+
+    given = [args[i] for i in trained]
+    return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False, preserve_rng_state=keeps_random_state)

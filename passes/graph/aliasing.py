@@ -1,0 +1,200 @@
+"""Which values share storage, and where that storage is written: asked of the captured fake tensors.
+
+Before: ``v = h[:, 0]; v += 1``. After: ``h`` and ``v`` are one storage, written once; a cast of ``h`` made
+before the write may not serve a reader after it. Operations of libraries other than torch are asked by their schemas
+too: what their fake kernels return may be new memory where the real ones return their argument's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible, tensors
+from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
+from amp_graph.passes.graph.meta_keys import GIVEN, IDENTITY, RETURNED
+from amp_graph.passes.graph.view_overlap import may_overlap
+from amp_graph.passes.torch_compat.storage import storage_key
+
+MANY = 64  # values of one storage that leave the graph: of more it is not asked which of them overlap
+OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
+
+
+class Writes(Protocol):
+    """What knows which of a node's inputs the node writes to (a classification, a mark)."""
+
+    @property
+    def written(self) -> frozenset[Node]:
+        """The inputs that are written."""
+        ...
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The written storages of a graph.
+
+    ``writers`` maps a storage to the positions in the graph (node order) at which it is written. ``leaving`` are the
+    storages of which the caller holds two values that overlap, and may write to one of them behind the graph.
+    """
+
+    storages: Mapping[Node, frozenset[int]]
+    writers: Mapping[int, tuple[int, ...]]
+    order: Mapping[Node, int]
+    leaving: frozenset[int] = frozenset()
+
+    def is_written(self, node: Node) -> bool:
+        """Say whether the storage of the value of ``node`` is written anywhere in the graph."""
+        return any(key in self.writers for key in self.storages.get(node, ()))
+
+    def is_written_after(self, node: Node) -> bool:
+        """Say whether the storage of the value of ``node`` is written behind ``node``."""
+        return bool(self.written_after(node))
+
+    def written_after(self, node: Node) -> frozenset[int]:
+        """Return those storages of the value of ``node`` that are written behind it."""
+        at = self.order[node]
+        keys = self.storages.get(node, frozenset())
+        return frozenset(key for key in keys if any(place > at for place in self.writers.get(key, ())))
+
+    def aliased(self, node: Node) -> dict[Node, frozenset[int]]:
+        """Return the inputs of ``node`` whose memory its value is, with those storages that may be written behind it.
+
+        No cast may come between the two: one of them would not see what is written to the other.
+        """
+        later = self.written_after(node) | self.leaving & self.storages.get(node, frozenset())
+        found = {source: later & self.storages.get(source, frozenset()) for source in node.all_input_nodes}
+        return {source: keys for source, keys in found.items() if keys}
+
+    def epoch(self, node: Node, reader: Node) -> int:
+        """Return how often the storage of ``node`` has been written before ``reader`` runs."""
+        at = self.order[reader]
+        return sum(sum(1 for place in self.writers.get(key, ()) if place < at) for key in self.storages.get(node, ()))
+
+
+def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
+    """Read aliasing from the captured values' storages, and writes from the operations' schemas.
+
+    ``writes`` speaks of ordinary calls. What higher-order operators write is asked of their bodies.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    written = {node: writes[node].written if node in writes else written_inside(gm, node) for node in order}
+    storages = _joined({node: _keys(node) for node in order}, frozenset().union(*written.values()))
+    writers: dict[int, list[int]] = {}
+    for node, targets in written.items():
+        for target in targets:
+            for key in storages.get(target, ()):
+                writers.setdefault(key, []).append(order[node])
+    return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order)
+
+
+def observe_with_caller(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
+    """Observe, and find what the caller sees by two overlapping values: two outputs, or an input and an output."""
+    memory = observe(gm, writes)
+    return replace(memory, leaving=_leaving(gm, memory.storages))
+
+
+def _leaving(gm: GraphModule, storages: Mapping[Node, frozenset[int]]) -> frozenset[int]:
+    shown: dict[int, list[Node]] = {}
+    outputs = gm.graph.output_node().all_input_nodes
+    for node in outputs:
+        for key in storages[node]:
+            shown.setdefault(key, []).append(node)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for key in storages[node] & shown.keys():
+            shown[key].append(node)
+    return frozenset(key for key, nodes in shown.items() if len(nodes) > MANY or _overlap(nodes))
+
+
+def _overlap(nodes: list[Node]) -> bool:
+    """Say whether two of several values of one storage may overlap."""
+    pairs = ((a, b) for i, a in enumerate(nodes) for b in nodes[:i] if a is not b)
+    return any(may_overlap(x, y) for a, b in pairs for x in tensors(captured(a)) for y in tensors(captured(b)))
+
+
+def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
+    """Return the inputs that a higher-order operator may write to: all of them, where a body of it writes to one."""
+    if not node_info.is_higher_order(node):
+        return frozenset()
+    bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    writes = "mutation" in getattr(node.target, "__name__", "") or any(map(_writes, bodies))
+    return frozenset(n for n in node.all_input_nodes if tensors(captured(n))) if writes else frozenset()
+
+
+def _writes(body: object) -> bool:
+    """Say whether a call in ``body``, the graph of a higher-order operator, may write to what the body is given."""
+    if not isinstance(body, GraphModule):
+        return False
+    adopt_values(body)
+    given = frozenset().union(*(_keys(n) for n in body.graph.find_nodes(op="placeholder")))
+    written = {s for n in body.graph.nodes for s in (*node_info.written_by_name(n), *written_inside(body, n))}
+    return any(not keys or keys & given for keys in map(_keys, written))
+
+
+def _keys(node: Node) -> frozenset[int]:
+    keys = (storage_key(t) for t in tensors(captured(node)))
+    return frozenset(key for key in keys if key is not None)
+
+
+def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> dict[Node, frozenset[int]]:
+    """Return ``storages`` with one name for those that are one by a schema, or may be one at another call."""
+    names: dict[int, int] = {}
+
+    def name(key: int) -> int:
+        while key in names:
+            key = names[key]
+        return key
+
+    def join(keys: Iterable[int]) -> None:
+        one, *others = {name(key) for key in keys} or (0,)
+        names.update(dict.fromkeys(others, one))
+
+    for node, keys in storages.items():
+        if RETURNED in node.meta:
+            join((*keys, *node.meta[RETURNED]))
+        for source in _aliased_by_schema(node):
+            join((*keys, *storages.get(source, ())))
+    for given in _given(storages):
+        mine = frozenset(name(key) for node in given for key in storages[node])
+        if any(name(key) in mine for node in written for key in storages.get(node, ())):
+            join(mine)
+    if not names:
+        return storages
+    return {node: frozenset(map(name, keys)) for node, keys in storages.items()}
+
+
+def _given(nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+    """Return the tensors that a call is given, without the module's own: those of fp32, and those that come in low.
+
+    No guard of Dynamo's asks which of them share memory. A graph that was captured for tensors apart runs for a tensor
+    and a view of it too, and where it writes to one it may write to all.
+    """
+    found = [n for n in nodes if n.op == "placeholder" and is_eligible(captured(n)) and not _is_held(n)]
+    return [n for n in found if GIVEN not in n.meta], [n for n in found if GIVEN in n.meta]
+
+
+def _is_held(node: Node) -> bool:
+    """Say whether an input of a graph is a parameter or buffer of the module that was captured."""
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    source = str(name() if callable(name) else name)
+    parameter = isinstance(captured(node), torch.nn.Parameter)
+    return parameter or "._parameters[" in source or "._buffers[" in source
+
+
+def _aliased_by_schema(node: Node) -> list[Node]:
+    """Return the inputs whose memory the value of ``node`` may be, by schemas that are not torch's own."""
+    found = node.meta.get(IDENTITY)
+    if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
+        return []
+    inputs = tensor_inputs(node)
+    return [
+        inputs[i]
+        for o in found.operations
+        if o.op.namespace not in OWN
+        for name in node_info.returned_arguments(o.op)
+        for i in o.operands(name)
+    ]

@@ -1,0 +1,119 @@
+"""Custom ``autograd.Function``s where a captured graph runs eagerly: a class for each place, and what it saves.
+
+Before: ``autograd_function_apply(forward, backward, x)``, for which torch makes a class at every call, interprets both
+bodies, and keeps what is saved in the class: until a garbage collection, as classes are cycles. After:
+``custom_function(x)``, which saves as the user's function did: until backward has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.torch_compat.autograd import autograd_function_apply
+from amp_graph.passes.torch_compat.dispatch import in_transform
+
+
+def is_custom_function(node: Node) -> bool:
+    """Say whether ``node`` calls an ``autograd.Function`` of the user's, which was traced inside."""
+    return node_info.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
+
+
+def call_custom_functions(gm: GraphModule) -> None:
+    """Let each custom function of ``gm`` be called without making it anew. Exactness: bit-exact."""
+    for node in list(gm.graph.nodes):
+        bodies = bodies_of(gm, node)
+        if bodies is None or node.kwargs.get("dirty_idx"):  # what writes to its inputs is left to torch
+            continue
+        for body in bodies:
+            follow_grad_mode(body)
+        node.target, node.args, node.kwargs = _callable(*bodies, dict(node.kwargs)), node.args[2:], {}
+    drop_bodies(gm)
+
+
+def drop_bodies(gm: GraphModule) -> None:
+    """Drop the bodies of custom functions that nothing calls any more."""
+    for node in list(gm.graph.find_nodes(op="get_attr")):
+        if not node.users and isinstance(getattr(gm, str(node.target), None), GraphModule):
+            gm.graph.erase_node(node)
+            delattr(gm, str(node.target))
+
+
+def bodies_of(gm: GraphModule, node: Node) -> tuple[GraphModule, GraphModule] | None:
+    """Return the two bodies of a custom function; None for any other node."""
+    names = node.args[:2] if is_custom_function(node) else ()
+    found = [getattr(gm, str(name.target), None) for name in names if isinstance(name, Node)]
+    if len(found) != 2 or not all(isinstance(body, GraphModule) for body in found):
+        return None
+    return found[0], found[1]  # type: ignore[return-value]
+
+
+def follow_grad_mode(body: GraphModule) -> None:
+    """Let ``body`` compute in the mode that it is called in, as the user's code does; it was traced without gradients.
+
+    ``create_graph=True`` has a backward computed with gradients, for a second derivative.
+    """
+    calls = [n for n in body.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
+    ends = [n for n in (calls[0], calls[-1]) if n.target is torch._C._set_grad_enabled] if len(calls) > 1 else []
+    if [n.args[0] for n in ends] == [False, True]:
+        for node in ends:
+            body.graph.erase_node(node)
+        body.recompile()
+
+
+def _callable(forward: GraphModule, backward: GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function whose gradient ``backward`` is.
+
+    ``forward`` returns its results and what it saves; ``backward`` takes the results' gradients and what was saved.
+    """
+    made = _made(forward.forward, backward.forward, **kwargs)
+
+    def custom_function(*args: Any) -> Any:
+        if in_transform():
+            return autograd_function_apply(forward, backward, *args, **kwargs)
+        return made.apply(*args)
+
+    return custom_function
+
+
+def _made(
+    ahead: Callable[..., Any],
+    back: Callable[..., Any],
+    non_differentiable_idx: Sequence[int],
+    saved_for_backward_idx: Sequence[int],
+    dirty_idx: Sequence[int] = (),
+) -> Any:
+    """Return the class of a function.
+
+    non_differentiable_idx: which results have no gradient. saved_for_backward_idx: which of the saved the user's
+    function gave to ``save_for_backward``; it kept the others in its context.
+    """
+
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            results, saved = ahead(*args)
+            ctx.others = list(saved)
+            given = [i for i in saved_for_backward_idx if isinstance(saved[i], Tensor)]
+            ctx.save_for_backward(*(saved[i] for i in given))
+            for i in given:
+                ctx.others[i] = None
+            ctx.given = given
+            if non_differentiable_idx:
+                parts = results if isinstance(results, (tuple, list)) else (results,)
+                ctx.mark_non_differentiable(*(parts[i] for i in non_differentiable_idx))
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            saved = list(ctx.others)
+            for i, tensor in zip(ctx.given, ctx.saved_tensors, strict=True):
+                saved[i] = tensor
+            return back(*grads, *saved)
+
+    return Custom

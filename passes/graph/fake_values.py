@@ -1,0 +1,155 @@
+"""The value of a node: its fake tensors, and what precision they are in.
+
+Before: ``node.meta["example_value"]`` (Dynamo) or ``node.meta["val"]`` (export). After: ``value(node)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.passes.graph.meta_keys import CAPTURED
+from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, tracing_fake, unset_fake_temporarily
+from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data, with_sizes_of
+
+# They make one new tensor, by way of many operations where nothing is computed.
+TAKEN_APART = frozenset({F.batch_norm, torch.batch_norm})
+
+
+def value(node: Node) -> Any:
+    """Return the fake value of ``node``: a tensor, a (nested) tuple of them, a symbolic number, or None."""
+    return node.meta.get("val")
+
+
+def keep_trained(new: Any, old: Any) -> None:
+    """Let the tensors of a new value require gradients where those of the old one did."""
+    for fresh, known in zip(tensors(new), tensors(old), strict=False):
+        if known.requires_grad and not fresh.requires_grad and fresh.is_floating_point():
+            fresh.requires_grad_()
+
+
+def captured(node: Node) -> Any:
+    """Return the fake value ``node`` had when its graph was captured."""
+    return node.meta.get(CAPTURED, value(node))
+
+
+def adopt_values(gm: GraphModule) -> None:
+    """Give every node of a freshly captured graph its ``val`` and remember it as captured."""
+    for node in gm.graph.nodes:
+        if "val" not in node.meta and "example_value" in node.meta:
+            node.meta["val"] = node.meta["example_value"]
+        node.meta.setdefault(CAPTURED, node.meta.get("val"))
+
+
+def tensors(val: Any) -> list[torch.Tensor]:
+    """Return the tensors in a node's value, in order."""
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list, dict)):
+        return [leaf for leaf in tree_leaves(val) if isinstance(leaf, torch.Tensor)]
+    return []
+
+
+def has_symbols(gm: GraphModule) -> bool:
+    """Say whether some size in ``gm`` is known only when it runs."""
+    return any(type(size) is not int for node in gm.graph.nodes for t in tensors(value(node)) for size in t.shape)
+
+
+def is_eligible(val: Any) -> bool:
+    """Say whether a captured value may be lowered: one fp32 tensor.
+
+    float64, integer, bool and complex values are never cast; half-precision ones are the user's own.
+    """
+    return isinstance(val, torch.Tensor) and val.dtype == torch.float32
+
+
+def has_eligible(node: Node) -> bool:
+    """Say whether any tensor that ``node`` produced at capture may be lowered."""
+    return any(is_eligible(t) for t in tensors(captured(node)))
+
+
+def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
+    """Return the fake mode that the graph's values belong to; None for a graph without tensors."""
+    for node in gm.graph.nodes:
+        for tensor in tensors(value(node)):
+            if isinstance(tensor, FakeTensor):
+                return tensor.fake_mode
+    return None
+
+
+def run_node(node: Node, mode: FakeTensorMode) -> Any:
+    """Compute the value of ``node`` from the present values of its inputs, on fake tensors.
+
+    Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted. Sizes that depend
+    on data stay those of the capture, which the rest of the graph has.
+    """
+    args, kwargs = argument_values(node)
+    given = [value(source) for source in node.all_input_nodes]
+    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
+    # Of empty tensors, too: upsample_nearest2d's fake refuses them, where its decomposition in Python takes them; 2.13.
+    symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
+    with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
+        if node.target in TAKEN_APART and not symbolic:
+            return _on_meta(node.target, args, kwargs)
+        if node.op == "call_method":
+            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            target: Any = node.target
+            made = target(*args, **kwargs)
+        return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
+
+
+class _Layout(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self, device: str | torch.device) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Compute the new tensor that ``target`` makes on the device of its first argument; inside of a fake mode.
+
+    A fake mode takes the operation apart and looks at each of some twenty parts; on the meta device none of them is
+    looked at: the same sizes, strides, dtypes and errors in a fraction of the time, and once for layers alike.
+    """
+    first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+    with unset_fake_temporarily():
+        found = _result(target, tuple(map(_told, args)), tuple((k, _told(v)) for k, v in kwargs.items()))
+    return found.made(first.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _result(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> _Layout:
+    given = [_as_meta(a) for a in args], {name: _as_meta(a) for name, a in kwargs}
+    made: _Layout = _told(target(*given[0], **given[1]))
+    return made
+
+
+def _told(leaf: Any) -> Any:
+    return _Layout(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _as_meta(leaf: Any) -> Any:
+    return leaf.made("meta") if isinstance(leaf, _Layout) else leaf
+
+
+def argument_values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``node`` with every input node replaced by its value."""
+    args = torch.fx.node.map_arg(node.args, value)
+    kwargs = torch.fx.node.map_arg(node.kwargs, value)
+    return tuple(args), dict(kwargs)
+
+
+def input_nodes(node: Node) -> Iterator[Node]:
+    """Yield the tensor-valued inputs of ``node``, each once."""
+    for source in node.all_input_nodes:
+        if tensors(value(source)):
+            yield source

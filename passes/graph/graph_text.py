@@ -1,0 +1,104 @@
+"""The stable text of a graph: same graph, same text, from run to run.
+
+``%3: bf16[2,4] = linear(%1, %2)  # layer1.fc``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.graph.meta_keys import INPUT
+
+SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def graph_text(gm: GraphModule) -> str:
+    """Return ``gm`` as text, one line a node, subgraphs after it."""
+    names = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    lines = [_line(node, names) for node in gm.graph.nodes]
+    for name, part in gm.named_children():
+        if isinstance(part, GraphModule):
+            lines += ["", f"subgraph {name}:", *("  " + line for line in graph_text(part).splitlines())]
+    return "\n".join(lines)
+
+
+def type_text(val: Any) -> str:
+    """Return a value's type: ``bf16[2,4]``, ``(f32[2], i64[2])``, ``i64`` for a symbolic number."""
+    if isinstance(val, torch.Tensor):
+        sizes = ",".join(str(size) for size in val.shape)
+        return f"{SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{sizes}]"
+    if isinstance(val, (tuple, list)) and tensors(val):
+        return "(" + ", ".join(type_text(v) for v in val) + ")"
+    return "" if val is None or tensors(val) else f"{val}"
+
+
+def target_text(node: Node) -> str:
+    """Return what a node calls, without addresses: ``linear``, ``.view``, ``aten.mm.default``."""
+    if node.op == "call_method":
+        return f".{node.target}"
+    if isinstance(node.target, str):
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", type(node.target).__name__)
+
+
+def _line(node: Node, names: dict[Node, str]) -> str:
+    show = lambda leaf: _Name(names[leaf]) if isinstance(leaf, Node) else leaf  # noqa: E731
+    args = [_show(a) for a in map_aggregate(node.args, show)]
+    args += [f"{k}={_show(v)}" for k, v in map_aggregate(node.kwargs, show).items()]
+    if node.op == "output":
+        return f"return {', '.join(args)}"
+    kind = type_text(value(node))
+    typed = f"{names[node]}: {kind}" if kind else names[node]
+    if node.op == "placeholder":
+        return f"{typed} = input {node_info.clean_path(_source_name(node))}"
+    if node.op == "get_attr":
+        return f"{typed} = attribute {node.target}"
+    path = node_info.module_path(node)
+    return f"{typed} = {target_text(node)}({', '.join(args)})" + (f"  # {path}" if path else "")
+
+
+def _source_name(node: Node) -> str:
+    """Return an input's name as the user writes it, where Dynamo recorded it."""
+    return str(node.meta.get(INPUT, node.target))
+
+
+class _Name(str):
+    """A node's name inside printed arguments, shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _show(leaf: Any) -> str:
+    if isinstance(leaf, _Name):
+        return str(leaf)
+    if isinstance(leaf, (list, tuple)):
+        inside = ", ".join(_show(v) for v in leaf)
+        return f"[{inside}]" if isinstance(leaf, list) else f"({inside}{',' if len(leaf) == 1 else ''})"
+    if isinstance(leaf, slice):
+        parts = (leaf.start, leaf.stop, leaf.step) if leaf.step is not None else (leaf.start, leaf.stop)
+        return ":".join("" if p is None else _show(p) for p in parts)
+    if isinstance(leaf, torch.dtype):
+        return SHORT.get(leaf, str(leaf))
+    return repr(leaf) if not callable(leaf) else getattr(leaf, "__name__", type(leaf).__name__)

@@ -1,0 +1,265 @@
+"""Find out which ATen operations a node calls, by tracing that node alone.
+
+Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``aten.matmul``, ``aten.linear``,
+``aten.mm`` in ``node.meta["amp_ops"]``, with each operation's arguments traced back to the node's inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten
+
+from amp_graph.lists import OpList
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
+from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
+from amp_graph.passes.graph.op_signature import node_key, tells_numbers
+from amp_graph.passes.graph.own_number import OWN_NUMBER, without_numbers
+from amp_graph.passes.graph.trace_node import trace_node
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument of an operation that is input number ``index`` of the traced node."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An argument of an operation that was made inside the traced node."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One ATen operation inside a node: the overload, and its arguments by schema name.
+
+    An argument is an ``Operand`` (a tensor that the node was given), an ``Inner``, a tuple of them, or a
+    plain value. ``floating`` is false where neither the inputs nor the outputs carry floats.
+    """
+
+    op: OpOverload
+    arguments: dict[str, Any]
+    floating: bool = True
+
+    def operands(self, name: str) -> list[int]:
+        """Return the input numbers of the node that reach the argument ``name``."""
+        found = self.arguments.get(name)
+        items = found if isinstance(found, (tuple, list)) else (found,)
+        return [item.index for item in items if isinstance(item, Operand)]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The operations of a node, in order; ``inputs`` are the tensor arguments that ``Operand`` counts."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operations as ``aten.linear`` (packets, without repeats)."""
+        return tuple(dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o in self.operations))
+
+
+@dataclass(frozen=True)
+class IdentifyOps(Pass):
+    """Marks each node with the ATen operations it calls. Changes no node. Exactness: bit-exact."""
+
+    name: ClassVar[str] = "identify-ops"
+    required: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Fill ``node.meta["amp_ops"]``; a node that cannot be traced alone is skipped with the reason."""
+        mode = fake_mode_of(gm)
+        changes: list[Change] = []
+        skips: list[Skip] = []
+        for node in gm.graph.nodes:
+            if mode is None or not is_tensor_call(node) or IDENTITY in node.meta:
+                continue
+            identity = identify(node, mode)
+            if isinstance(identity, Identity):
+                node.meta[IDENTITY] = identity
+                changes.append(Change(self.name, "identified", node.name, ", ".join(identity.names)))
+            else:
+                skips.append(Skip(node.name, identity))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def is_part(node: Node) -> bool:
+    """Say whether ``node`` takes one part out of a multi-output node."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return False
+    return isinstance(node.args[0], Node) and not isinstance(value(node.args[0]), torch.Tensor)
+
+
+def is_tensor_call(node: Node) -> bool:
+    """Say whether ``node`` computes on tensors through an ordinary function or method."""
+    if node.op not in ("call_function", "call_method") or node_info.is_higher_order(node) or is_part(node):
+        return False
+    if TRANSFORM in node.meta:  # its values live only while the transform runs
+        return False
+    return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
+
+
+def only_views(node: Node) -> bool:
+    """Say whether it is known that all ``node`` does is to show memory that is there."""
+    identity = node.meta.get(IDENTITY)
+    if not isinstance(identity, Identity) or not identity.operations:
+        return False
+    return all(node_info.is_view(o.op) for o in identity.operations)
+
+
+def names_of(node: Node) -> tuple[str, ...]:
+    """Return the operations that ``node`` was identified as, without repeats; () where it was not."""
+    identity = node.meta.get(IDENTITY)
+    return identity.names if isinstance(identity, Identity) else ()
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts.
+
+    A tensor that is passed twice counts once: some functions ask whether two arguments are the same object.
+    """
+    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+    found = {id(t): leaf for leaf in flat if isinstance(leaf, Node) for t in tensors(value(leaf))}
+    return list(found.values())
+
+
+def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
+    """Return the operations of ``node``, or the reason why they cannot be known.
+
+    Nodes that call the same operations share one answer, in which ``OWN_NUMBER`` stands for the integers that they may
+    differ in. Operations in ``decompose`` are replaced by what they are written in terms of.
+    """
+    key = node_key(node)
+    if key is None:
+        return _trace(node, mode, decompose)
+    key = (key, decompose)
+    if key not in _CACHE:
+        if len(_CACHE) > 50_000:
+            _CACHE.clear()
+        found = _trace(node, mode, decompose)
+        _CACHE[key] = found if tells_numbers(node) or isinstance(found, str) else _shared(found)
+    return _CACHE[key]
+
+
+def _shared(found: Identity) -> Identity:
+    """Return an identity without the integers, which other nodes of the same key do not have."""
+    without = lambda o: {name: without_numbers(argument) for name, argument in o.arguments.items()}  # noqa: E731
+    return Identity(tuple(replace(o, arguments=without(o)) for o in found.operations))
+
+
+def identify_for(
+    node: Node, lists: OpList, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
+) -> Identity | str:
+    """``identify``, with the node's own integers where a rule of ``lists`` asks for one."""
+    found = identify(node, mode, decompose)
+    if isinstance(found, str):
+        return found
+    asks = any(o.arguments.get(name) is OWN_NUMBER for o in found.operations for name in lists.asked_of(o.op))
+    return _trace(node, mode, decompose) if asks else found
+
+
+def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
+    """Return the one operation of ``node`` with its own numbers, which those that ``identify`` shares may lack."""
+    found = _trace(node, mode, frozenset())
+    return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
+
+
+def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
+    """Return the call of ``node`` by the argument names of ``op``, defaults filled in; None where it is no such call.
+
+    A node is known by the operation that it calls, and may be any function around it: ``F.interpolate(x, size=3,
+    mode="area")`` is one ``adaptive_avg_pool2d``, and has no ``output_size``. So the arguments are read only where
+    all of them have names of ``op``, and tensors stand where the operation was seen to get them.
+    """
+    names = [a.name for a in op._schema.arguments]
+    kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
+    identity = node.meta.get(IDENTITY)
+    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+        return None
+    if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
+        return None
+    given = node_info.schema_arguments(op, node.args, kwargs)
+    seen, inputs = identity.operations[0], tensor_inputs(node)
+    for name in names:
+        found = given.get(name)
+        leaves = found if isinstance(found, (tuple, list)) else (found,)
+        nodes = [leaf for leaf in leaves if isinstance(leaf, Node) and tensors(value(leaf))]
+        known = [inputs[i] for i in seen.operands(name) if i < len(inputs)]
+        if name not in given or (nodes and nodes != known):  # what a pass took away since then is no node
+            return None
+    return given
+
+
+_CACHE: dict[Any, Identity | str] = {}
+
+
+def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
+    """Trace ``node``; the reason as text where the trace fails (data-dependent Python, foreign code)."""
+    try:
+        return Identity(operations_of(trace_node(node, mode, decompose)))
+    except Exception as error:  # any code may run inside a node: what it raises is the reason
+        first = (str(error).splitlines() or [""])[0]
+        reason = f"cannot be traced alone: {type(error).__name__}: {first}"
+    if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
+        return reason
+    try:  # numbers in the place of sizes that depend on data may not fit each other
+        return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
+    except Exception:  # as above
+        return reason
+
+
+def operations_of(small: GraphModule) -> tuple[Operation, ...]:
+    """Read the operations of a traced node."""
+    placeholders = [n for n in small.graph.nodes if n.op == "placeholder" and tensors(n.meta.get("val"))]
+    order = {node: i for i, node in enumerate(placeholders)}
+
+    def origin(leaf: Any) -> Any:
+        return _operand(leaf, order)
+
+    found = []
+    for node in small.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            args: Any = map_aggregate(node.args, origin)
+            kwargs: Any = map_aggregate(node.kwargs, origin)
+            arguments = node_info.schema_arguments(node.target, tuple(args), dict(kwargs))
+            carried = [*tensors(node.meta.get("val"))]
+            for source in node.all_input_nodes:
+                carried += tensors(source.meta.get("val"))
+            found.append(Operation(node.target, arguments, any(t.is_floating_point() for t in carried)))
+    return tuple(found)
+
+
+def _operand(leaf: Any, order: dict[Node, int]) -> Any:
+    """Replace a placeholder, or what is only a view of one, by its ``Operand``."""
+    if not isinstance(leaf, Node):
+        return leaf
+    root = leaf
+    while root not in order and _is_same_memory(root):
+        root = root.args[0]  # type: ignore[assignment]
+    if root in order:
+        return Operand(order[root])
+    made = leaf.meta.get("val")
+    return Inner(made.dtype) if isinstance(made, torch.Tensor) else Inner(None)
+
+
+def _is_same_memory(node: Node) -> bool:
+    """Say whether ``node`` is a view of, or the very, tensor that is its first argument."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None

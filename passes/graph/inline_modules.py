@@ -1,0 +1,59 @@
+"""Replace calls of torch.nn modules by the functions they call, so that their parameters can be cast.
+
+Before: ``call_module fc(x)``. After: ``linear(x, fc.weight, fc.bias)``. Exactness: bit-exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, Tracer
+from torch.fx.node import map_arg
+
+from amp_graph.passes.graph.meta_keys import MODULE
+
+
+class _NoLeaves(Tracer):
+    """Traces into every module."""
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        """No module is a leaf."""
+        return False
+
+
+def inline_modules(gm: GraphModule) -> GraphModule:
+    """Inline every call of a module that can be traced on its own; the others stay calls, as captured."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module" and not isinstance(gm.get_submodule(str(node.target)), GraphModule):
+            _inline(gm, node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _inline(gm: GraphModule, node: Node) -> None:
+    path = str(node.target)
+    try:
+        inner = _NoLeaves().trace(gm.get_submodule(path))
+    except Exception:  # a module whose forward depends on values stays a call
+        return
+    placeholders = [n for n in inner.nodes if n.op == "placeholder"]
+    given: list[Any] = [*node.args]
+    env: dict[Node, Any] = {}
+    for position, place in enumerate(placeholders):
+        fallback = place.args[0] if place.args else None
+        env[place] = given[position] if position < len(given) else node.kwargs.get(str(place.target), fallback)
+    with gm.graph.inserting_before(node):
+        for part in inner.nodes:
+            if part.op == "get_attr":
+                env[part] = gm.graph.get_attr(f"{path}.{part.target}")
+            elif part.op not in ("placeholder", "output"):
+                env[part] = gm.graph.node_copy(part, lambda n: env[n])
+            if part.op not in ("placeholder", "output"):
+                env[part].meta[MODULE] = path
+    result = map_arg(inner.output_node().args[0], lambda n: env[n])
+    if not isinstance(result, Node):
+        return
+    node.replace_all_uses_with(result)
+    gm.graph.erase_node(node)

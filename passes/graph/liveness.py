@@ -1,0 +1,127 @@
+"""How long the memory of each value of a graph of ATen operators is needed: until its last reader, aliases included.
+
+Before: ``s = add(x, y)``, a new tensor. After: ``is_done_after(x, s, s)`` says whether ``x`` could hold the sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+
+# It returns its argument's memory, and its schema does not say so.
+UNSAID = (torch.ops.aten._unsafe_view.default,)
+
+
+@dataclass
+class Lifetimes:
+    """Who made the memory of each value (its roots), who reads it last, and where it is written.
+
+    Aliases are told by the operators' schemas; what has none may return any of its inputs.
+    """
+
+    order: dict[Node, int] = field(default_factory=dict)
+    roots: dict[Node, frozenset[Node]] = field(default_factory=dict)
+    reads: dict[Node, list[int]] = field(default_factory=dict)
+    writes: dict[Node, list[int]] = field(default_factory=dict)
+    joined: dict[Node, Node] = field(default_factory=dict)
+
+    @staticmethod
+    def of(gm: GraphModule) -> Lifetimes:
+        """Read the lifetimes off a graph, in one walk."""
+        found = Lifetimes()
+        for place, node in enumerate(gm.graph.nodes):
+            found.order[node] = place
+            found.roots[node] = found._find_roots(node)
+            for source in (node, *node.all_input_nodes):
+                for root in found.roots[source]:
+                    found.reads.setdefault(root, []).append(place)
+            for root in found._of_all(_written(node)):
+                found.writes.setdefault(root, []).append(place)
+        return found
+
+    def memory(self, node: Node) -> frozenset[Node]:
+        """Return the nodes that made the memory of ``node``."""
+        return frozenset(self._now(root) for root in self.roots[node])
+
+    def is_done_after(self, node: Node, place: Node, reader: Node) -> bool:
+        """Say whether the graph made the memory of ``node``, and only ``reader`` reads it behind ``place``."""
+        memory, end, one = self.memory(node), self.order[place], self.order[reader]
+        made_here = len(memory) == 1 and all(m.op == "call_function" for m in memory)
+        return made_here and all(p <= end or p == one for m in memory for p in self.reads[m])
+
+    def is_written_between(self, node: Node, first: Node, last: Node) -> bool:
+        """Say whether something behind ``first`` and before ``last`` writes to the memory of ``node``."""
+        start, end = self.order[first], self.order[last]
+        return any(start < place < end for m in self.memory(node) for place in self.writes.get(m, ()))
+
+    def memory_written_by(self, node: Node) -> frozenset[Node]:
+        """Return the nodes that made the memory that ``node`` writes to."""
+        return frozenset(m for source in _written(node) for m in self.memory(source))
+
+    def add(self, node: Node, like: Node) -> None:
+        """Take up a new node with memory of its own, which runs where ``like`` does."""
+        self.order[node] = self.order[like]
+        self.roots[node] = frozenset((node,))
+        self.reads[node] = [self.order[like]]
+
+    def join(self, node: Node, into: Node, place: int) -> None:
+        """Note that the memory of ``node`` is from now on that of ``into``, which is written at ``place``."""
+        (old,), (new,) = self.memory(node), self.memory(into)
+        self.writes[new] = sorted([*self.writes.get(new, ()), *self.writes.pop(old, ()), place])
+        if old is not new:
+            self.joined[old] = new
+            self.reads[new] = [*self.reads[new], *self.reads[old]]
+
+    def _now(self, root: Node) -> Node:
+        while root in self.joined:
+            root = self.joined[root]
+        return root
+
+    def _of_all(self, nodes: Iterable[Node]) -> frozenset[Node]:
+        return frozenset().union(*(self.roots[n] for n in nodes))
+
+    def _find_roots(self, node: Node) -> frozenset[Node]:
+        own = frozenset((node,))
+        if node.op != "call_function":
+            return own
+        if node.target is operator.getitem:
+            source = self.roots[node.all_input_nodes[0]]
+            # The parts of a fresh result are each a memory of their own.
+            return own if source == {node.all_input_nodes[0]} else source
+        if not isinstance(node.target, OpOverload):
+            return own | self._of_all(node.all_input_nodes)
+        return self._of_all(_aliased(node, node.target)) or own
+
+
+def _aliased(node: Node, op: OpOverload) -> list[Node]:
+    """Return the inputs whose memory the result of ``node`` is."""
+    if op in UNSAID:
+        return node.all_input_nodes
+    returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
+    if not returned:
+        return []
+    names = [a.name for a in op._schema.arguments if a.alias_info and returned & set(a.alias_info.before_set)]
+    return _nodes(node, op, names or [a.name for a in op._schema.arguments])
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the inputs that ``node`` writes to."""
+    op = node.target
+    if not isinstance(op, OpOverload) or not node_info.is_mutable(op):
+        return []
+    return _nodes(node, op, node_info.written_arguments(op))
+
+
+def _nodes(node: Node, op: OpOverload, names: Iterable[str]) -> list[Node]:
+    """Return the nodes among the arguments of ``node`` that the schema of ``op`` calls ``names``."""
+    given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
+    found: list[Node] = []
+    torch.fx.node.map_arg([given.get(name) for name in names], found.append)
+    return found

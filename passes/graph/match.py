@@ -1,0 +1,103 @@
+"""Formulas that were written out in Python: how passes read them.
+
+Before: eight nodes of arithmetic on ``x``. After: ``Formula(x, last, inside)``, for ``editing.put_call``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from amp_graph.passes.graph.fake_values import captured, value
+from amp_graph.passes.graph.identify_ops import Identity, names_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, GRAD, IDENTITY, REGION
+from amp_graph.passes.graph.node_info import calls_torch, is_mutable
+from amp_graph.passes.torch_compat.storage import storage_key
+
+CONVERSIONS = (("aten.to",), ("aten.type_as",))
+PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
+
+
+@dataclass
+class Formula:
+    """A formula that was found: what it is a function of, its last node, and every node of it."""
+
+    x: Node
+    last: Node
+    inside: set[Node] = field(default_factory=set)
+
+
+def operation(node: Node) -> tuple[str, list[Any]]:
+    """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
+    identity = node.meta.get(IDENTITY)
+    if not isinstance(identity, Identity) or len(identity.operations) != 1 or not calls_torch(node):
+        return "", []
+    # Numbers are read off the call: an identity is shared by calls that differ in their integers.
+    args = [*node.args, *node.kwargs.values()]
+    if set(node.kwargs) - {"input", "other", "exponent"}:
+        return "", []
+    if not all(isinstance(a, (Node, int, float)) for a in args):
+        return "", []
+    return identity.names[0], args
+
+
+def only_reader(node: Node, *names: str) -> Node | None:
+    """Return the one node that reads ``node``, where it is one of the operations ``names``."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    return user if operation(user)[0] in names else None
+
+
+def constant_beside(node: Node, operand: Node) -> float | None:
+    """Return the number that ``node`` adds to, or multiplies, ``operand`` with; None where it is no number."""
+    name, args = operation(node)
+    if len(args) != 2 or operand not in args:
+        return None
+    other = args[1] if args[0] is operand else args[0]
+    if isinstance(other, Node):
+        return None
+    if name in ("aten.div", "aten.div_"):
+        return 1 / other if args[0] is operand and other else None
+    return float(other)
+
+
+def converts_nothing(node: Node) -> bool:
+    """Say whether ``node`` asks for a dtype that its operand has, and returns that operand."""
+    if names_of(node) not in CONVERSIONS or not node.args or not isinstance(node.args[0], Node):
+        return False
+    given, made = value(node.args[0]), value(node)
+    return bool(storage_key(given) == storage_key(made) and given.dtype == made.dtype)
+
+
+def is_closed(found: Formula) -> bool:
+    """Say whether nobody else reads an inner value, and all of it is of one precision and one region.
+
+    Nor may anything be written to ``x`` half-way.
+    """
+    like = captured(found.x)
+    places = {tuple(repr(n.meta.get(key)) for key in PLACE) for n in found.inside}
+    closed = len(places) == 1 and all(
+        (node is found.last or set(node.users) <= found.inside) and captured(node).dtype == like.dtype
+        for node in found.inside
+    )
+    return closed and not is_written_meanwhile(found, found.x)
+
+
+def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[Node] = ()) -> bool:
+    """Say whether something between the first and the last node of ``found`` writes to the storage of ``operand``.
+
+    What reads ``operand`` and writes to another is taken to write to it; those known better are ``apart_from``.
+    """
+    node, key = min(found.inside), storage_key(captured(operand))
+    while node is not found.last:
+        identity = node.meta.get(IDENTITY)
+        writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
+        touched = [t for n in tensor_inputs(node) if (t := captured(n)) is not None] if writes else []
+        if node not in apart_from and any(storage_key(t) == key for t in touched):
+            return True
+        node = node.next
+    return False

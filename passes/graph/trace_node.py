@@ -1,0 +1,96 @@
+"""One node as a graph of its own, of the ATen operations that it calls.
+
+Before: ``multi_head_attention_forward(x, ...)``, one call of the user's. After: ``aten.linear``, ``aten.baddbmm``, ...,
+over placeholders for its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
+from amp_graph.passes.graph.fake_values import argument_values, tensors, value
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size, make_fx, tracing_fake
+
+
+def trace_node(
+    node: Node,
+    mode: FakeTensorMode,
+    decompose: frozenset[OpOverload] = frozenset(),
+    *,
+    symbolic: bool = False,
+) -> GraphModule:
+    """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
+
+    Symbolic sizes are traced as numbers, in a fake mode of their own: which operations run does not depend
+    on them, and tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that is
+    to run; a symbolic number is then an input as a tensor is.
+    """
+    args, kwargs = argument_values(node)
+    flat, spec = tree_flatten((args, kwargs))
+    if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
+        flat = [once[id(leaf)] for leaf in flat]
+    places: dict[int, list[int]] = {}
+    for i, leaf in enumerate(flat):
+        if isinstance(leaf, (torch.Tensor, torch.SymInt)):
+            places.setdefault(id(leaf), []).append(i)
+
+    def call(*given: torch.Tensor) -> Any:
+        leaves = list(flat)
+        for same, tensor in zip(places.values(), given, strict=True):
+            for place in same:
+                leaves[place] = tensor
+        call_args, call_kwargs = tree_unflatten(leaves, spec)
+        if node.op == "call_method":
+            return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
+        return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
+
+    table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
+    with tracing_fake(mode, symbolic=symbolic):
+        # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
+        given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
+        return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
+    if isinstance(leaf, slice):
+        return any(_is_symbolic(part) for part in (leaf.start, leaf.stop, leaf.step))
+    return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
+    """Return ``leaf`` with numbers for its symbolic sizes, in ``mode``."""
+    if isinstance(leaf, torch.SymInt):
+        return concrete_size(leaf)
+    if isinstance(leaf, torch.SymFloat):
+        return 1.0
+    if isinstance(leaf, torch.SymBool):
+        return True
+    if isinstance(leaf, slice):
+        return slice(*(_concrete(part, mode) for part in (leaf.start, leaf.stop, leaf.step)))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    sizes = [concrete_size(size) for size in leaf.shape]
+    strides = [concrete_size(stride) for stride in leaf.stride()]
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+
+
+def traced_inputs(node: Node) -> list[Node]:
+    """Return the nodes behind the placeholders of ``trace_node(..., symbolic=True)``, in order."""
+    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
+    found: dict[int, Node] = {}
+    for leaf in flat:
+        if isinstance(leaf, Node):
+            given = [value(leaf)] if isinstance(value(leaf), torch.SymInt) else tensors(value(leaf))
+            found.update((id(one), leaf) for one in given)
+    return list(found.values())

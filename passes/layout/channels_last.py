@@ -1,0 +1,170 @@
+"""Let the images of a convolutional network be channels_last from its first convolution to its last.
+
+Before: ``conv2d(x, w)`` on contiguous tensors. After: ``conv2d(x.contiguous(memory_format=channels_last), w)``, and all
+that follows in that layout, up to what cares about layouts, which gets a contiguous tensor as it did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, keep_trained, run_node, value
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MODULE, REGION
+from amp_graph.passes.layout.memory_format import (
+    CONVOLUTIONS,
+    Layouts,
+    averages_places,
+    is_channels_last,
+    is_image,
+    keeps_layout,
+    wants_dense,
+)
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.conv_thresholds import (
+    casting_into_layout_pays,
+    channels_last_pays,
+    channels_last_weights_pay,
+)
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
+
+
+@dataclass(frozen=True)
+class ChannelsLast(Pass):
+    """Replaces the contiguous input of convolutions by a channels_last one when ``what_pays`` says so.
+
+    Law: only layouts change. Operations that work on any layout pass it on; every other reader, but for averages over
+    all places, and the graph's outputs are given a contiguous copy. Left alone: graphs whose convolutions read
+    channels_last tensors already. Exactness: rounding-equal, kernels sum in another order.
+    """
+
+    name: ClassVar[str] = "channels-last"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Walk the graph once, in order: convert what convolutions read, and convert back where it matters."""
+        mode = fake_mode_of(gm)
+        convolutions = [n for n in gm.graph.nodes if _is_convolution(n)]
+        if mode is None or not convolutions:
+            return PassResult(gm)
+        first = value(convolutions[0])
+        if any(is_channels_last(value(source)) for n in convolutions for source in n.all_input_nodes[:1]):
+            return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
+        if not channels_last_pays(first.device.type, first.dtype, len(convolutions)):
+            return PassResult(gm, (), (Skip(convolutions[0].name, f"does not pay for {first.dtype} here"),))
+        memory = observe(gm, marks(gm))
+        work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
+        for node in list(gm.graph.nodes):
+            if node.op != "placeholder":
+                work.visit(node)
+        return PassResult(gm, tuple(work.changes))
+
+
+@dataclass
+class _Conversion:
+    """Which values are channels_last by now, and the copies made so far."""
+
+    gm: GraphModule
+    mode: FakeTensorMode
+    memory: Memory
+    layouts: Layouts
+    last: set[Node] = field(default_factory=set)
+    # Of one channel both layouts are the same memory: a convolution of it gives contiguous images. Who reads them turns
+    # them, and not the next convolution: what is saved in between would be kept in both layouts.
+    late: set[Node] = field(default_factory=set)
+    # Views of a part of channels_last images: who needs them dense gets a copy.
+    parts: set[Node] = field(default_factory=set)
+    copies: dict[Any, Node] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+
+    def visit(self, node: Node) -> None:
+        if node in self.layouts.parts:
+            self._show(node)
+            return
+        sources = [s for s in dict.fromkeys(node.all_input_nodes) if isinstance(value(s), torch.Tensor)]
+        begins = _is_convolution(node) or any(self._lies_so(s) or s in self.late for s in sources)
+        converts = self._passes_on(node) and begins
+        for source in sources:
+            if converts and source not in self.last and self._joins(node, source):
+                self._give(node, source, True)
+            elif not (converts or averages_places(node)) and self._lies_so(source) and is_image(value(source)):
+                self._give(node, source, False)
+        if converts:
+            self._renew(node)
+            arrived = is_channels_last(value(node)) or not is_image(value(node))
+            (self.last if arrived else self.late).add(node)
+
+    def _show(self, node: Node) -> None:
+        """Let a view show a part of what is channels_last by now."""
+        if self._lies_so(node.all_input_nodes[0]):
+            self._renew(node)
+            (self.last if is_channels_last(value(node)) else self.parts).add(node)
+
+    def _renew(self, node: Node) -> None:
+        """Give ``node`` the value that it has of its inputs as they lie by now."""
+        node.meta["val"] = self._fresh(node, value(node))
+        if "example_value" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+
+    def _lies_so(self, source: Node) -> bool:
+        """Say whether the channels of ``source`` lie innermost by now."""
+        return source in self.last or source in self.parts
+
+    def _passes_on(self, node: Node) -> bool:
+        """Say whether ``node`` may work on channels_last images; a cast for readers of strides is behind the copy."""
+        if CAST in node.meta and not any(self.layouts.may_convert(u) or averages_places(u) for u in node.users):
+            return False
+        return self.layouts.may_convert(node)
+
+    def _joins(self, node: Node, source: Node) -> bool:
+        """Say whether ``node`` is faster when ``source`` is channels_last: a weight, only where kernels want that."""
+        if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
+            alone = CAST in source.meta and len(source.users) == 1
+            return alone and value(source).dim() == 4 and channels_last_weights_pay(value(node).device.type)
+        if source in self.parts and not wants_dense(node):
+            return False
+        return is_image(value(source)) and self.layouts.may_copy(source, node)
+
+    def _give(self, node: Node, source: Node, channels_last: bool) -> None:
+        """Let ``node`` read ``source`` in the other layout; a copy serves until its storage is written."""
+        key = (source, channels_last, self.memory.epoch(source, node) if source in self.memory.order else 0)
+        if key not in self.copies:
+            self.copies[key] = self._copied(node, source, channels_last)
+        node.replace_input_with(source, self.copies[key])
+
+    def _copied(self, node: Node, source: Node, channels_last: bool) -> Node:
+        options: dict[str, Any] = {"memory_format": FORMATS[channels_last]}
+        what = "to channels_last" if channels_last else "back to contiguous"
+        self.changes.append(Change("channels-last", what, source.name, f"for {node.name}"))
+        casts = channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1
+        is_weight = source is not node.all_input_nodes[0]
+        if casts and (is_weight or casting_into_layout_pays(value(source).device.type)):
+            # A cast writes a copy anyway: it may as well write it in this layout.
+            source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
+            source.meta["val"] = self._fresh(source, value(source))
+            return source
+        with self.gm.graph.inserting_before(node):
+            made = self.gm.graph.call_method("contiguous", (source,), options)
+        made.meta = {k: source.meta[k] for k in KEPT if k in source.meta}
+        made.meta["val"] = made.meta[CAPTURED] = self._fresh(made, captured(source))
+        if "example_value" in source.meta:
+            made.meta["example_value"] = made.meta["val"]
+        return made
+
+    def _fresh(self, node: Node, old: Any) -> Any:
+        """Return what ``node`` computes now, with gradients where ``old`` had them."""
+        found = run_node(node, self.mode)
+        keep_trained(found, old)
+        return found
+
+
+def _is_convolution(node: Node) -> bool:
+    low = isinstance(value(node), torch.Tensor) and value(node).dtype.itemsize == 2
+    return low and keeps_layout(node, CONVOLUTIONS) and REGION not in node.meta and is_image(value(node))

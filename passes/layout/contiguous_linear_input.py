@@ -1,0 +1,84 @@
+"""Lay out the input of a linear in rows, where torch would otherwise multiply it batch by batch, or add the bias apart.
+
+Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients that is one product an element of the batch, each with
+its own copy of the weight; with gradients a product, a sum with the bias, and in backward a sum over two dimensions.
+After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one product that begins with the bias, and a sum over rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.edit import describe
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.graph.node_info import calls_torch
+from amp_graph.passes.torch_compat.fake import concrete_size
+
+PRODUCTS = (("aten.linear",), ("aten.matmul",))
+
+
+@dataclass(frozen=True)
+class ContiguousLinear(Pass):
+    """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` do not lie in order.
+
+    Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by
+    itself (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which it then adds apart
+    (aten/src/ATen/native/Linear.cpp). On every device: the copy is to the product as one is to the width of ``w``.
+    Exactness: rounding-equal, sums in another order, with a bias one rounding less.
+    """
+
+    name: ClassVar[str] = "contiguous-linear"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every linear; one copy of a value serves all of its readers that run behind the first."""
+        mode = fake_mode_of(gm)
+        copies: dict[Node, Node] = {}
+        changes = []
+        for node in list(gm.graph.nodes):
+            if mode is None or not _takes_a_detour(node):
+                continue
+            source = node.args[0]
+            assert isinstance(source, Node), "a linear reads a value"
+            if source not in copies:
+                with gm.graph.inserting_before(node):
+                    copies[source] = copy = gm.graph.call_method("contiguous", (source,))
+                describe(copy, node, mode)
+            node.replace_input_with(source, copies[source])
+            changes.append(Change(self.name, "flattened", node.name, f"{source.name} does not lie in rows"))
+        return PassResult(gm, tuple(changes))
+
+
+def _takes_a_detour(node: Node) -> bool:
+    """Say whether ``node`` is a product that torch would make batch by batch, or without its bias."""
+    if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta or not calls_torch(node):
+        return False
+    x, w = node.args[:2]
+    if not isinstance(x, Node) or not isinstance(w, Node) or not isinstance(value(x), torch.Tensor):
+        return False
+    if value(x).dim() < 3 or value(w).dim() != 2 or _lies_in_rows(value(x)):
+        return False
+    if len(node.args) > 2 and isinstance(node.args[2], Node):
+        return True
+    # A cast of a weight has no gradient where none is recorded, the weight itself has it even there.
+    return not captured(w).requires_grad or (w.op not in ("placeholder", "get_attr") and not is_trained(node))
+
+
+def _lies_in_rows(x: torch.Tensor) -> bool:
+    """Say whether all dimensions but the last are one, without a guard on symbolic sizes."""
+    sizes, strides = ([concrete_size(n) for n in given] for given in (x.shape, x.stride()))
+    expected = 0
+    for size, stride in reversed(list(zip(sizes[:-1], strides[:-1], strict=True))):
+        if size == 1:
+            continue
+        if expected and stride != expected:
+            return False
+        expected = stride * size
+    return True

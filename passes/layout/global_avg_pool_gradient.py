@@ -1,0 +1,75 @@
+"""Give averages over whole images a gradient that is not written down for each place.
+
+Before: ``adaptive_avg_pool2d(x, 1)`` or ``mean((2, 3))`` of channels_last images. After: ``pooled(x, keepdim, dtype)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.layout.memory_format import averages_places, is_channels_last
+from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
+
+
+@dataclass(frozen=True)
+class GlobalPool(Pass):
+    """Replaces ``adaptive_avg_pool2d`` to one place, and ``mean`` over all places, with ``pooled`` where they train.
+
+    Law: channels_last images on the CPU, in no region whose precision the user set. Exactness: bit-exact. Torch's
+    gradient is a contiguous image: what is added to it, as beside squeeze and excitation, meets another layout, and
+    what comes behind gets images that its kernels are slow for.
+    """
+
+    name: ClassVar[str] = "global-pool"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every average that trains."""
+        changes = []
+        for node in gm.graph.nodes:
+            if not is_trained(node) or not averages_places(node):
+                continue
+            x: Any = node.all_input_nodes[0]
+            if not is_channels_last(value(x)) or value(x).device.type != "cpu":
+                continue
+            node.op, node.target, node.kwargs = "call_function", pooled, {}
+            node.args = (x, value(node).dim() == 4, value(node).dtype)
+            changes.append(Change(self.name, "gradient of an average", node.name, "the same for each place"))
+        return PassResult(gm, tuple(changes))
+
+
+def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """Return ``x.mean((2, 3), keepdim, dtype=dtype)`` of images [batch, channels, height, width].
+
+    Its gradient is a view of one number for each channel, rounded to the dtype of ``x``.
+    """
+    trains = torch.is_grad_enabled() and x.requires_grad
+    if not trains or leaves_to_torch(x):
+        return _average(x, keepdim, dtype)
+    return _Pooled.apply(x, keepdim, dtype)
+
+
+def _average(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    if keepdim and dtype == x.dtype:  # the same numbers, in the layout of the images
+        return F.adaptive_avg_pool2d(x, 1)
+    return x.mean((2, 3), keepdim, dtype=dtype)
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.keepdim = x.shape, x.dtype, keepdim
+        return _average(x, keepdim, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        share = (grad / (ctx.shape[2] * ctx.shape[3])).to(ctx.dtype)
+        return (share if ctx.keepdim else share[:, :, None, None]).expand(ctx.shape), None, None

@@ -1,0 +1,146 @@
+"""Operations that keep, in the place of an argument, who can compute it again.
+
+Before: ``conv2d(h, w)`` keeps ``h``. After: ``computing_again(conv2d)(h, w)`` keeps autograd's node that made ``h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from amp_graph.passes.memory.recompute_functions import (
+    CASTS,
+    KEY,
+    Again,
+    before_of,
+    computed,
+    may_hook,
+    unless_written,
+    value_of,
+)
+from amp_graph.passes.torch_compat.autograd import outer_saved_tensors_hooks
+
+FEW = torch.iinfo(torch.int16).max
+
+
+@dataclass(frozen=True)
+class _Root:
+    """A value that need not be saved: the tensor that has it, and the node that made it."""
+
+    tensor: Tensor
+    node: Any
+
+    def holds(self, t: Tensor) -> bool:
+        """Say whether ``t`` is this tensor, or a view of it."""
+        same = t.dtype == self.tensor.dtype and t.layout is torch.strided
+        return same and t.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What is saved in the place of a tensor: who made the value, how that lay, and which part of it is meant."""
+
+    node: Any
+    whole: tuple[Any, Any]
+    part: tuple[Any, Any, Any] | None
+
+    def tensor(self) -> Tensor:
+        value = value_of(self.node)
+        shape, stride = self.whole
+        if value.stride() != stride:
+            value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value if self.part is None else value.as_strided(*self.part)
+
+
+def _root_of(given: Tensor) -> _Root | None:
+    """Return what ``given`` is, or is a view of, where that can be computed again."""
+    node: Any = given.grad_fn
+    if node is None:
+        return None
+    tensor = given
+    if given._base is not None and KEY not in node.metadata and node.name() not in CASTS:
+        tensor, node = given._base, given._base.grad_fn
+    if node is None:
+        return None
+    if node.name() in CASTS and KEY not in node.metadata:
+        _mark_cast(node, tensor)
+    known = KEY in node.metadata and tensor.output_nr >= node.metadata[KEY].first
+    return _Root(tensor, node) if known else None
+
+
+def _mark_cast(node: Any, made: Tensor) -> None:
+    """Let the result of a cast be computed again where its source is."""
+    before = before_of(node)
+    if before is None or KEY not in before.metadata or made.dtype.itemsize > 2:
+        return
+    node.metadata[KEY] = Again(made.dtype)
+    before.metadata[KEY].readers += 1
+
+
+def _pack(roots: list[_Root], outer: Any) -> Callable[[Tensor], Any]:
+    def pack(t: Tensor) -> Any:
+        root = next((r for r in roots if r.holds(t)), None)
+        if root is None:
+            return _as_ever(t, roots[0].tensor, outer)
+        whole, given = root.tensor, (tuple(t.shape), t.stride(), t.storage_offset())
+        start = whole.storage_offset()
+        part = None if given == (tuple(whole.shape), whole.stride(), start) else (*given[:2], given[2] - start)
+        root.node.metadata[KEY].readers += 1
+        return _Left(root.node, (tuple(whole.shape), whole.stride()), part)
+
+    return pack
+
+
+def _as_ever(t: Tensor, read: Tensor, outer: Any) -> Any:
+    """Save ``t`` itself as autograd would; the places that a pool chose in ``read`` in as few bytes as they need."""
+    if t.dtype == torch.int64 and read.dim() >= 3:
+        few = read.shape[-2] * read.shape[-1] <= FEW
+        unpack, kept = _itself(t.to(torch.int16 if few else torch.int32), outer)
+        return (lambda packed: unpack(packed).long()), kept
+    return _itself(t, outer)
+
+
+def _itself(t: Tensor, outer: Any) -> tuple[Callable[[Any], Tensor], Any]:
+    return (unless_written, (t, t._version)) if outer is None else (outer[1], outer[0](t))
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Left):
+        return computed(packed.tensor)
+    unpack, kept = packed
+    found: Tensor = unpack(kept)
+    return found
+
+
+_READERS: dict[Any, Callable[..., Any]] = {}
+_ORIGINALS: dict[Any, Callable[..., Any]] = {}
+
+
+def original(target: Any) -> Any:
+    """Return the function that ``computing_again`` made ``target`` of; ``target`` itself where it did not."""
+    return _ORIGINALS.get(target, target) if callable(target) else target
+
+
+def computing_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which saves none of its arguments that can be computed again; the same one at every call."""
+    if function in _READERS:
+        return _READERS[function]
+    if function in _ORIGINALS:  # of another argument already
+        return function
+
+    def reader(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)] if may_hook() else []
+        roots = [root for t in tensors if (root := _root_of(t)) is not None]
+        if not roots:
+            return function(*args, **kwargs)
+        with saved_tensors_hooks(_pack(roots, outer_saved_tensors_hooks()), _unpack):
+            return function(*args, **kwargs)
+
+    reader.__name__ = reader.__qualname__ = f"{getattr(function, '__name__', 'reader')}_computing_again"
+    _READERS[function], _ORIGINALS[reader] = reader, function
+    return reader

@@ -1,0 +1,260 @@
+"""Let autograd compute activations and norms again in backward, where it would save them and need not.
+
+Before: ``h = gelu(a); y = linear(h, w, b)``, which keeps ``a`` and ``h``. After: ``h = gelu_computed_again(a);
+y = linear_computing_again(h, w, b)``, which keeps ``a`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.casts.low_layer_norm import layer_norm_low
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION, SPARED
+from amp_graph.passes.memory import recomputable_ops
+from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
+from amp_graph.passes.memory.recomputable_ops import (
+    batch_norm_computed_again,
+    gelu_computed_again,
+    layer_norm_computed_again,
+    layer_norm_low_computed_again,
+    relu_computed_again,
+    relu_kept,
+    silu_computed_again,
+)
+from amp_graph.passes.memory.saved_tensors import Readers, readers_of
+from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.recompute_thresholds import computing_again_is_seen, computing_again_pays
+from amp_graph.passes.registry import Recomputable, traits_of
+from amp_graph.passes.torch_compat.fake import numel
+
+LAYER_NORM = torch.ops.aten.layer_norm.default
+KINDS = {
+    "aten.gelu": "gelu",
+    "aten.silu": "silu",
+    "aten.layer_norm": "layer norm",
+    "aten.relu": "relu",
+    "aten.relu_": "relu",
+}
+SUMS = (("aten.add",), ("aten.add_",))
+_NOTHING = Recomputable()
+
+
+@dataclass(frozen=True)
+class RecomputeActivations(Pass):
+    """Replaces an activation or a norm, and the products and pools that read it, by ones that do not save it.
+
+    Law: the value's operation saves what it is computed from anyway (a GELU, SiLU or layer norm its input; a batch norm
+    behind which there is a relu, its input and statistics), nobody who is not replaced saves the value, and nobody
+    writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact,
+    backward runs the same kernel on the same bits; statistics of batch norms are not taken, nor moved, again. Cost:
+    that kernel once more, see ``computing_again_pays``.
+
+    ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
+    residual networks, each from the one before, ``longest`` of them in a row from one that is kept. ``sparing``: of all
+    that, only what takes a small part of its readers' time, see ``computing_again_is_seen``. ``fewest``: elements
+    below which nothing is.
+    """
+
+    thorough: bool = False
+    sparing: bool = False
+    longest: int = 8
+    fewest: int = 0
+    name: ClassVar[str] = "recompute-activations"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every activation and norm, in order."""
+        work = _Work(self, observe(gm, marks(gm)))
+        for node in list(gm.graph.nodes):
+            if _is_recomputed_relu(node):
+                work.note(node)
+            elif kind := _kind(node):
+                work.visit(node, kind)
+        return PassResult(gm, tuple(work.changes), tuple(work.skips))
+
+
+@dataclass
+class _Work:
+    """Which values are computed again by now, and from how many others in a row."""
+
+    options: RecomputeActivations
+    memory: Memory
+    depths: dict[Node, int] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+    def visit(self, node: Node, kind: str) -> None:
+        """Let one value be computed again where the law allows it and it pays."""
+        known = _known(node)
+        if known.thorough and not self.options.thorough:
+            return
+        made = self._makers(_before(node)) if kind == "relu" and not known.norm else ()
+        if made is None:
+            return
+        aliases = _aliases(node)
+        found = readers_of(*aliases)
+        if not found.readers:
+            return
+        reason = self._why_not(node, kind, found, aliases)
+        if reason:
+            self.skips.append(Skip(node.name, reason))
+            return
+        for one in made:
+            _replace(one, relu_kept)
+        _replace(node, relu_computed_again)
+        for reader in found.readers:
+            target: Any = reader.target
+            reader.target = computing_again(target)
+        if kind == "relu":
+            self.note(node)
+        node.meta[SPARED] = numel(value(aliases[0])) * value(found.readers[0]).dtype.itemsize
+        names = ", ".join(r.name for r in found.readers)
+        self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
+
+    def note(self, relu: Node) -> None:
+        """Take up that a relu is computed again: others may be computed from it."""
+        self.depths[relu] = self._depth(relu)
+
+    def _why_not(self, node: Node, kind: str, found: Readers, aliases: tuple[Node, ...]) -> str:
+        if found.reason:
+            return found.reason
+        elements = numel(value(aliases[0]))
+        if any(self.memory.is_written_after(n) for n in (node, *aliases)):
+            return "it is written to later"
+        if elements < self.options.fewest:
+            return "it is small, and a call that computes it again is seen on this device"
+        if not computing_again_pays(kind == "relu", found.products, elements, self.options.thorough):
+            return "it is small, or what reads it takes too little time to compute it twice"
+        if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
+            return "what reads it takes too little time to compute it twice, with recompute=most"
+        if not self.options.thorough and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):
+            return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
+        if kind == "relu" and self._depth(node) > self.options.longest:
+            return f"the {self.options.longest} before it are computed again already"
+        return ""
+
+    def _depth(self, node: Any) -> int:
+        """Return how many relus in a row are computed to have that of ``node``, itself included."""
+        stack, deepest = [_before(node)], 0
+        while stack:
+            one = stack.pop()
+            if names_of(one) in SUMS:
+                stack += one.args[:2]
+            deepest = max(deepest, self.depths.get(one, 0))
+        return deepest + 1
+
+    def _makers(self, source: Any) -> tuple[Node, ...] | None:
+        """Return norms, and relus that are kept, that make what a relu reads; None where others have a part in it."""
+        if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
+            return None
+        if source.target is batch_norm_computed_again or _known(source).norm or _is_batch_norm(source):
+            return (source,)
+        if not self.options.thorough:
+            return None
+        if source in self.depths:
+            return ()
+        if (_known(source).summand is not None or names_of(source) in RELUS) and is_trained(source):
+            return (source,)
+        if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
+            return None
+        parts = [self._makers(p) if _dtype(p) == _dtype(source) else None for p in source.args]
+        return None if None in parts else tuple(dict.fromkeys(m for part in parts if part for m in part))
+
+
+def _known(node: Node) -> Recomputable:
+    """Return what the function that ``node`` calls declared; of others that nothing is known."""
+    return traits_of(node.target).recomputable or _NOTHING
+
+
+def _kind(node: Node) -> str:
+    """Return what ``node`` makes, "" where that is nothing to compute again."""
+    names, declared = names_of(node), _known(node).kind if _aliases(node) else ""
+    kind = declared or (KINDS.get(names[0], "") if len(names) == 1 else "")
+    if not kind or _is_recomputed(node) or not is_trained(node):
+        return ""
+    if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
+        return ""
+    return kind if (node.op == "call_function" or kind == "relu") and node.args else ""
+
+
+def _aliases(node: Node) -> tuple[Node, ...]:
+    """Return what has the value of ``node`` that is computed again: one of its parts, where it has several results."""
+    aliases = _known(node).aliases
+    return (node,) if aliases is None else aliases(node)
+
+
+def _is_recomputed(node: Node) -> bool:
+    """Say whether ``node`` calls already what has its value computed again."""
+    known = traits_of(node.target).recomputable
+    ours = getattr(node.target, "__module__", "") == recomputable_ops.__name__
+    return ours or (known is not None and known.replacement is None)
+
+
+def _is_recomputed_relu(node: Node) -> bool:
+    return node.target is relu_computed_again or (_known(node).kind == "relu" and _is_recomputed(node))
+
+
+def _before(relu: Node) -> Any:
+    """Return what a relu reads; of one that is fused with a norm and a sum, what is added to the norm."""
+    return relu.args[_known(relu).summand or 0]
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    return value(node).dtype if isinstance(node, Node) else None
+
+
+def _cost(node: Node, kind: str) -> str:
+    by_tanh = kind == "gelu" and "tanh" in (*node.args[1:], *node.kwargs.values())
+    return _known(node).cost or ("gelu by tanh" if by_tanh else kind)
+
+
+def _is_batch_norm(node: Node) -> bool:
+    """Say whether ``node`` is a batch norm by the CPU's kernel, with fp32 parameters, that gradients flow through."""
+    if node.target is not F.batch_norm or names_of(node) != ("aten.batch_norm",) or not is_trained(node):
+        return False
+    given = batch_norm_arguments(node)
+    parameters = [given["weight"], given["bias"]]
+    full = all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters)
+    return full and value(node).device.type == "cpu"
+
+
+def _replace(node: Node, relu: Any) -> None:
+    """Let ``node`` call what has its value computed again, a relu ``relu``."""
+    if _is_recomputed(node):
+        return
+    known = _known(node)
+    if known.replacement is not None:
+        kept = known.keeps is not None and relu is relu_kept
+        if known.rewrite is not None:
+            known.rewrite(node)
+        node.target = known.keeps if kept and known.keeps is not None else known.replacement
+        return
+    kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
+    node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
+    if kind == "relu":
+        node.target, node.args, node.kwargs = relu, (source, relu_in_place), {}
+    elif kind == "silu":
+        node.target, node.args, node.kwargs = silu_computed_again, (source,), {}
+    elif kind == "gelu":
+        node.target = gelu_computed_again
+    elif node.target is layer_norm_low:
+        node.target = layer_norm_low_computed_again
+    elif kind == "layer norm":
+        given = node_info.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
+        node.args = tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
+        node.target, node.kwargs = layer_norm_computed_again, {}
+    else:
+        given = batch_norm_arguments(node)
+        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in ARGUMENTS)
+        node.kwargs = {}

@@ -1,0 +1,112 @@
+"""Let the gradients of embeddings' tables be made in memory that is used again.
+
+Before: ``embedding_bag(ids, table, mode="sum")``. After: ``table_rows(table, ids, None, True)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.fake_values import captured, tensors, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
+from amp_graph.passes.memory.compiled_embedding_gradients import POOL, compiled_rows
+from amp_graph.passes.memory.gradient_buffers import GradientMemory, cleared_rows
+from amp_graph.passes.native.cast_kernel import LARGE
+from amp_graph.passes.profitability.thresholds import reusing_gradients_pays
+from amp_graph.passes.torch_compat.fake import numel
+from amp_graph.passes.torch_compat.storage import storage_key
+
+SIGNATURES = {f: inspect.signature(f) for f in (F.embedding, F.embedding_bag)}
+# What a call may say beside its operands; anything else has another gradient, or another result.
+PLAIN: dict[str, Any] = {
+    "max_norm": None, "scale_grad_by_freq": False, "sparse": False, "mode": "sum", "offsets": None,
+    "per_sample_weights": None, "include_last_offset": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeepGradientMemory(Pass):
+    """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
+
+    Law: a dense fp32 table that ``what_pays`` says is large beside what the graph computes; plain rows, or sums of bags
+    of one length. Of other tables whose zeros are worth writing past the caches the gradient is new memory. Exactness:
+    forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    """
+
+    memory: GradientMemory | None = None  # None: that of compiled graphs, of ``user``
+    user: object = None
+    name: ClassVar[str] = "keep-gradient-memory"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every embedding, once it is known what all tables come to."""
+        found = [(node, _arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
+        given = {node: arguments for node, arguments in found if arguments is not None}
+        skips = [Skip(node.name, "its gradient is more than rows that are added up") for node, a in found if a is None]
+        tables = _bytes(arguments["weight"] for arguments in given.values())
+        large = reusing_gradients_pays("cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder"))
+        if self.memory is None and large and given:
+            POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in given.values()), self.user)
+        changes = []
+        for node, arguments in given.items():
+            reader = self._reader(value(arguments["weight"]), large)
+            if reader is None:
+                few = "the tables are small beside what is computed: their gradients are not kept"
+                skips.append(Skip(node.name, few))
+                continue
+            bags = node.target is F.embedding_bag
+            node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
+            node.target, node.kwargs = reader, {}
+            action = "memory used again" if large else "cleared past the caches"
+            changes.append(Change(self.name, action, node.name, "its table's gradient is large"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+    def _reader(self, table: torch.Tensor, large: bool) -> Callable[..., torch.Tensor] | None:
+        """Return what reads ``table``, whose gradient is kept where that is ``large``; None for torch's own."""
+        if large:
+            return compiled_rows if self.memory is None else self.memory.rows
+        return cleared_rows if self.memory is not None and numel(table) >= LARGE else None
+
+
+def _reads_table(node: Node) -> bool:
+    """Say whether ``node`` is an embedding that trains, of a parameter as it is."""
+    if node.op != "call_function" or node.target not in SIGNATURES or not {REGION, TRANSFORM}.isdisjoint(node.meta):
+        return False
+    weight = SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments["weight"]
+    return is_trained(node) and isinstance(weight, Node) and _is_table(weight)
+
+
+def _is_table(weight: Node) -> bool:
+    table = captured(weight)
+    if weight.op != "placeholder" or not isinstance(table, torch.nn.Parameter) or not table.requires_grad:
+        return False
+    return table.dtype == torch.float32 and table.device.type == "cpu" and table.is_contiguous()
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of a call whose gradient is rows added up, else None."""
+    assert callable(node.target), "asked of calls"
+    bound = SIGNATURES[node.target].bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if any(given[name] != plain for name, plain in PLAIN.items() if name in given):
+        return None
+    ids = value(given["input"]) if isinstance(given["input"], Node) else None
+    if not isinstance(ids, torch.Tensor) or (node.target is F.embedding_bag and ids.dim() != 2):
+        return None
+    return given
+
+
+def _bytes(nodes: Any) -> int:
+    """Return the bytes of the values of ``nodes``, each memory once."""
+    found = {storage_key(t): t for node in nodes for t in tensors(value(node))}
+    return sum(t.element_size() * numel(t) for t in found.values())

@@ -1,0 +1,221 @@
+"""C that is compiled once on the machine that it runs on, for its instructions, and kept in a folder.
+
+Before: a file ``update_kernel.c`` and macros. After: ``load(source, ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import os
+import platform
+import shlex
+import threading
+import uuid
+from collections import defaultdict
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from amp_graph.passes.native.code_cache import (
+    FIX,
+    folder,
+    forget,
+    forget_parts,
+    is_whole,
+    make_folder,
+    part_of,
+    put,
+    verified,
+)
+from amp_graph.passes.native.code_cache import FOLDER as FOLDER
+from amp_graph.passes.native.run_compiler import CompilerError as CompilerError
+from amp_graph.passes.native.run_compiler import compiler, compiler_words, refusal, run_compiler
+
+HEADER = Path(__file__).with_name("low_precision.h")  # which, like those beside it, any of the sources may include
+IDENTITY = HEADER.with_name("library_identity.h")
+LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
+# No product fused with a sum that the source does not fuse.
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+# What C calls the low precision that it is compiled for.
+MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
+# Of a source whose backward is a library of its own, which inference need not wait for.
+PARTS: dict[bool, tuple[str, ...]] = {False: (), True: ("-DBACKWARD",)}
+# What torch itself asks of a CPU before it calls it by these names; more would not run on another machine of the name.
+INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+}
+# Two threads do not compile the same: one waits for what the other makes. A child of a fork has no other thread.
+_locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(threading.Lock)
+# What torch's OpenMP is asked for, by these names whether it is GNU's or another that stands in for it.
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_on_openmp: list[ctypes.CDLL] = []
+_refused: dict[tuple[str, tuple[str | None, ...]], str] = {}  # why, by source and by settings of the environment
+# What could not be compiled, by compiler, folder and key, and why: once a process is enough.
+_failed: dict[tuple[tuple[str, ...], str, str], str] = {}
+_is_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)
+    os.register_at_fork(after_in_child=lambda: _leave_openmp())
+
+
+@lru_cache
+def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile ``source``, a C file, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
+
+    Raises CompilerError where there is no compiler, it refuses, or the folder is not to be trusted or written to.
+    """
+    with _locks[source, macros]:
+        try:
+            return _loaded(source, macros)
+        except CompilerError as error:
+            _refused[source.stem, _settings()] = str(error).partition("\n")[0]
+            raise
+
+
+def why_refused() -> dict[str, list[str]]:
+    """Return, by reason, the sources that could not be compiled or loaded with the settings of the environment."""
+    found: dict[str, list[str]] = {}
+    for (name, settings), why in list(_refused.items()):
+        if settings == _settings():
+            found.setdefault(why, []).append(name)
+    return found
+
+
+def _settings() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("CC", FOLDER, "XDG_CACHE_HOME", "HOME", "PATH")))
+
+
+def load_if_possible(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """``load``, or None where there is no compiler, it refuses, or nothing can be written."""
+    try:
+        return load(source, macros)
+    except CompilerError:
+        return None
+
+
+def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
+    options = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *macros)
+    try:
+        kept, key = folder(), _key(source, options)
+        path = verified(kept, key)
+        if path is not None and (found := _opened(path, key)) is not None:
+            return _sharing_threads(found)
+        if path is not None:
+            forget(path, key)
+        return _sharing_threads(_built(source, options, kept, key))
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a user without a home
+        raise refusal(str(error), FIX) from error
+
+
+def _key(source: Path, options: tuple[str, ...]) -> str:
+    """Return the name of what ``source`` becomes: by all of its text, and by what it may run on."""
+    headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
+    own = compiler_words()[1:]  # CC="gcc -march=native", say, whose code another CPU need not run
+    options = (*options, *own, *(_cpu() if own else ()))
+    told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
+    return f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
+
+
+@lru_cache
+def _cpu() -> tuple[str, ...]:
+    """Return what this CPU can do, as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as told:
+            lines = [line for line in itertools.islice(told, 64) if line.startswith(("flags", "Features", "model"))]
+    except OSError:
+        lines = [platform.processor()]
+    return tuple(dict.fromkeys(lines))
+
+
+def _opened(path: Path, key: str) -> ctypes.CDLL | None:
+    """Load the library at ``path``; None where it is not what ``key`` names."""
+    try:
+        found = ctypes.CDLL(str(path))
+        said = (ctypes.c_char * (len(key) + 1)).in_dll(found, "amp_graph_key").value
+    except (OSError, ValueError):  # ValueError: no such symbol
+        return None
+    return found if said == key.encode() else None
+
+
+def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Return ``found``, which runs on the threads of torch's OpenMP from now on; on its own where there is none."""
+    if hasattr(found, "use_openmp") and has_openmp():
+        functions = [ctypes.cast(f, ctypes.c_void_p).value for f in map(of_c_library, OPENMP) if f is not None]
+        found.use_openmp((ctypes.c_void_p * len(OPENMP))(*functions))
+        _on_openmp.append(found)
+    return found
+
+
+def has_openmp() -> bool:
+    """Say whether compiled code runs on the threads of torch's OpenMP: not in the child of a fork."""
+    return not _is_forked and _openmp_is_there()
+
+
+@lru_cache  # asked amid a step
+def _openmp_is_there() -> bool:
+    return None not in map(of_c_library, OPENMP)
+
+
+def _leave_openmp() -> None:
+    """Run on threads of our own: those of OpenMP were left behind by a fork, and it would wait for them."""
+    global _is_forked
+    _is_forked = True
+    for found in _on_openmp:
+        found.use_openmp((ctypes.c_void_p * len(OPENMP))())
+    _on_openmp.clear()
+
+
+def of_c_library(name: str) -> ctypes._NamedFuncPointer | None:
+    """Return the function ``name`` of the C library that this process runs on; None where it has none."""
+    try:
+        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows takes no None
+        return None
+    return found
+
+
+def threads_for(elements: int) -> int:
+    """Return how many of torch's threads compiled code may start for so many elements."""
+    return max(1, min(torch.get_num_threads(), elements // LEAST_OF_A_THREAD))
+
+
+def threads_at_once(elements: int) -> int:
+    """``threads_for``, of threads that are there: 1 where each would have to be started, as after a fork."""
+    return threads_for(elements) if _on_openmp else 1
+
+
+def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctypes.CDLL:
+    """Compile ``source`` and load it; what does so is kept in the folder ``kept`` for later processes."""
+    made = (compiler(), str(kept), key)
+    if made in _failed:
+        raise CompilerError(_failed[made])
+    make_folder(kept)
+    forget_parts(kept)
+    part = part_of(kept, key, uuid.uuid4().hex)
+    try:
+        _compile(source, (*options, f'-DAMP_GRAPH_KEY="{key}"'), part)
+        found = _opened(part, key) if is_whole(part) else None
+        if found is None:
+            raise refusal(f"{shlex.join(made[0])} made what is no library of {source.name}")
+        with contextlib.suppress(OSError):  # of a disk that is full: it runs, and the next process makes its own
+            put(part, key)
+        return found
+    except CompilerError as error:
+        _failed[made] = str(error)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
+    """Write ``made``, a shared library."""
+    arguments = [*options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}", "-include", str(IDENTITY)]
+    run_compiler(compiler(), [*arguments, str(source), "-o", str(made), "-lm"])
+    if not made.is_file():
+        raise refusal(f"{shlex.join(compiler())} wrote nothing")

@@ -1,0 +1,7 @@
+/* What a library was compiled from: jit_compiler.py defines AMP_GRAPH_KEY, includes this before any source, and loads no
+   library that says otherwise. */
+
+#ifdef AMP_GRAPH_KEY
+extern const char amp_graph_key[];
+const char amp_graph_key[] = AMP_GRAPH_KEY;
+#endif

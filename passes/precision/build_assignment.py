@@ -1,0 +1,273 @@
+"""Write a planning problem as numbers: one variable an operation, and what each choice and each cast costs.
+
+Before: ``linear -> gelu -> linear`` with classes and shapes. After: a ``cut.Task`` in which the gelu is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from amp_graph.lists import OpClass
+from amp_graph.passes.graph.fake_values import captured, is_eligible
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.meta_keys import GIVEN, WISH
+from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.machine_rates import Machine
+from amp_graph.passes.precision.op_cost import cast_picoseconds, kept_picoseconds, picoseconds, work_of
+from amp_graph.passes.precision.planning_problem import FREE, LOW, Choice, Problem
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Cast, Kept, Promotion, Task
+from amp_graph.passes.precision.rule_based_planner import Painting, without_scalars
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The inputs of a node, by how they are read.
+
+    ``moved``: in the node's own precision. ``promoted``: likewise, but a full node takes low ones as they come.
+    ``beside``: in full precision always.
+    """
+
+    moved: tuple[Node, ...] = ()
+    promoted: tuple[Node, ...] = ()
+    beside: tuple[Node, ...] = ()
+
+
+@dataclass
+class Formulation:
+    """A task, and which of its variables stand for what.
+
+    ``of``: the variable of each operation. ``holds``: the variable that says in which precision a node's value is.
+    ``tied``: operations whose precision is that of another one's value.
+    """
+
+    problem: Problem
+    machine: Machine
+    dtype: str
+    skip: bool
+    painted: dict[Node, Choice]
+    permitted: Painting
+    of: dict[Node, int] = field(default_factory=dict)
+    holds: dict[Node, int] = field(default_factory=dict)
+    tied: set[Node] = field(default_factory=set)
+    full: list[int] = field(default_factory=lambda: [0, 0])
+    low: list[int] = field(default_factory=lambda: [0, 0])
+    fixed: dict[int, bool] = field(default_factory=lambda: {FULL_ALWAYS: False, LOW_ALWAYS: True})
+    limits: list[tuple[int, int]] = field(default_factory=list)
+    lowers: dict[Node, list[int]] = field(default_factory=dict)
+    widens: dict[Node, list[int]] = field(default_factory=dict)
+    keepers: dict[Node, list[int]] = field(default_factory=dict)
+    promotions: list[Promotion] = field(default_factory=list)
+
+    def task(self) -> Task:
+        """Return the numbers."""
+        casts, kept = [], []
+        for node in {**self.lowers, **self.widens}:
+            price = self._cast_price(node)
+            casts.append(
+                Cast(self.holds[node], _once(self.lowers.get(node)), _once(self.widens.get(node)), price, price)
+            )
+        for node, readers in self.keepers.items():
+            low = kept_picoseconds(node, self.machine, self.dtype)
+            leaf = node.op in ("placeholder", "get_attr")  # it is there anyway
+            kept.append(Kept(_once(readers), low, 0 if leaf else kept_picoseconds(node, self.machine, "float32")))
+        return Task(
+            tuple(self.full),
+            tuple(self.low),
+            self.fixed,
+            tuple(self.limits),
+            tuple(casts),
+            tuple(self.promotions),
+            tuple(kept),
+        )
+
+    def is_free(self, node: Node) -> bool:
+        """Say whether the precision of ``node`` is chosen by cost."""
+        kind = self.problem.classes[node]
+        if self.painted[node].precision != LOW or node in self.tied or GIVEN in node.meta:
+            return False
+        if kind.cls is OpClass.ALLOW:
+            return self.skip and WISH not in node.meta and kind.origin != "amp_graph.precision"
+        return kind.cls in FREE or kind.cls is OpClass.PROMOTE
+
+    def operands(self, node: Node) -> Operands:
+        """Return the inputs of a free node by how they are read."""
+        kind = self.problem.classes[node]
+        inputs = tuple(n for n in node.all_input_nodes if is_eligible(captured(n)))
+        moved = tuple(n for n in inputs if n in kind.applies)
+        beside = tuple(n for n in inputs if n not in kind.applies)
+        if kind.cls in (OpClass.ALLOW, OpClass.PROMOTE):
+            return Operands(moved, (), beside if kind.cls is OpClass.ALLOW else ())
+        counted = tuple(without_scalars(list(moved)))
+        beside = () if kind.cls is OpClass.NEUTRAL else beside
+        if kind.mixed and len(counted) > 1:
+            return Operands((), counted, beside)
+        return Operands(counted if kind.mixed else moved, (), beside)
+
+    def _cast_price(self, node: Node, within: bool = False) -> int:
+        # A parameter is trained, whatever reads it; where nothing that does is, no gradient comes back.
+        comes_back = is_trained(node) and (node.op != "placeholder" or any(map(is_trained, node.users)))
+        return cast_picoseconds(node, self.machine, self.dtype, within) * (1 + comes_back)
+
+    # -- building --------------------------------------------------------------------------------------
+
+    def build(self) -> Formulation:
+        """Walk the graph once: a variable for each operation, then what its operands cost."""
+        for node in self.problem.gm.graph.nodes:
+            self._declare(node)
+        for node in self.problem.gm.graph.nodes:
+            if node in self.of:
+                self._read(node, self.problem.classes[node])
+            else:
+                self._read_as_captured(node)
+        return self
+
+    def _declare(self, node: Node) -> None:
+        """Give ``node`` a variable, and its value the variable that says how it is kept."""
+        self.holds[node] = LOW_ALWAYS if GIVEN in node.meta else FULL_ALWAYS
+        if node not in self.problem.classes:
+            if is_part(node) and isinstance(node.args[0], Node):
+                self.holds[node] = self.holds[node.args[0]]
+            return
+        choice = self.painted[node]
+        i = self.of[node] = len(self.full)
+        kind = self.problem.classes[node]
+        work = work_of(node, kind)
+        self.full.append(picoseconds(work, self.machine, "float32"))
+        self.low.append(picoseconds(work, self.machine, self.dtype))
+        self.holds[node] = FULL_ALWAYS if choice.converts_result else i
+        if choice.converts_result:
+            self.low[i] += self._cast_price(node)
+        target = self._followed(node, kind)
+        if target is not None:
+            self._tie(i, self.holds[target])
+            self.tied.add(node)
+            if kind.written:
+                self.holds[node] = self.holds[target]
+        elif not self.is_free(node):
+            self.fixed[i] = choice.precision == LOW
+        if self.machine.keeps_weights:  # without gradients
+            return
+        if work.keeps == "output" and is_eligible(captured(node)):
+            self.keepers.setdefault(node, []).append(i)
+        elif work.keeps == "inputs":
+            for source in node.all_input_nodes:
+                if source in kind.applies and is_eligible(captured(source)):
+                    self.keepers.setdefault(source, []).append(i)
+
+    def _followed(self, node: Node, kind: Classification) -> Node | None:
+        """Return the input whose precision is that of ``node`` without a choice: what it writes to, shows or copies."""
+        if GIVEN in node.meta:
+            return None
+        inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        if kind.conversion:
+            moved = [n for n in inputs if n in kind.applies]
+            return moved[0] if moved and kind.dtype is None and self.painted[node].precision == LOW else None
+        written = next((n for n in inputs if n in kind.written), None)
+        return written if written or kind.cls in FREE else self.permitted.ahead.shown.get(node)
+
+    def _tie(self, a: int, b: int) -> None:
+        self.limits += [(a, b), (b, a)]
+
+    def _read(self, node: Node, kind: Classification) -> None:
+        if node in self.tied:
+            if not kind.mixed and not kind.conversion:
+                written = [n for n in node.all_input_nodes if n in kind.applies and n not in kind.written]
+                self._move(self.of[node], [n for n in written if is_eligible(captured(n))])
+        elif self.is_free(node):
+            self._read_freely(node, kind)
+        else:
+            self._read_as_painted(node, kind)
+
+    def _move(self, i: int, sources: Iterable[Node]) -> None:
+        for source in sources:
+            self.lowers.setdefault(source, []).append(i)
+            self.widens.setdefault(source, []).append(i)
+
+    def _widen(self, sources: Iterable[Node]) -> None:
+        for source in sources:
+            self.widens.setdefault(source, []).append(FULL_ALWAYS)
+
+    def _read_freely(self, node: Node, kind: Classification) -> None:
+        i, given = self.of[node], self.operands(node)
+        self._move(i, given.moved)
+        self._widen(given.beside)
+        for source in given.promoted:
+            self.lowers.setdefault(source, []).append(i)
+        self._promote(i, given.promoted)
+        self._limit(node, kind, given)
+
+    def _promote(self, i: int, sources: tuple[Node, ...]) -> None:
+        """Count what a full operation pays for low operands.
+
+        A copy takes what a cast does but for its call, and in registers it is nothing; but where all operands are low,
+        the first is cast, which is counted wherever that can be.
+        """
+        can_be_low = all(self.fixed.get(self.holds[source], True) for source in sources)
+        for position, source in enumerate(sources):
+            is_cast = can_be_low and position == 0
+            if is_cast or self.machine.promotes_by_copy:
+                self.promotions.append(Promotion(i, self.holds[source], self._cast_price(source, not is_cast)))
+
+    def _limit(self, node: Node, kind: Classification, given: Operands) -> None:
+        """Keep to the accuracy: nothing is rounded that the painting would not round."""
+        i = self.of[node]
+        if node in self.permitted.ahead.shown or self.problem.memory.is_written(node):
+            for source in filter(lambda s: self._shares(node, s), node.all_input_nodes):
+                self._tie(i, self.holds[source])  # a cast between them would be another memory
+        follows = kind.cls in (OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE, OpClass.NEUTRAL)
+        if follows and self._is_exact(node, kind, given):
+            self.limits += [(i, self.holds[n]) for n in (*given.moved, *given.promoted)]
+        if (node in self.permitted.ahead.early or kind.full_in_autocast) and self.problem.accuracy == "autocast":
+            self.limits += [(i, self.of[user]) for user in node.users if user in self.of]
+
+    def _is_exact(self, node: Node, kind: Classification, given: Operands) -> bool:
+        """Say whether no operand of ``node`` may be rounded for it."""
+        if self.problem.accuracy == "autocast":
+            return node not in self.permitted.ahead.early
+        operands = (*given.moved, *given.promoted)
+        return self.problem.accuracy != "fast" and not self.permitted.may_round(node, kind, operands)
+
+    def _shares(self, node: Node, source: Node) -> bool:
+        storages = self.problem.memory.storages
+        return bool(storages.get(node, frozenset()) & storages.get(source, frozenset()))
+
+    def _read_as_painted(self, node: Node, kind: Classification) -> None:
+        choice = self.painted[node]
+        for source, want in choice.wants.items():
+            which = self.lowers if want == LOW else self.widens
+            which.setdefault(source, []).append(LOW_ALWAYS if want == LOW else FULL_ALWAYS)
+        if kind.cls in FREE and kind.mixed and choice.precision != LOW and not choice.wants:
+            given = self.operands(node)
+            self._promote(FULL_ALWAYS, given.promoted)
+
+    def _read_as_captured(self, node: Node) -> None:
+        if is_part(node) or (node.op == "output" and not self.problem.keep_outputs):
+            return
+        read = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        leaves = self.permitted.ahead.leaving if node.op == "output" else {}
+        leaving = {n for n in read if n in leaves}  # in low precision, as it is
+        self._widen(n for n in read if n not in leaving)
+        for source in leaving:
+            self.lowers.setdefault(source, []).append(LOW_ALWAYS)
+
+
+def _once(variables: list[int] | None) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(variables or ()))
+
+
+def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> Formulation:
+    """Return ``problem`` as a task for ``machine`` with the low precision ``dtype`` ("bfloat16", "float16").
+
+    ``skip``: an ``allow`` operation may stay full precision too, where low precision does not pay.
+    """
+    permitted = Painting(problem, widest=True)
+    return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
+
+
+def low_of(choices: Mapping[Node, Choice], made: Formulation) -> frozenset[int]:
+    """Return the low variables of any planner's choices, to compare by cost."""
+    return frozenset({LOW_ALWAYS, *(i for node, i in made.of.items() if choices[node].precision == LOW)})

@@ -1,0 +1,298 @@
+"""Which class a node falls into under a list, and which of its inputs the class speaks of.
+
+Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` and ``b`` stay as captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.lists import OpClass, OpList, Rule
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
+from amp_graph.passes.graph.fake_values import captured, tensors
+from amp_graph.passes.graph.identify_ops import Identity, Inner, Operation, identify_for, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CLASSIFIED
+from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.dynamo_capture import allow_in_graph
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+
+# A node's explicit dtype is the user's instruction: these methods and operations convert and do no more.
+CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
+CONVERSION_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A node's class under a list.
+
+    ``applies`` are the nodes to which the class applies (the others keep their captured precision),
+    ``written`` those that the node writes to. ``mixed`` says that the kernel itself promotes operands of
+    different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any, and
+    ``takes_dtype`` that the call has such an argument and leaves it open. ``partial``: the list names the
+    inputs that the class speaks of. ``full_in_autocast``: ``torch.autocast`` returns float32 of what computes in it.
+    """
+
+    cls: OpClass
+    why: str
+    origin: str
+    names: tuple[str, ...]
+    applies: frozenset[Node] = frozenset()
+    written: frozenset[Node] = frozenset()
+    mixed: bool = False
+    conversion: bool = False
+    dtype: torch.dtype | None = None
+    partial: bool = False
+    full_in_autocast: bool = False
+    takes_dtype: bool = False
+    expand: bool = False
+    listed: bool = True
+    decomposed: frozenset[OpOverload] = frozenset()
+
+
+_FUNCTIONS: dict[type, OpClass] = {}
+
+
+def register_function(function: type, cls: OpClass) -> None:
+    """Let the ``autograd.Function`` subclass ``function`` be ``allow`` or ``deny`` wherever it is called."""
+    _FUNCTIONS[function] = cls
+    allow_in_graph(function)
+
+
+def _registered(node: Node) -> Classification | None:
+    cells = getattr(node.target, "__closure__", None) or ()
+    function = next((c.cell_contents for c in cells if _is_function(c.cell_contents)), None) if _FUNCTIONS else None
+    if function is None:
+        return None
+    why = "its owner decided so with amp_graph.precision"
+    inputs = frozenset(tensor_inputs(node))
+    return Classification(_FUNCTIONS[function], why, "amp_graph.precision", (function.__name__,), inputs)
+
+
+def _is_function(content: object) -> bool:
+    return isinstance(content, type) and content in _FUNCTIONS
+
+
+def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
+    """Return ``classify(...)``, remembered on the node for as long as its inputs are the same."""
+    known = node.meta.get(CLASSIFIED)
+    if known is None or known[0] is not lists or known[1] != node.all_input_nodes:
+        known = node.meta[CLASSIFIED] = (lists, node.all_input_nodes, classify(node, lists, mode))
+    found: Classification = known[2]
+    return found
+
+
+def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
+    """Classify ``node``; a node that cannot be traced alone, or whose parts disagree, says so."""
+    owned = _registered(node)
+    if owned is not None:
+        return owned
+    conversion = is_conversion_target(node)
+    found, decomposed = _listed_identity(node, lists, mode)
+    inputs = tensor_inputs(node)
+    if isinstance(found, str):
+        written = frozenset(node_info.written_by_name(node)) & frozenset(inputs)
+        return Classification(OpClass.OPAQUE, found, "", (), written=written, listed=False)
+    operations = [o for o in found.operations if o.floating]
+    written = frozenset(inputs[i] for o in found.operations for i in _written(o))
+    names = found.names
+    if conversion or (names and set(names) <= CONVERSIONS):
+        return _conversion(node, names)
+    if not operations:
+        why = "returns what it was given"
+        return Classification(OpClass.NEUTRAL, why, "", names, frozenset(inputs), written, mixed=True)
+    rules = [_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs) for o in operations]
+    known = (
+        rules
+        if lists.unlisted == "opaque"
+        else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
+    )
+    classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
+    cls = _joined(classes, len(operations))
+    rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
+    listed = all(r is not None or node_info.is_view(o.op) for r, o in zip(rules, operations, strict=True))
+    why = rule.why if rule else _unlisted_reason(lists, operations, rules)
+    kernel = next((k for k in known if k is not None), None)
+    return Classification(
+        OpClass.OPAQUE if cls is None else cls,
+        why,
+        rule.origin if rule else "",
+        names,
+        applies=_applies(rule or kernel, operations, inputs),
+        written=written,
+        mixed=_takes_mixed(rules, known, operations) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
+        dtype=_asked_dtype(operations),
+        partial=rule is not None and rule.inputs is not None,
+        full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
+        takes_dtype=len(operations) == 1 and _takes_dtype(operations[0], cls),
+        expand=cls is None,
+        listed=listed,
+        decomposed=decomposed,
+    )
+
+
+def _takes_dtype(operation: Operation, cls: OpClass | None) -> bool:
+    """Say whether a call leaves the dtype of its result open, and may be given one, its gradient included.
+
+    A composite converts its operand by an operation with a gradient of its own; the gradients of other operations
+    that compute (``_safe_softmax``) want the operand in the dtype of the result.
+    """
+    open_ = operation.arguments.get("dtype", ...) is None
+    return open_ and (cls is not OpClass.FP32_INSIDE or node_info.is_composite(operation.op))
+
+
+def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:
+    """Say whether ``torch.autocast`` returns float32 of operations that compute in it inside.
+
+    On CUDA it does of a softmax, and of norms that it has a rule for, as it has none for batch norms. On the CPU all
+    return what they were given.
+    """
+    is_norm = rule is not None and rule.inputs is not None
+    return lists.device == "cuda" and (
+        not is_norm or any(node_info.autocast_has_rule(o.op, lists.device) for o in operations)
+    )
+
+
+def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]) -> Rule | None:
+    """Return ``rule``, or that for moving values where operands are to be promoted and there is but one.
+
+    ``x[mask] = 0`` writes a number, which torch makes in the precision of ``x``: there is nothing to agree with.
+    """
+    if rule is None or rule.cls is not OpClass.PROMOTE:
+        return rule
+    operands = {i for name in operation.arguments for i in operation.operands(name)}
+    floating = [i for i in operands if any(t.is_floating_point() for t in tensors(captured(inputs[i])))]
+    made = [a for a in tree_leaves(list(operation.arguments.values())) if isinstance(a, Inner) and a.shape]
+    if len(floating) != 1 or any(a.dtype is None or a.dtype.is_floating_point for a in made):
+        return rule
+    return replace(rule, cls=OpClass.NEUTRAL, why="writes a number into a tensor")
+
+
+def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations: list[Operation]) -> bool:
+    """Say whether every operation takes operands of two precisions as they come.
+
+    A composite that no list names meets them in the operations that it is written in terms of.
+    """
+    return all(
+        k is None or k.promotes or (r is None and node_info.is_composite(o.op))
+        for r, k, o in zip(rules, known, operations, strict=True)
+    )
+
+
+def _kernel_facts(rule: Rule | None, operation: Operation, lists: OpList) -> Rule | None:
+    """Return what our own list knows of an operation's kernel where PyTorch's policy does not name it."""
+    if rule is not None:
+        return rule
+    return defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
+
+
+def is_conversion_target(node: Node) -> bool:
+    """Say whether ``node`` is a conversion as the user wrote it, even one that does nothing at capture."""
+    return node.op == "call_method" and node.target in CONVERSION_METHODS
+
+
+def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
+    """Identify ``node``, taking composites that no list names apart until the list names the parts."""
+    apart: frozenset[OpOverload] = frozenset()
+    whole = identify_for(node, lists, mode)
+    while True:
+        found = identify_for(node, lists, mode, apart)
+        if isinstance(found, str):  # a composite that will not come apart counts as one operation
+            return whole, frozenset()
+        more = {
+            o.op
+            for o in found.operations
+            if o.floating
+            and o.op not in apart
+            and (node_info.is_composite(o.op) or o.op in DECOMPOSITIONS)
+            and not node_info.is_view(o.op)
+            and "dropout" not in str(o.op)  # its parts are others while tracing, and draw other bits
+            and str(o.op).rsplit(".", 1)[0] not in CONVERSIONS
+            and lists.lookup(o.op, o.arguments) is None
+        }
+        if not more:
+            rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
+            told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
+            if told or isinstance(whole, str):
+                return without_false_products(node, lists, mode, found, apart)
+            return without_false_products(node, lists, mode, whole, frozenset())
+        apart = apart | frozenset(more)
+
+
+def _class_of(rule: Rule | None, operation: Operation, lists: OpList) -> OpClass:
+    if rule is not None:
+        return rule.cls
+    if node_info.is_view(operation.op):
+        return OpClass.NEUTRAL
+    return OpClass.FOLLOW if lists.unlisted == "native" else OpClass.OPAQUE
+
+
+def _joined(classes: set[OpClass], count: int) -> OpClass | None:
+    """Return the one class that serves a node of several operations, or None where they disagree.
+
+    Moving values commutes with a cast, so a neutral part takes the class of the rest.
+    """
+    rest = classes - {OpClass.NEUTRAL}
+    if not rest:
+        return OpClass.NEUTRAL
+    if len(rest) == 1:
+        (only,) = rest
+        single = count == 1 or only in (OpClass.FOLLOW, OpClass.DENY, OpClass.OPAQUE)
+        return only if single or (len(classes) == 2 and only is OpClass.ALLOW) else None
+    return OpClass.OPAQUE if OpClass.OPAQUE in rest and OpClass.ALLOW not in rest else None
+
+
+def _written(operation: Operation) -> list[int]:
+    return [i for name in node_info.written_arguments(operation.op) for i in operation.operands(name)]
+
+
+def _applies(rule: Rule | None, operations: list[Operation], inputs: list[Node]) -> frozenset[Node]:
+    """Return the inputs that the class speaks of: all, or those that the rule names."""
+    if rule is None or rule.inputs is None or len(operations) != 1:
+        return frozenset(inputs)
+    return frozenset(inputs[i] for name in rule.inputs for i in operations[0].operands(name))
+
+
+def _asked_dtype(operations: list[Operation]) -> torch.dtype | None:
+    """Return the floating dtype that the last operation was asked for explicitly, if any."""
+    asked: Any = operations[-1].arguments.get("dtype")
+    return asked if isinstance(asked, torch.dtype) and asked.is_floating_point else None
+
+
+def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
+    inputs = tensor_inputs(node)
+    asked = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+    by_name = {
+        "float": torch.float32,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "double": torch.float64,
+    }
+    dtype = asked[0] if asked else by_name.get(str(node.target))
+    why = "the user's own conversion is an instruction"
+    if dtype is None and len(inputs) == 1:
+        return Classification(OpClass.NEUTRAL, "moves the value", "", names, frozenset(inputs), mixed=True)
+    return Classification(
+        OpClass.FOLLOW,
+        why,
+        "",
+        names,
+        applies=frozenset(inputs[1:]),
+        mixed=True,
+        conversion=True,
+        dtype=dtype,
+    )
+
+
+def _unlisted_reason(lists: OpList, operations: list[Operation], rules: list[Rule | None]) -> str:
+    names = dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o, r in zip(operations, rules, strict=True) if r is None)
+    listed = ", ".join(names)
+    if lists.unlisted == "native":
+        return f"no entry for {listed} in {lists.name}: runs in whatever precision arrives"
+    return f"no list names {listed}: runs exactly as captured" if names else "its operations are of several classes"

@@ -1,0 +1,136 @@
+"""The cheapest assignment whose harm stays within a bound, on the lower convex hull: numbers in, numbers out.
+
+Before: a task with costs, the same task with harms, a bound. After: the operations that are low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from amp_graph.passes.precision.precision_assignment import Task, cheapest, cost, is_legal
+
+
+@dataclass(frozen=True)
+class Point:
+    """An assignment, by its low variables; what it costs, and what harm it does."""
+
+    low: frozenset[int]
+    cost: int
+    harm: int
+
+
+class Tradeoff:
+    """Assignments between the cheapest and the least harmful one.
+
+    ``harm`` has the variables, the fixed ones and the limits of ``costs``. For any weight of harm against cost the
+    best assignment is one minimum cut, so the lower convex hull of all assignments' (harm, cost) can be walked; what
+    lies above the hull, and yet may be the best within a bound, cannot be found so.
+    """
+
+    def __init__(self, costs: Task, harm: Task) -> None:
+        self.costs, self.harm = costs, harm
+        self._solved: dict[tuple[int, int], Point] = {}
+
+    def point(self, low: Collection[int]) -> Point:
+        """Return an assignment with its cost and its harm."""
+        return Point(frozenset(low), cost(self.costs, low), cost(self.harm, low))
+
+    def fastest(self) -> Point:
+        """Return an assignment of least cost; of several, one of least harm."""
+        return self._best(1 + _most(self.harm), 1)
+
+    def safest(self) -> Point:
+        """Return an assignment of least harm; of several, one of least cost."""
+        return self._best(1, 1 + _most(self.costs))
+
+    def within(self, bound: int, others: Iterable[Point] = ()) -> Point:
+        """Return the cheapest assignment found of harm up to ``bound``; the safest where none is so harmless.
+
+        Walks to the edge of the hull over ``bound`` by the slope between the best points known on both sides, as
+        LARAC does (A. Juettner et al., INFOCOM 2001), then goes along that edge as far as its parts allow. Takes one
+        of ``others`` (legal assignments from elsewhere) where that is cheaper: it lies above the hull.
+        """
+        found = self._on_hull(bound)
+        legal = [p for p in others if p.harm <= bound and is_legal(self.costs, p.low)]
+        return min([found, *legal], key=lambda p: (p.cost, p.harm)) if found.harm <= bound else found
+
+    def _on_hull(self, bound: int) -> Point:
+        beyond, inside = self.fastest(), self.safest()
+        if beyond.harm <= bound:
+            return beyond
+        if inside.harm > bound:
+            return inside
+        while True:
+            a, b = beyond.harm - inside.harm, inside.cost - beyond.cost
+            found = self._best(a, b)
+            if a * found.cost + b * found.harm == a * inside.cost + b * inside.harm:
+                return self._along(inside, beyond, bound)
+            beyond, inside = (beyond, found) if found.harm <= bound else (found, inside)
+
+    def _best(self, of_cost: int, of_harm: int) -> Point:
+        key = (of_cost, of_harm)
+        if key not in self._solved:
+            self._solved[key] = self.point(cheapest(weighted(self.costs, of_cost, self.harm, of_harm)))
+        return self._solved[key]
+
+    def _along(self, start: Point, end: Point, bound: int) -> Point:
+        """Go from ``start`` towards ``end``, two ends of an edge of the hull, by the parts in which they differ.
+
+        Both are best for one weight, so each part by itself keeps to the edge: all have its slope, and the most harm
+        that fits is the least cost. The largest part that fits is taken first.
+        """
+        steps = [(self.point(start.low ^ part), part) for part in self._parts(start.low ^ end.low)]
+        rises = sorted(((p.harm - start.harm, part) for p, part in steps if p.cost < start.cost), key=lambda s: -s[0])
+        low, room = start.low, bound - start.harm
+        for rise, part in rises:
+            if rise <= room:
+                low, room = low ^ part, room - rise
+        return self.point(low)
+
+    def _parts(self, differing: frozenset[int]) -> list[frozenset[int]]:
+        """Divide variables into those that share no term and no limit: each can change without the others."""
+        part = {i: {i} for i in sorted(differing)}
+        terms = (t.variables for task in (self.costs, self.harm) for t in task.terms)
+        for group in (*terms, *self.costs.limits):
+            _join(part, [i for i in group if i in differing])
+        return [frozenset(members) for members in {id(members): members for members in part.values()}.values()]
+
+
+def _join(part: dict[int, set[int]], group: list[int]) -> None:
+    """Make one part of those that the variables in ``group`` are in."""
+    for i in group[1:]:
+        one, other = part[group[0]], part[i]
+        if one is not other:
+            one |= other
+            part.update(dict.fromkeys(other, one))
+
+
+def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:
+    """Return the task whose costs are ``of_cost`` times those of one and ``of_harm`` times those of the other."""
+    a, b = _times(costs, of_cost), _times(harm, of_harm)
+    return replace(
+        a,
+        full=tuple(x + y for x, y in zip(a.full, b.full, strict=True)),
+        low=tuple(x + y for x, y in zip(a.low, b.low, strict=True)),
+        casts=a.casts + b.casts,
+        promotions=a.promotions + b.promotions,
+        kept=a.kept + b.kept,
+    )
+
+
+def _times(task: Task, factor: int) -> Task:
+    return replace(
+        task,
+        full=tuple(factor * x for x in task.full),
+        low=tuple(factor * x for x in task.low),
+        casts=tuple(replace(c, down=factor * c.down, up=factor * c.up) for c in task.casts),
+        promotions=tuple(replace(p, price=factor * p.price) for p in task.promotions),
+        kept=tuple(replace(k, low=factor * k.low, full=factor * k.full) for k in task.kept),
+    )
+
+
+def _most(task: Task) -> int:
+    """Return no less than what any assignment costs."""
+    terms = [*(c.down + c.up for c in task.casts), *(p.price for p in task.promotions)]
+    return sum(map(max, task.full, task.low)) + sum(terms) + sum(k.low + k.full for k in task.kept)

@@ -1,0 +1,137 @@
+"""Expand a node that is several operations of different classes into those operations, in place.
+
+Before: ``y, _ = multi_head_attention_forward(q, k, v, ...)``. After: the linears, the softmax and the matmuls
+that it consists of. Exactness: bit-exact (the same ATen operations run, in the same order).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from amp_graph.lists import OpList
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.edit import set_identity
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import is_tensor_call
+from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MODULE, WISH
+from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
+from amp_graph.passes.precision.classify import classified
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+
+KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
+
+
+@dataclass(frozen=True)
+class ExpandComposites(Pass):
+    """Replaces a node whose operations a list puts in different classes by those operations.
+
+    Exactness: bit-exact.
+    """
+
+    lists: OpList
+    name: ClassVar[str] = "expand-composites"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Expand what can be; what cannot be runs as captured, and the skip says so."""
+        mode = fake_mode_of(gm)
+        changes: list[Change] = []
+        skips: list[Skip] = []
+        for node in list(gm.graph.nodes):
+            if mode is None or not is_tensor_call(node):
+                continue
+            found = classified(node, self.lists, mode)
+            if not found.expand:
+                continue
+            parts = expand(gm, node, found.decomposed, mode)
+            if parts is None:
+                skips.append(Skip(node.name, "of several classes, and cannot be expanded: runs as captured"))
+            else:
+                what = f"into {len(parts)} operations of several classes"
+                changes.append(Change(self.name, "expanded", node.name, what))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
+    """Replace ``node`` by its operations and return them; None, and no change, where that cannot be.
+
+    It cannot where the result is a structure whose parts are not taken out one by one, or where symbolic
+    sizes do not survive the tracing.
+    """
+    try:
+        small = trace_node(node, mode, decompose, symbolic=True)
+    except Exception:  # torch's own tracing of symbolic sizes; the caller reports the node as left alone
+        return None
+    taken_apart = all(u.op == "call_function" and u.target is operator.getitem for u in node.users)
+    result = small.graph.output_node().args[0]
+    if not isinstance(result, Node) and not taken_apart:
+        return None
+    env: dict[Node, Any] = {}
+    inputs = iter(traced_inputs(node))
+    made: list[Node] = []
+    with gm.graph.inserting_before(node):
+        for part in small.graph.nodes:
+            if part.op == "placeholder":
+                env[part] = next(inputs)
+            elif part.op == "get_attr":
+                env[part] = _constant(gm, getattr(small, str(part.target)), part)
+            elif part.op != "output":
+                env[part] = gm.graph.node_copy(part, lambda n: env[n])
+                _describe(env[part], part, node)
+                made.append(env[part])
+    _replace(gm, node, map_arg(result, lambda n: env[n]))
+    for part in filter(is_tensor_call, made):
+        set_identity(part, mode)
+    return made
+
+
+def _constant(gm: GraphModule, tensor: torch.Tensor, part: Node) -> Node:
+    """Register a constant tensor that tracing made, such as the scalar of a ``setitem``."""
+    index = 0
+    while hasattr(gm, f"_amp_constant{index}"):
+        index += 1
+    gm.register_buffer(f"_amp_constant{index}", tensor, persistent=False)
+    made = gm.graph.get_attr(f"_amp_constant{index}")
+    made.meta["val"] = part.meta.get("val", tensor)
+    made.meta[CAPTURED] = made.meta["val"]
+    return made
+
+
+def _describe(made: Node, part: Node, origin: Node) -> None:
+    made.meta = {key: origin.meta[key] for key in KEPT if key in origin.meta}
+    made.meta["val"] = made.meta[CAPTURED] = part.meta.get("val")
+    if "example_value" in origin.meta:
+        made.meta["example_value"] = part.meta.get("val")
+    if made.meta.get(GRAD, True) and any(map(is_trained, made.all_input_nodes)):
+        for tensor in tensors(made.meta["val"]):  # the trace was of detached inputs
+            if tensor.is_floating_point():
+                tensor.requires_grad_()
+
+
+def _replace(gm: GraphModule, node: Node, result: Any) -> None:
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            chosen = result[user.args[1]]
+            if isinstance(chosen, Node):
+                user.replace_all_uses_with(chosen)
+            else:
+                for reader in list(user.users):
+                    reader.replace_input_with(user, chosen) if chosen is not None else _put_none(reader, user)
+            gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+
+
+def _put_none(reader: Node, user: Node) -> None:
+    """Replace ``user`` by None in the arguments of ``reader`` (an output that was not asked for)."""
+    swap = lambda n: None if n is user else n  # noqa: E731
+    reader.args = map_arg(reader.args, swap)
+    reader.kwargs = map_arg(reader.kwargs, swap)

@@ -1,0 +1,146 @@
+"""What lies ahead of each value of a graph, from the classes of the nodes alone.
+
+Before: ``transpose (neutral) -> linear (allow)``. After: low precision lies ahead of the transpose, which a cast may
+precede, since all of its readers take low precision.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from amp_graph.lists import OpClass
+from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
+from amp_graph.passes.graph.aliasing import written_inside
+from amp_graph.passes.graph.fake_values import captured, is_eligible
+from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.meta_keys import PIECE
+from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.planning_problem import FREE, Problem
+from amp_graph.passes.torch_compat.fake import numel
+
+
+class Lookahead:
+    """Which nodes of ``problem`` lead to low precision, and which storages must be full.
+
+    ``low``: nodes from which an ``allow`` operation is reached. ``early``: movements that a cast may precede.
+    ``full``: storages. ``shown``: calls whose value is memory of an input that is written later, and that input.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.classes = problem, problem.classes
+        self.leaving = leaving(problem.gm)
+        self.shown = self._shown()
+        self.low = self._reached()
+        self.full = self._written_in_full()
+        self.early = self._early()
+
+    def takes_low(self, user: Node, node: Node) -> bool:
+        """Say whether ``user`` reads ``node`` in low precision: itself, or by way of what a cast may precede."""
+        return self._reads_low(user, node, self.early)
+
+    def _reached(self) -> set[Node]:
+        """Return the nodes from which an ``allow`` operation is reached through free operations."""
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            for user in node.users:
+                kind = self.classes.get(user)
+                part = kind is None and is_part(user) and user in found
+                if part or (kind is not None and node in kind.applies and self._leads_low(user, kind, found)):
+                    found.add(node)
+                    break
+        return found
+
+    def _leads_low(self, user: Node, kind: Classification, found: set[Node]) -> bool:
+        return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
+
+    def _early(self) -> set[Node]:
+        """Return the movements that a cast may precede: every reader takes low precision.
+
+        Only where the value does not shrink on the way (a cast before a slice would convert more than it
+        must) and is never written.
+        """
+        found: set[Node] = set()
+        for node in reversed(self.problem.gm.graph.nodes):
+            kind = self.classes.get(node)
+            if kind is None or kind.cls is not OpClass.NEUTRAL or len(kind.applies) != 1 or kind.dtype:
+                continue
+            (source,) = kind.applies
+            if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
+                continue
+            if not is_eligible(captured(source)) or is_leaf(source) or not _keeps_size(source, node):
+                continue
+            if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
+                continue  # a cast behind the movement is shared by the readers, and adds their gradients in fp32
+            if node.users and all(self._reads_low(user, node, found) for user in node.users):
+                found.add(node)
+        return found
+
+    def _reads_low(self, user: Node, node: Node, early: set[Node]) -> bool:
+        kind = self.classes.get(user)
+        return kind is not None and (
+            user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
+        )
+
+    def _shown(self) -> dict[Node, Node]:
+        """Return the calls that show memory of an input which is written behind them, each with such an input."""
+        found: dict[Node, Node] = {}
+        for node in self.problem.gm.graph.nodes:
+            kind = self.classes.get(node)
+            if node.op not in ("placeholder", "get_attr", "output") and not (
+                kind and (kind.written or kind.conversion)
+            ):
+                sources = [s for s in self.problem.memory.aliased(node) if is_eligible(captured(s))]
+                found.update((node, s) for s in sources[:1])
+        return found
+
+    def _written_in_full(self) -> set[int]:
+        """Return the storages that must live in full precision.
+
+        Those that a ``deny`` or opaque operation writes; written ones of which such an operation, or one with several
+        operands, shows a part: it takes full precision, and a cast before it would not see the writes, nor be written;
+        written ones of which the user has a conversion that did nothing at capture, an alias that would be a copy; and
+        those of which overlapping outputs, whose captured precision is restored, are parts.
+        """
+        memory, storages = self.problem.memory, self.problem.memory.storages
+        restored = self.problem.keep_outputs and PIECE not in self.problem.gm.meta  # each output by a cast of its own
+        found = set(memory.leaving) if restored else set()
+        for node, kind in self.classes.items():
+            alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
+            if alias and memory.is_written(node):
+                found |= storages[node]
+        for node in self.shown:
+            if not self._follows(node):
+                found = found.union(*memory.aliased(node).values())
+        for node in self.problem.gm.graph.nodes:
+            known = self.classes.get(node)
+            if known is None and not is_part(node):  # a higher-order operator takes what it was captured with
+                found = found.union(*(storages[n] for n in written_inside(self.problem.gm, node)))
+            elif known is not None and known.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
+                found = found.union(*(storages.get(target, frozenset()) for target in known.written))
+        return found
+
+    def _follows(self, node: Node) -> bool:
+        """Say whether ``node`` shows an input's memory in whatever precision that is."""
+        kind = self.classes.get(node)
+        if kind is None or node in self.leaving:  # a piece was captured with such a call in low precision
+            return is_part(node) or node in self.leaving
+        return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
+
+
+def is_leaf(node: Node) -> bool:
+    """Say whether ``node`` is an input or a parameter: a gather from one must not convert, nor round, it whole."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def _keeps_size(source: Node, node: Node) -> bool:
+    """Say whether a movement keeps at least the number of elements."""
+    return _elements(node) >= _elements(source)
+
+
+def _grows(source: Node, node: Node) -> bool:
+    """Say whether a movement repeats elements."""
+    return _elements(node) > _elements(source)
+
+
+def _elements(node: Node) -> int:
+    return numel(captured(node))

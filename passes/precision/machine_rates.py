@@ -1,0 +1,160 @@
+"""What a machine does in a second, as data: the rates that a plan's cost is counted in.
+
+Before: "a matmul is faster in bf16". After: ``machine.rates["matmul"]["bfloat16"]``, 1.8e11 FLOP/s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from amp_graph.lists import ListError
+from amp_graph.lists.errors import shortened
+from amp_graph.lists.files import FOLDER
+from amp_graph.lists.read_toml import read_text, read_toml
+from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
+
+MACHINES = FOLDER / "machines"
+VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones
+FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
+COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
+DTYPES = ("float32", "bfloat16", "float16")
+PRODUCT_CALL = "product_call"
+LEAST, MOST = 1e-30, 1e30  # of seconds and rates: what plans multiply, divide and add up of them stays finite
+_NUMBERS = ("call", "graph", "kept")
+_HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
+_FIX = "amp-graph calibrate writes a whole file"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one class of machines, of one core of a CPU or of a whole GPU.
+
+    ``call``: seconds that any call costs; ``graph``: that one of a converted model does, beside its operations';
+    ``product_call``: that a matrix product's or a convolution's does, beside any call's, by dtype: a library looks
+    itself up and lays out.
+    ``kept``: bytes a second of what is kept for backward.
+    ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
+    ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is
+    what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
+    ``keeps_weights``: the plan's, not the machine's: no gradients, and weights that are cast and packed once an update.
+    """
+
+    name: str
+    device: str
+    description: str
+    call: float
+    graph: float
+    kept: float
+    promotes_by_copy: bool
+    product_call: Mapping[str, float]
+    rates: Mapping[str, Mapping[str, float]]
+    keeps_weights: bool = False
+
+
+def machine_for(device: str) -> Machine:
+    """Return the machine to plan for on ``device`` ("cpu", "cuda"): a calibrated one if its file is there.
+
+    Raises ListError for a file that is not a machine's.
+    """
+    own = own_file()
+    if own is not None:
+        found = _read(own, _written(own))
+        if found.device == device:
+            return found
+    return class_of(device)
+
+
+def _written(own: Path) -> int:
+    try:
+        return own.stat().st_mtime_ns
+    except OSError as error:  # gone since it was found
+        raise ListError(str(error), where=str(own), fix=_FIX) from error
+
+
+def own_file() -> Path | None:
+    """Return the calibrated file that plans read, if there is one."""
+    given = os.environ.get(VARIABLE, "")
+    if given == "default":
+        return None
+    try:
+        path = Path(given) if given else place_of_own_file()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, or of a user without a home
+        is_file = False
+    if given and not is_file:
+        raise ListError(f"{VARIABLE} names no file: {given[:500]}", legal="a machine file, or default", fix=_FIX)
+    return path if is_file else None
+
+
+def place_of_own_file() -> Path:
+    """Return where ``amp-graph calibrate`` writes by default."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "amp_graph" / "machine.toml"
+
+
+def class_of(device: str) -> Machine:
+    """Return the built-in machine that ``device`` of this one is like."""
+    cpu = "cpu_amx" if cpu_has_amx() else "cpu_bf16" if cpu_has_bf16() else "cpu"
+    return _read(MACHINES / f"{cpu if device == 'cpu' else 'cuda'}.toml", 0)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, mtime: int) -> Machine:
+    return read_machine(read_text(path, _FIX), str(path))
+
+
+def read_machine(text: str, where: str) -> Machine:
+    """Return the machine that a TOML text describes; every rate must be there. Raises ListError."""
+    data: dict[str, Any] = read_toml(text, where, _FIX)
+    _check_keys(data, ("machine", PRODUCT_CALL, *FAMILIES), where)
+    head = data["machine"]
+    _check_keys(head, _HEAD, f"{where}: [machine]")
+    _check_head(head, where)
+    for key in _NUMBERS:
+        _check_number(head[key], key, where)
+    for family in (PRODUCT_CALL, *FAMILIES):
+        dtypes = DTYPES[1:] if family == "cast" else DTYPES
+        _check_keys(data[family], dtypes, f"{where}: [{family}]")
+        for dtype in dtypes:
+            _check_number(data[family][dtype], f"{family}.{dtype}", where)
+    return Machine(**head, product_call=data[PRODUCT_CALL], rates={family: data[family] for family in FAMILIES})
+
+
+def _check_head(head: Mapping[str, object], where: str) -> None:
+    for key in ("name", "device", "description"):
+        if not isinstance(head[key], str) or (key == "device" and head[key] not in ("cpu", "cuda")):
+            legal = "cpu, cuda" if key == "device" else "a string"
+            raise ListError(f"{key} = {shortened(head[key])}", where=where, legal=legal, fix=_FIX)
+    if not isinstance(head["promotes_by_copy"], bool):
+        what = f"promotes_by_copy = {shortened(head['promotes_by_copy'])}"
+        raise ListError(what, where=where, legal="true, false", fix=_FIX)
+
+
+def _check_keys(found: Any, legal: tuple[str, ...], where: str) -> None:
+    if not isinstance(found, dict) or set(found) != set(legal):
+        keys = shortened(sorted(found) if isinstance(found, dict) else found)
+        raise ListError(f"holds {keys}", where=where, legal=f"exactly {', '.join(legal)}", fix=_FIX)
+
+
+def _check_number(found: Any, key: str, where: str) -> None:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not LEAST < found < MOST:
+        legal = f"a number above 0, from {LEAST:g} to {MOST:g}"
+        raise ListError(f"{key} = {shortened(found)}", where=where, legal=legal, fix=_FIX)
+
+
+def machine_text(machine: Machine) -> str:
+    """Return the TOML text of ``machine``; ``read_machine`` reads it back."""
+    lines = ["[machine]", f"name = {json.dumps(machine.name)}", f"device = {json.dumps(machine.device)}"]
+    lines += [f"description = {json.dumps(machine.description)}"]
+    lines += [f"{name} = {getattr(machine, name):.3e}" for name in _NUMBERS]
+    lines.append(f"promotes_by_copy = {str(machine.promotes_by_copy).lower()}")
+    for family, numbers in {PRODUCT_CALL: machine.product_call, **machine.rates}.items():
+        lines += ["", f"[{family}]"]
+        lines += [f"{dtype} = {number:.3e}" for dtype, number in numbers.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,246 @@
+"""Decide the precision of every value, with the reason; touch nothing else.
+
+Before: a captured graph. After: ``node.meta[MARK]`` is a ``Mark`` on every node that computes on floats.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.lists import OpClass, OpList
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph import aliasing, node_info
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
+from amp_graph.passes.graph.identify_ops import is_tensor_call
+from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
+from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
+from amp_graph.passes.precision.classify import Classification, classified
+from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
+from amp_graph.passes.precision.error_budget_planner import plan_within
+from amp_graph.passes.precision.fp32_operands import left_full
+from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.min_cut_planner import mincut
+from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, Choice, Problem
+from amp_graph.passes.precision.predict_time import left_alone, predicted
+from amp_graph.passes.precision.rule_based_planner import paint
+
+MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the plan says of a node.
+
+    ``precision`` is the precision the node computes in: "low", "full" or "captured" (left alone).
+    ``wants`` maps each input that must be in one precision to it; other inputs are taken as they come.
+    ``converts_result`` says that the result is made full precision at once, for all its readers;
+    ``asks_dtype`` that the call is given ``dtype=torch.float32``.
+    """
+
+    cls: OpClass
+    precision: str
+    reason: str
+    origin: str
+    ops: tuple[str, ...]
+    wants: Mapping[Node, str]
+    converts_result: bool = False
+    listed: bool = True
+    written: frozenset[Node] = frozenset()
+    asks_dtype: bool = False
+
+
+@dataclass(frozen=True)
+class PlanPrecision(Pass):
+    """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
+
+    Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the
+    machine at hand, of what the painting permits) or "paint" (lookahead painting). ``leaves``: "true", where "mincut"
+    is to leave an ``allow`` operation in full precision whose casts cost more than it gains; "graphs", where the whole
+    graph is to be left so if the plan is not predicted to be faster, and its costs are known (``counts``). An
+    ``accuracy`` that is a number is an error budget: "mincut" takes the fastest plan whose predicted error is at most
+    so many times that of accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs
+    like this one. ``keeps_weights``: they are cast and packed once an update, and no gradients are recorded.
+    ``in_step``: the graph is a part of a larger one, and a call of its own costs nothing.
+    """
+
+    lists: OpList
+    dtype: torch.dtype
+    accuracy: str | float = "autocast"
+    keep_fp32: str = ""
+    keep_outputs: bool = True
+    planner: str = "mincut"
+    leaves: str = "false"
+    measured: tuple[Measured, ...] = ()
+    keeps_weights: bool = False
+    counts: bool = False
+    in_step: bool = False
+    name: ClassVar[str] = "plan-precision"
+    required: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Fill ``node.meta[MARK]``."""
+        if fake_mode_of(gm) is None:
+            return PassResult(gm)
+        problem = self.problem(gm)
+        gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
+        changes: list[Change] = []
+        for node, choice in self._worth_it(problem, self._choices(problem)).items():
+            node.meta[MARK] = _mark(node, choice, problem)
+            changes.append(Change(self.name, choice.precision, node.name, choice.reason))
+        return PassResult(gm, tuple(changes))
+
+    def problem(self, gm: GraphModule) -> Problem:
+        """Return what there is to plan in a graph that holds tensors."""
+        mode = fake_mode_of(gm)
+        assert mode is not None, "a graph without tensors has no plan"
+        nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
+        classes = {node: left_full(node, _decided(classified(node, self.lists, mode))) for node in nodes}
+        classes = self._constrained(gm, classes)
+        return Problem(
+            gm, classes, aliasing.observe_with_caller(gm, classes), self.lists, self.accuracy, self.keep_outputs
+        )
+
+    def _choices(self, problem: Problem) -> dict[Node, Choice]:
+        """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""
+        if self.planner == "paint" or self.lists.unlisted != "opaque":
+            return paint(problem)
+        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
+        if isinstance(self.accuracy, str):
+            return mincut(problem, machine, dtype, self.leaves == "true")
+        influence = next(filter(None, (one.of(problem) for one in self.measured)), None)
+        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy, influence)
+        return chosen
+
+    @property
+    def _machine(self) -> Machine:
+        found = replace(machine_for(self.lists.device), keeps_weights=self.keeps_weights)
+        return replace(found, graph=0.0) if self.in_step else found
+
+    def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
+        """Return a plan, or the one in which all is full where that is predicted to be as fast, and may be left so.
+
+        Not for sizes that change from call to call: other ones may be worth it. Nor for a piece, whose neighbours run
+        under autocast and round what goes between.
+        """
+        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
+        found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
+        leaves = self.leaves == "graphs" and self.counts and self.lists.unlisted == "opaque"
+        if not leaves or found.is_worth_it or has_symbols(problem.gm) or PIECE in problem.gm.meta:
+            return chosen
+        problem.gm.meta[LEFT_ALONE] = found
+        return left_alone(problem, found, machine, dtype)
+
+    def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
+        """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
+        ours = self.lists.unlisted == "opaque"
+        held = position_encodings.protected(gm.graph.nodes, classes) if ours else frozenset()
+        rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
+        rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
+        strided = strided_views.read_by_strides(classes)
+        done: dict[Node, Classification] = {}
+        for node, found in classes.items():
+            path = node_info.module_path(node)
+            rule = next(((p, why) for regex, p, why in rules if node_info.matches_path(regex, path)), None)
+            wish = node.meta.get(WISH)
+            if REGION in node.meta:
+                done[node] = replace(found, cls=OpClass.OPAQUE, why=node.meta[REGION], listed=True)
+            elif wish or rule:
+                precision, why = wish or rule  # type: ignore[misc]
+                done[node] = _by_wish(found, precision, f"{why} (module {path})")
+            elif node in held:
+                done[node] = replace(found, cls=OpClass.DENY, why=position_encodings.WHY)
+            elif node in strided:
+                done[node] = replace(found, cls=OpClass.DENY, why=strided_views.WHY)
+            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.dtype):
+                if not _only_masks(node, classes):
+                    done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")
+                else:
+                    done[node] = found
+            else:
+                done[node] = found
+        for node in transposed_weights.views_of_weights(gm, done) if ours else ():
+            done[node] = replace(done[node], cls=OpClass.ALLOW, why=transposed_weights.WHY)
+        return done
+
+
+def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:
+    """Say whether a constant of ``node`` was resolved at capture for fp32 and is outside the range of ``dtype``."""
+    if node.target is operator.setitem:  # it gives nothing back, and its constant may be a whole number
+        written, constants = node.args[0], [a for a in node.args[2:] if isinstance(a, (int, float))]
+    else:
+        written, constants = node, [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    eligible = isinstance(written, Node) and is_eligible(captured(written))
+    return eligible and not all(node_info.fits(c, dtype) for c in constants)
+
+
+def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:
+    """Say whether ``node`` is read by softmax and attention only, for which a constant need only be very negative."""
+    readers = [classes.get(user) for user in node.users]
+    return bool(readers) and all(r is not None and set(r.names) <= MASKED for r in readers)
+
+
+def _decided(found: Classification) -> Classification:
+    """Turn a node of several classes that could not be expanded into an opaque one."""
+    return replace(found, cls=OpClass.OPAQUE) if found.expand else found
+
+
+def _by_wish(found: Classification, precision: str, why: str) -> Classification:
+    """Return ``found`` as a module rule wants it; a rule for low precision cannot make a kernel."""
+    if precision == FULL:
+        return replace(found, cls=OpClass.DENY, why=why)
+    if found.cls in (OpClass.DENY, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE) and found.listed:
+        return replace(found, cls=OpClass.ALLOW, why=why)
+    return found
+
+
+def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
+    found = problem.classes[node]
+    return Mark(
+        found.cls,
+        choice.precision,
+        choice.reason,
+        found.origin,
+        found.names,
+        {**_parameters_in_full(node, found), **choice.wants},
+        choice.converts_result,
+        found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
+        found.written,
+        choice.asks_dtype,
+    )
+
+
+def _parameters_in_full(node: Node, found: Classification) -> dict[Node, str]:
+    """Return what computed parameters of a norm must be: its kernels take low ones beside no full input.
+
+    Fake tensors do not say so.
+    """
+    if not found.partial or found.cls is OpClass.NEUTRAL:
+        return {}
+    others = [n for n in node.all_input_nodes if n not in found.applies and n not in found.written]
+    return {n: FULL for n in others if is_eligible(captured(n))}
+
+
+def refuse_mixed(node: Node) -> None:
+    """Raise TypeError where an ``allow`` operation is given floats of two dtypes.
+
+    Its kernels want one dtype; fake tensors do not always say so (``linear`` and ``mm`` in torch 2.13).
+    """
+    mark: Mark | None = node.meta.get(MARK)
+    if mark is None or mark.cls is not OpClass.ALLOW:
+        return
+    given = [t for s in node.all_input_nodes for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
+    found = sorted({str(t.dtype) for t in given})
+    if len(found) > 1:
+        raise TypeError(f"{', '.join(mark.ops)} takes operands of one dtype, not of {' and '.join(found)}")
+
+
+def marks(gm: GraphModule) -> dict[Node, Mark]:
+    """Return the marks of a planned graph, in node order."""
+    return {n: n.meta[MARK] for n in gm.graph.nodes if MARK in n.meta}

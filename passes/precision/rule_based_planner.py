@@ -1,0 +1,280 @@
+"""The lookahead painting: choose low or full precision for every node, from classes alone.
+
+Before: ``linear (allow) -> add (follow) -> layer_norm (fp32_inside) -> linear (allow)``. After: with accuracy
+"autocast" the mixed add and the norm stay full; with "fast" the whole stream between the linears is low.
+
+It says what the accuracy permits, and is the yardstick of ``mincut``, which says what of it pays. Source of the
+painting: TensorFlow's auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leaves mixed
+operands to the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from amp_graph.lists import OpClass
+from amp_graph.passes.autocast_regions.autocast_subgraphs import WHY
+from amp_graph.passes.graph.fake_values import captured, has_eligible, is_eligible, value
+from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.meta_keys import GIVEN
+from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.lookahead import Lookahead, is_leaf
+from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
+from amp_graph.passes.precision.position_encodings import exact
+
+ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
+# Rounding before these makes equals of what was different, and moves whole gradients from one element to others.
+SELECTIONS = frozenset(
+    f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
+)
+# Their gradients add up what was read more than once, element by element, in the precision of the result.
+GATHERS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "embedding", "gather", "index_select", "index", "_unsafe_index", "take", "take_along_dim", "masked_select",
+        "repeat_interleave",
+    )
+)  # fmt: skip
+
+
+def paint(problem: Problem) -> dict[Node, Choice]:
+    """Choose a precision for every classified node of ``problem``."""
+    return Painting(problem).run()
+
+
+class Painting:
+    """One run of the painting: the precision of each value so far, and what lies ahead of each node.
+
+    ``widest``: as low as the accuracy permits, whether it pays or not; what a planner by cost chooses from.
+    """
+
+    def __init__(self, problem: Problem, widest: bool = False) -> None:
+        self.problem = problem
+        self.widest = widest
+        self.classes = problem.classes
+        self.fast = problem.accuracy == "fast"
+        self.low = {node for node in problem.gm.graph.nodes if GIVEN in node.meta}
+        self.tainted: set[Node] = set()  # full because a deny operation made it so
+        self.ahead = Lookahead(problem)
+        self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
+
+    def run(self) -> dict[Node, Choice]:
+        """Paint the nodes in order."""
+        choices: dict[Node, Choice] = {}
+        for node in self.problem.gm.graph.nodes:
+            if node in self.classes:
+                choices[node] = self._choose(node, self.classes[node])
+            elif is_part(node) and is_eligible(captured(node)):
+                whole = node.args[0]
+                self.low |= {node} if whole in self.low else set()
+                self.tainted |= {node} if whole in self.tainted else set()
+        return choices
+
+    # -- the choice -----------------------------------------------------------------------------------
+
+    def _choose(self, node: Node, kind: Classification) -> Choice:
+        inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        moved = [n for n in inputs if n in kind.applies]
+        if not inputs and not has_eligible(node):
+            return Choice(AS_CAPTURED, "carries no fp32 value")
+        if GIVEN in node.meta:
+            return Choice(LOW, WHY)
+        if kind.conversion:
+            return self._conversion(node, kind, moved)
+        if kind.written & set(inputs):
+            return self._in_place(node, kind, inputs)
+        if node in self.ahead.shown:
+            return self._shown(node, kind, inputs)
+        if kind.cls is OpClass.ALLOW and moved:
+            return self._set_low(node, kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.DENY:
+            self.tainted.add(node)
+            return self._set_full(kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.OPAQUE and kind.takes_dtype and _is_like(kind):
+            return Choice(AS_CAPTURED, f"{kind.why}; only the shape of its operand counts", asks_dtype=True)
+        if kind.cls is OpClass.OPAQUE:
+            return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
+        if kind.cls is OpClass.PROMOTE:
+            return self._promote(node, kind, moved)
+        return self._free(node, kind, inputs, moved)
+
+    def _free(self, node: Node, kind: Classification, inputs: list[Node], moved: list[Node]) -> Choice:
+        counted = without_scalars(moved)
+        low = [n for n in counted if n in self.low]
+        tainted = [n for n in counted if n in self.tainted]
+        if kind.dtype is not None:
+            return self._set_full(kind, [], "the call asks for this dtype")
+        if not counted:
+            return Choice(AS_CAPTURED, "no fp32 operand")
+        # Of an operand that the class does not speak of, a movement only asks the shape; a scalar beside
+        # larger operands promotes nothing.
+        beside = [] if kind.cls is OpClass.NEUTRAL else [n for n in inputs if n not in kind.applies]
+        inputs = [*(counted if kind.mixed else moved), *beside]
+        if len(low) == len(counted):
+            if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
+                return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+        if self.may_round(node, kind, counted):
+            return self._set_low(node, kind, inputs, kind.why)
+        if len(low) == len(counted):
+            if self._is_widened_anyway(node, kind, low):
+                return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
+            if self._is_last_sum(node, kind):
+                return self._set_full(kind, counted[:1], "accuracy=fast: the stream ends here, unrounded")
+            if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
+                return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
+            return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
+        if node in self.ahead.early:
+            return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
+        if self.fast and node in self.ahead.low and not self._selects(node, kind):
+            reason = self._fast_reason(kind, low, tainted, counted)
+            if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
+                self.low.add(node)  # its readers round the sum: rounding the operand as well would be once too often
+                return Choice(FULL, reason + ", rounded behind the sum")
+            if reason:
+                return self._set_low(node, kind, inputs, reason)
+        if tainted and kind.cls is not OpClass.FP32_INSIDE:
+            self.tainted.add(node)
+        if low:
+            return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
+        return self._set_full(kind, [], "operands are full precision")
+
+    def _kept_exact(self) -> frozenset[Node]:
+        """Return what leads to a steep function, but for what accuracy "fast" would round."""
+        fast = Painting(replace(self.problem, accuracy="fast"), widest=True).run()
+        steep = exact(self.problem.gm.graph.nodes, self.classes)
+        return frozenset(n for n in steep if fast[n].precision != LOW)
+
+    def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
+        """Say whether an error budget may make a free operation low by casting its operands.
+
+        Not before a selection, a comparison, or (more than "fast" does) a steep function such as exp and sin, and not
+        a whole input or parameter for a movement or a gather from it.
+        """
+        if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+            return False
+        if node in self.exact:
+            return False
+        moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
+        return not moves or len(operands) != 1 or not is_leaf(operands[0])
+
+    def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
+        """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
+        if kind.cls is OpClass.FP32_INSIDE:  # a cast behind it costs what one before it would
+            return ""
+        if low and (not tainted or set(kind.names) <= ADDITIONS):
+            return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
+        if not low and not tainted and len(counted) == 1 and not is_leaf(counted[0]):
+            return "accuracy=fast: low precision lies ahead"
+        return ""
+
+    def _returns_fp32(self, node: Node, kind: Classification) -> bool:
+        """Say whether a reduction of a low value should return full precision by its own ``dtype`` argument.
+
+        That rounds less and needs no cast, where nothing ahead is low precision; a reproduction of PyTorch's
+        own policy must not do so.
+        """
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and kind.takes_dtype and len(node.all_input_nodes) == 1 and self._only_full_readers(node)
+
+    def _only_full_readers(self, node: Node) -> bool:
+        """Say whether everything that reads ``node`` takes full precision."""
+        return bool(node.users) and all(self._takes_full(user, node) for user in node.users)
+
+    def _takes_full(self, user: Node, node: Node) -> bool:
+        kind = self.classes.get(user)
+        restored = user.op == "output" and self.problem.keep_outputs and node not in self.ahead.leaving
+        return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
+
+    def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
+        """Say whether ``node`` only moves a value that another reader widens: one cast then serves both."""
+        if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
+            return False
+        if self.widest:
+            return False
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and any(user is not node and self._takes_full(user, low[0]) for user in low[0].users)
+
+    def _is_last_sum(self, node: Node, kind: Classification) -> bool:
+        """Say whether a low stream ends in this sum: widening one operand costs what widening the sum would."""
+        return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
+
+    def _selects(self, node: Node, kind: Classification) -> bool:
+        """Say whether the largest, or the like, of several elements is chosen here, or among those of ``node``."""
+        kinds = [kind, *(self.classes[user] for user in node.users if user in self.classes)]
+        return any(not SELECTIONS.isdisjoint(k.names) for k in kinds)
+
+    def _must_return_full(self, node: Node, kind: Classification) -> bool:
+        """Say whether rounding the result would lose what autocast keeps.
+
+        On CUDA autocast returns fp32 from softmax and most norms; returning low precision is rounding-equal only
+        where every reader rounds it anyway. CPU autocast returns low precision itself; accuracy "fast" asks
+        only for the last norm, behind which nothing is low any more (a cast before it instead of after it).
+        """
+        if self.fast:
+            return kind.partial and node not in self.ahead.low
+        return kind.full_in_autocast and not all(self.ahead.takes_low(user, node) for user in node.users)
+
+    def _conversion(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
+        if kind.dtype is None and moved and all(n in self.low for n in moved):
+            return self._set_low(node, kind, [], f"{kind.why} (to a low-precision value's dtype)")
+        return Choice(FULL if is_eligible(captured(node)) else AS_CAPTURED, kind.why)
+
+    def _in_place(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
+        """The destination is never cast; its sources follow it."""
+        target = next(n for n in inputs if n in kind.written)
+        sources = [n for n in inputs if n not in kind.written and n in kind.applies]
+        low = target in self.low
+        if low and is_eligible(captured(node)):
+            self.low.add(node)
+        precision = LOW if low else FULL
+        wants = {} if kind.mixed else dict.fromkeys(sources, precision)
+        return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
+
+    def _shown(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
+        """What shows memory that is written later is in the precision of that memory, which is never cast."""
+        source = self.ahead.shown[node]
+        low = source in self.low
+        if low and has_eligible(node):
+            self.low.add(node)
+        others = [n for n in inputs if n is not source and not (kind.mixed and kind.cls in FREE)]
+        precision = LOW if low else FULL
+        reason = f"shows memory of {source.name} that is written later: in {precision} precision, as that is"
+        return Choice(precision, reason, dict.fromkeys(others, precision if kind.cls in FREE else FULL))
+
+    def _promote(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
+        if moved and all(n in self.low for n in moved):
+            return self._set_low(node, kind, moved, f"{_names(kind)}: {kind.why}")
+        return self._set_full(kind, moved, f"{_names(kind)}: {kind.why}")
+
+    def _set_low(self, node: Node, kind: Classification, inputs: list[Node], reason: str) -> Choice:
+        wants = {n: LOW if n in kind.applies else FULL for n in inputs}
+        shared = self.problem.memory.storages.get(node, frozenset()) & self.ahead.full
+        if shared and not isinstance(captured(node), torch.Tensor):
+            return self._set_full(kind, inputs, f"{reason}; but one of its results is written in full precision")
+        if shared:
+            return Choice(LOW, reason + "; the result is written in full precision", wants, converts_result=True)
+        if has_eligible(node):
+            self.low.add(node)
+        return Choice(LOW, reason, wants)
+
+    def _set_full(self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False) -> Choice:
+        return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
+
+
+def _names(kind: Classification) -> str:
+    return ", ".join(kind.names)
+
+
+def _is_like(kind: Classification) -> bool:
+    """Say whether a call makes a new tensor in the image of another (``randn_like``, ``new_zeros``)."""
+    return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
+
+
+def without_scalars(nodes: list[Node]) -> list[Node]:
+    """Leave out zero-dimensional operands, which do not take part in promotion beside larger ones."""
+    large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
+    return large or nodes

@@ -1,0 +1,215 @@
+"""Recognize attention that was written out in Python, and call the one that torch has.
+
+Before: ``((q @ k.mT) * scale + mask).softmax(-1) @ v``, which under autocast rounds the scores, keeps the probabilities
+of all heads for backward, and differentiates each step. After: ``scaled_dot_product_attention(q, k, v, mask,
+scale=scale)``, which the pass ``attention`` then computes by code of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.lists import OpClass, OpList
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.edit import describe, put_before, put_call
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.match import PLACE, Formula, is_written_meanwhile
+from amp_graph.passes.graph.meta_keys import WISH, WRITTEN_OUT
+from amp_graph.passes.native.kernel_table import is_available
+from amp_graph.passes.op_args.transposes import transposes
+from amp_graph.passes.profitability.thresholds import attention_call_pays, attention_kernel_pays
+from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, Term, attention_around, read_statements, told
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+
+ALLOWED = (
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
+
+
+@dataclass(frozen=True)
+class FuseAttention(Pass):
+    """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
+
+    Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
+    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or a number far below
+    all scores, in place as well; dropout where our kernel draws it, the same draws; read by nobody half-way, as by who
+    returns the probabilities. The lists allow both products and the call. Exactness: rounding-different; scores stay
+    fp32, where the formula rounds them. A row that sees nothing gives zeros where its scores are all -inf, and the
+    formula NaN; of another number it gives the mean of all values, and no gradient to queries and keys, as the formula.
+    """
+
+    lists: OpList
+    dtype: torch.dtype
+    device: str
+    keep_fp32: str = ""
+    name: ClassVar[str] = "fuse-attention"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every softmax."""
+        mode = fake_mode_of(gm)
+        changes = []
+        operands = _Operands(gm, mode) if mode is not None else None
+        for node in list(gm.graph.nodes) if self._is_wanted() else ():
+            if names_of(node) not in SOFTMAX:
+                continue
+            read_statements(node)
+            found = attention_around(node)
+            if found is None or operands is None or not self._is_free(found.formula.inside):
+                continue
+            if found.dropped and not self._drops_by_ours():
+                continue
+            made = operands.call(found)
+            what = f"{len(found.formula.inside)} operations that are attention, scale={found.scores.scale:g}"
+            changes.append(Change(self.name, "fused", made.name, what))
+        return PassResult(gm, tuple(changes))
+
+    def _is_wanted(self) -> bool:
+        rules = [self.lists.lookup(op, {}) for op in ALLOWED]
+        allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
+        return allowed and attention_call_pays(self.device, self.dtype)
+
+    def _drops_by_ours(self) -> bool:
+        return attention_kernel_pays(self.device, self.dtype) and is_available("dropout", self.dtype)
+
+    def _is_free(self, inside: set[Node]) -> bool:
+        """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
+        if any(WISH in node.meta for node in inside):
+            return False
+        rules = [path for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
+        paths = {node_info.module_path(node) for node in inside}
+        return all(len({bool(node_info.matches_path(rule, path)) for path in paths}) == 1 for rule in rules)
+
+
+class _Operands:
+    """Puts calls of attention, with operands of four dimensions, in the places of formulas of one graph."""
+
+    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
+        self.gm, self.mode = gm, mode
+        self.shared: dict[Any, Node] = {}  # what is made of masks, which layers share
+
+    def call(self, found: Found) -> Node:
+        """Return the call that is in the place of ``found``; what nobody else read is gone."""
+        formula, scores, mode = found.formula, found.scores, self.mode
+        keys = self._turned_back(scores.turned)
+        read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
+        mask = self._mask(found)
+        if (blind := self._blind(found)) is not None:
+            read[0] = self._put(formula.last, torch.masked_fill, read[0], blind, 0.0, like=formula.last)
+        given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+        given |= {"dropout_p": found.dropped} if found.dropped else {}
+        given["scale"] = scores.scale
+        if not found.merged:
+            made = put_call(self.gm, formula, F.scaled_dot_product_attention, read, mode, **given)
+        else:
+            with self.gm.graph.inserting_before(formula.last):
+                made = self.gm.graph.call_function(F.scaled_dot_product_attention, tuple(read), given)
+            describe(made, formula.last, mode)
+            put_call(self.gm, formula, torch.flatten, (made, 0, 1), mode)
+        made.meta[WRITTEN_OUT] = True
+        for node in (scores.turned, keys, scores.query, found.values):
+            if node not in read and not node.users and node.op != "placeholder":
+                self.gm.graph.erase_node(node)
+        return made
+
+    def _turned_back(self, turned: Node) -> Node:
+        """Return what was turned to be the right operand of a product, or that, turned back."""
+        source = turned.args[0] if turned.args else None
+        if isinstance(source, Node) and transposes(turned):
+            a, b = captured(source), captured(turned).mT
+            if told((*a.shape, *a.stride())) == told((*b.shape, *b.stride())):
+                return source
+        return self._put(turned.next, torch.transpose, turned, -2, -1)
+
+    def _of_four(self, node: Node, found: Found, *, folded: bool = True) -> Node:
+        """Return ``node``, [batch * heads, ...] where ``folded``, as [batch, heads, ...], a view."""
+        split, whole = found.scores.split, captured(node)
+        if whole.dim() != 3:
+            return node
+        if not folded or split is None or concrete_size(whole.shape[0]) == 1:
+            return self._put(found.formula.last, torch.unsqueeze, node, 0)
+        source, heads = node.args[0] if node.args else None, captured(split).shape[:2]
+        if names_of(node) in RESHAPES and isinstance(source, Node):
+            before = captured(source)
+            if before.dim() == 4 and told(before.shape) == told((*heads, *whole.shape[1:])):
+                return source  # before they were folded into the batch
+        return self._put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
+
+    def _mask(self, found: Found) -> Node | None:
+        """Return what is added to the scores, or where they are seen; None where all are as they are."""
+        scores, last = found.scores, found.formula.last
+        key = (scores.terms, scores.hidden, scores.filled)
+        if (known := self._known(key, found)) is not None:
+            return known
+        masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.terms]
+        hidden, blind = scores.hidden, self._blind(found)
+        if hidden is None and not masks:
+            return None
+        if hidden is None and len(masks) == 1 and scores.terms[0].factor == 1:
+            return masks[0]
+        if not masks and hidden is not None:
+            made = self._where(found, hidden, seen=True)
+            made = made if blind is None else self._put(last, torch.logical_or, made, blind, like=last)
+        else:
+            made = self._sum(masks, scores.terms, last)
+            if hidden is not None:
+                nowhere = self._where(found, hidden, seen=False)
+                made = self._put(last, torch.masked_fill, made, nowhere, -math.inf, like=last)
+            made = made if blind is None else self._put(last, torch.masked_fill, made, blind, 0.0, like=last)
+        self.shared[key] = made
+        return made
+
+    def _where(self, found: Found, hidden: Term, *, seen: bool) -> Node:
+        """Return where scores are ``seen``, or where they are not."""
+        mask, last = self._of_four(hidden.node, found, folded=hidden.folded), found.formula.last
+        return mask if hidden.seen is seen else self._put(last, torch.logical_not, mask, like=last)
+
+    def _sum(self, masks: list[Node], terms: tuple[Term, ...], last: Node) -> Node:
+        scaled = [
+            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
+            for mask, term in zip(masks, terms, strict=True)
+        ]
+        return reduce(lambda all_so_far, mask: self._put(last, torch.add, all_so_far, mask, like=last), scaled)
+
+    def _blind(self, found: Found) -> Node | None:
+        """Return which queries see nothing but a number that is filled in; None where that is -inf.
+
+        As zeros, to which nothing is added, they have scores that are all alike, too, and give no gradients to keys.
+        """
+        hidden, last = found.scores.hidden, found.formula.last
+        if hidden is None or found.scores.filled == -math.inf:
+            return None
+        if (known := self._known(hidden, found)) is not None:
+            return known
+        mask = self._where(found, hidden, seen=False)
+        made = self.shared[hidden] = self._put(last, torch.all, mask, -1, True, like=last)
+        return made
+
+    def _known(self, key: Any, found: Found) -> Node | None:
+        """Return what was made of the same masks for a layer before, unless something was written since.
+
+        A layer that is computed again in backward, or in a precision of its own, has its own.
+        """
+        known, last = self.shared.get(key), found.formula.last
+        if known is None or any(known.meta.get(mark) != last.meta.get(mark) for mark in PLACE):
+            return None
+        since = Formula(known, last, {known})
+        written = any(is_written_meanwhile(since, term.node) for term in found.scores.masks)
+        return None if written else known
+
+    def _put(
+        self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None
+    ) -> Node:
+        return put_before(self.gm, before, function, operand, *args, mode=self.mode, like=like)

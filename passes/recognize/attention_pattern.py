@@ -1,0 +1,333 @@
+"""How attention that was written out in Python is read: what its scores are made of.
+
+Before: a softmax. After: ``Found(formula, scores, values, merged)``, whether heads have a dimension of their own or are
+folded into the batch, whose products are ``bmm`` or ``baddbmm``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import captured, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import Identity, names_of
+from amp_graph.passes.graph.match import (
+    CONVERSIONS,
+    Formula,
+    constant_beside,
+    converts_nothing,
+    is_closed,
+    is_written_meanwhile,
+    operation,
+)
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, GIVEN, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.op_args.dropout_args import given_to
+from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+
+PRODUCTS = ("aten.matmul", "aten.bmm")
+BIASED = torch.ops.aten.baddbmm.default
+LEAST = -1e4  # filled in: what is beside it has no probability
+WRITING = ("aten.mul_", "aten.div_", "aten.add_", "aten.masked_fill_")
+STEPS = 6  # between a product and a mask that is added
+RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to scores, times ``factor``; ``folded``: to those with heads in the batch.
+
+    Or where something is filled in; ``seen``: where nothing is.
+    """
+
+    node: Node
+    folded: bool
+    factor: float = 1.0
+    seen: bool = False
+
+
+@dataclass
+class Scores:
+    """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``terms``.
+
+    ``hidden``: a mask of where nothing is to be seen, with ``filled`` in. ``split``: where the heads, which
+    were folded into the batch for the product, got a dimension of their own.
+    """
+
+    query: Node
+    turned: Node
+    scale: float
+    terms: tuple[Term, ...]
+    hidden: Term | None
+    filled: float
+    split: Node | None
+    inside: set[Node]
+
+    @property
+    def masks(self) -> list[Term]:
+        """What is read beside queries and keys."""
+        return [*self.terms, *([] if self.hidden is None else [self.hidden])]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Attention: its ``formula``, its ``scores`` and ``values``; ``merged``: its result has heads in the batch.
+
+    ``dropped``: the probability with which each of its probabilities is dropped.
+    """
+
+    formula: Formula
+    scores: Scores
+    values: Node
+    merged: bool
+    dropped: float
+
+
+def attention_around(softmax: Node) -> Found | None:
+    """Return the attention around ``softmax``, None for anything else."""
+    source = softmax.args[0] if softmax.args else None
+    scores = _scores(source) if isinstance(source, Node) and _is_over_the_last(softmax, source) else None
+    if scores is None:
+        return None
+    chances, inside, dropout = softmax, {softmax, *scores.inside}, None
+    while (reader := _one_reader(chances)) is not None:
+        if dropout is None and _dropped_by(reader):
+            dropout = reader
+        elif not _changes_nothing(reader, scores):
+            break
+        inside.add(reader)
+        chances = reader
+    if reader is None or operation(reader)[0] not in PRODUCTS or operation(reader)[1][0] is not chances:
+        return None
+    values, last = operation(reader)[1][1], reader
+    if not isinstance(values, Node) or values in inside or not _fits(scores, values):
+        return None
+    merged = captured(reader).dim() == 3
+    if merged and scores.split is not None and (behind := _one_reader(reader)) is not None and _splits(behind, scores):
+        last, merged = behind, False
+    formula = Formula(scores.query, last, {*inside, reader, last})
+    if not is_closed(formula) or _is_any_written(formula, scores, values):
+        return None
+    if dropout is not None and _is_any_drawn(dropout, last):
+        return None
+    return Found(formula, scores, values, merged, 0.0 if dropout is None else _dropped_by(dropout))
+
+
+def read_statements(softmax: Node) -> None:
+    """Let ``softmax`` read the results of statements that wrote scores in place: ``scores.masked_fill_(mask, n)``."""
+    source = softmax.args[0] if softmax.args else None
+    while isinstance(source, Node) and (writer := _statement(source, softmax)) is not None:
+        for later in [user for user in source.users if writer < user]:
+            later.replace_input_with(source, writer)
+        source = writer
+
+
+def _statement(source: Node, reader: Node) -> Node | None:
+    """Return the first that writes to scores ``source`` before ``reader``, where nobody reads what it returns."""
+    for user in source.users:
+        name, args = operation(user)
+        if name in WRITING and args[0] is source and not user.users and user < reader:
+            return user if _is_of_products(source, STEPS) else None
+    return None
+
+
+def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
+    others = (scores.turned, values, *(term.node for term in scores.masks))
+    return any(is_written_meanwhile(formula, node, scores.inside) for node in others)
+
+
+def _one_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_over_the_last(softmax: Node, source: Node) -> bool:
+    dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    return dim in (-1, value(softmax).dim() - 1) and value(softmax).dtype == value(source).dtype
+
+
+def _changes_nothing(node: Node, scores: Scores) -> bool:
+    """Say whether ``node`` leaves probabilities as they are, but that heads go into the batch again.
+
+    Or rounds them, as attention does, where the user's code asks for the dtype that it sees under autocast.
+    """
+    rounds = names_of(node) in CONVERSIONS and GIVEN in node.meta
+    return converts_nothing(node) or rounds or _drops_nothing(node) or (scores.split is not None and _folds(node))
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Say whether ``node`` is dropout in evaluation, or of probability 0."""
+    identity = node.meta.get(IDENTITY)
+    if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
+        return False
+    return not any(node_info.draws(o.op, o.arguments) for o in identity.operations)
+
+
+def _dropped_by(node: Node) -> float:
+    """Return how much dropout in training drops, in the order of memory as attention's own; 0 of all else."""
+    given = given_to(node)
+    if given is None or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
+        return 0.0
+    _, p, trains, in_place = given
+    plain = isinstance(p, float) and p < 1 and trains is True and not in_place
+    return p if plain and is_contiguous(captured(node)) else 0.0
+
+
+def _is_any_drawn(dropout: Node, last: Node) -> bool:
+    """Say whether something draws random numbers between the two, which would be others if ``dropout`` drew later."""
+    node = dropout.next
+    while node is not last:
+        identity = node.meta.get(IDENTITY)
+        if not isinstance(identity, Identity) or any(node_info.draws(o.op, o.arguments) for o in identity.operations):
+            return True
+        node = node.next
+    return False
+
+
+def _folds(node: Node) -> bool:
+    """Say whether ``node`` makes [batch * heads, ...] of [batch, heads, ...]."""
+    source = node.args[0] if names_of(node) in RESHAPES else None
+    return isinstance(source, Node) and _is_split(captured(source), captured(node))
+
+
+def _unfolds(node: Node) -> bool:
+    """Say whether ``node`` makes [batch, heads, ...] of [batch * heads, ...], of a number of heads that is known."""
+    if names_of(node) not in RESHAPES or not isinstance(node.args[0], Node):
+        return False
+    made = captured(node)
+    return _is_split(made, captured(node.args[0])) and type(made.shape[1]) is int
+
+
+def _is_split(split: torch.Tensor, folded: torch.Tensor) -> bool:
+    return split.dim() == 4 and folded.dim() == 3 and told(split.shape[2:]) == told(folded.shape[1:])
+
+
+def _splits(node: Node, scores: Scores) -> bool:
+    """Say whether ``node`` makes of attention's result what ``scores.split`` makes of the scores."""
+    return _unfolds(node) and told(captured(node).shape[:2]) == told(captured(scores.split).shape[:2])  # type: ignore[arg-type]
+
+
+def _step(node: Node) -> tuple[str, list[Any]]:
+    """Return ``operation``; one that writes in place, to what nobody else reads, as the one that does not."""
+    name, args = operation(node)
+    alone = name.endswith("_") and isinstance(args[0], Node) and set(args[0].users) == {node}
+    return (name[:-1] if alone else name), args
+
+
+def _scores(node: Node) -> Scores | None:
+    """Read ``node`` back to the product of queries and keys."""
+    scale, hidden, filled, split, folded = 1.0, None, -math.inf, None, False
+    terms, inside = list[Term](), set[Node]()
+    while True:
+        inside.add(node)
+        in_batch = captured(node).dim() == 3
+        name, args = _step(node)
+        if (product := _product(node)) is not None:
+            query, turned, bias, beta, alpha = product
+            if bias is not None:
+                terms.append(Term(bias, in_batch, scale * beta))
+            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, filled, split, inside)
+            return None if folded and split is None else found
+        if split is None and _unfolds(node):
+            split, node = node, node.args[0]  # type: ignore[assignment]
+        elif split is None and not folded and _folds(node):  # before the softmax
+            folded, node = True, node.args[0]  # type: ignore[assignment]
+        elif name in ("aten.mul", "aten.div") and (before := _scaled(node)) is not None:
+            node, factor = before
+            scale *= factor
+        elif name == "aten.add" and (parts := _masked(args)) is not None:
+            if operation(node)[0] != name and parts[0] is not args[0]:  # the mask is written to
+                return None
+            node, mask = parts
+            terms.append(Term(mask, in_batch, scale))
+        elif name == "aten.masked_fill" and hidden is None and _hides(args, scale, bool(terms)):
+            node, hidden, filled = args[0], Term(args[1], in_batch), args[2]
+        elif name == "aten.where" and hidden is None and _hides(args, scale, bool(terms)):
+            node, hidden, filled = args[1], Term(args[0], in_batch, seen=True), args[2]
+        elif converts_nothing(node):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return None
+
+
+def _hides(args: list[Any], scale: float, adds: bool) -> bool:
+    """Say whether nothing is seen where a number is filled in.
+
+    Where that is finite, a row that sees nothing has all values alike, unless something is added behind it.
+    """
+    if len(args) != 3 or isinstance(args[2], Node) or not all(isinstance(a, Node) for a in args[:2]) or scale <= 0:
+        return False
+    return args[2] == -math.inf or (args[2] * scale <= LEAST and not adds)
+
+
+def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
+    """Return what ``node`` multiplies, what it adds, and the numbers that it scales this and the product with."""
+    name, args = operation(node)
+    if name in PRODUCTS and all(isinstance(a, Node) for a in args):
+        return args[0], args[1], None, 0.0, 1.0
+    if names_of(node) != ("aten.baddbmm",) or "out" in node.kwargs or node.op not in ("call_function", "call_method"):
+        return None
+    given = node_info.schema_arguments(BIASED, node.args, dict(node.kwargs))
+    bias, left, right = (given.get(name) for name in ("self", "batch1", "batch2"))
+    if not (isinstance(bias, Node) and isinstance(left, Node) and isinstance(right, Node)):
+        return None
+    beta, alpha = given["beta"], given["alpha"]
+    scales = all(isinstance(number, (int, float)) and number != 0 for number in (beta, alpha))
+    return (left, right, bias, float(beta), float(alpha)) if scales else None
+
+
+def _scaled(node: Node) -> tuple[Node, float] | None:
+    """Return what ``node`` multiplies with a number, and that number."""
+    source = next((a for a in operation(node)[1] if isinstance(a, Node)), None)
+    factor = constant_beside(node, source) if source is not None else None
+    return None if source is None or factor is None else (source, factor)
+
+
+def _masked(args: list[Any]) -> tuple[Node, Node] | None:
+    """Return of two summands the one that is made of products, and the other."""
+    if len(args) != 2 or not all(isinstance(a, Node) for a in args):
+        return None
+    for scores, mask in (args, args[::-1]):
+        if captured(scores).dim() in (3, 4) and _is_of_products(scores, STEPS):
+            return scores, mask
+    return None
+
+
+def _is_of_products(node: Node, steps: int) -> bool:
+    """Say whether ``node`` is a product behind so many ``steps`` as ``_scores`` takes, or fewer."""
+    if _product(node) is not None or steps == 0:
+        return steps > 0
+    name, args = _step(node)
+    source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
+    if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
+        source = scaled[0]
+    read = {"aten.add": args, "aten.masked_fill": args[:1], "aten.where": args[1:2]}
+    sources = read.get(name, [source])
+    return any(isinstance(s, Node) and _is_of_products(s, steps - 1) for s in sources)
+
+
+def _fits(scores: Scores, values: Node) -> bool:
+    """Say whether torch's function takes these operands, with a dimension more where heads are in the batch."""
+    query, turned, v = (captured(n) for n in (scores.query, scores.turned, values))
+    dims = 3 if scores.split is not None else query.dim()
+    if dims not in (3, 4) or any(t.dim() != dims for t in (query, turned, v)):
+        return False
+    if not query.dtype == turned.dtype == v.dtype == torch.float32:
+        return False
+    sizes = [told(t.shape) for t in (query, turned.mT, v)]
+    if sizes[1] != sizes[2] or sizes[0][:-2] != sizes[2][:-2] or sizes[0][-1] != sizes[2][-1]:
+        return False
+    masks = [(captured(term.node), term) for term in scores.masks]
+    if any(is_trained(term.node) or not 2 <= mask.dim() <= (3 if term.folded else 4) for mask, term in masks):
+        return False
+    return all(captured(term.node).dtype == query.dtype for term in scores.terms)
+
+
+def told(sizes: Iterable[Any]) -> list[str]:
+    """Return sizes to compare without a guard on symbolic ones."""
+    return [str(size) for size in sizes]

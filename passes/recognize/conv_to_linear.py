@@ -1,0 +1,129 @@
+"""Let convolutions be linears whose kernel covers the whole image, or that go over it in patches beside each other.
+
+Before: ``conv2d(x, w, b)``, ``x`` [batch, in, 7, 7] and ``w`` [out, in, 7, 7], as in VGG's classifier.
+After: ``linear(x.flatten(1), w.flatten(1), b).view(-1, out, 1, 1)``.
+Before: ``conv2d(x, w, b, 16).flatten(2).transpose(1, 2)``, the patches of a vision transformer.
+After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, of ``x`` laid out in rows of 16 x 16 places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.edit import describe
+from amp_graph.passes.graph.fake_values import fake_mode_of, value
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.match import only_reader
+from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
+from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.op_args.batch_norm_args import has_norm
+from amp_graph.passes.op_args.transposes import TRANSPOSES, swaps_last_two
+from amp_graph.passes.profitability.conv_thresholds import patches_pay
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.symbolic_sizes import same
+
+# What reads [batch, places, channels] of any strides, and makes the same of it, strides included.
+TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
+
+
+@dataclass(frozen=True)
+class ConvAsLinear(Pass):
+    """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
+
+    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes; patches of what
+    ``what_pays`` calls few channels. Exactness: rounding-equal, sums in another order. The kernels of convolutions lay
+    out such weights, which are large, anew in every call, and their gradients too; a linear reads them as they lie.
+
+    ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which is worth more.
+    """
+
+    folds: bool = False
+    name: ClassVar[str] = "conv-as-linear"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every convolution."""
+        mode, changes = fake_mode_of(gm), []
+        for node in list(gm.graph.nodes):
+            call = convolution_call(node) if calls_convolution(node) else ""
+            if mode is None or isinstance(call, str) or (self.folds and has_norm(node)):
+                continue
+            if _covers_the_image(call):
+                made, why = _as_linear(gm, call, mode), f"its kernel covers images of {call.kernel}"
+            elif _is_of_patches(call, rows := _read_in_rows(node)):
+                made, why = _of_patches(gm, call, rows, mode), f"over patches of {call.kernel}"
+            else:
+                continue
+            changes.append(Change(self.name, "as a linear", made.name, why))
+        return PassResult(gm, tuple(changes))
+
+
+def _covers_the_image(call: ConvolutionCall) -> bool:
+    """Say whether there is one place to compute, whatever the sizes that vary will be."""
+    height, width = call.image.shape[2:]
+    fixed = type(height) is int and type(width) is int
+    return fixed and (height, width) == call.kernel != ONE and not any(call.padding)
+
+
+def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:
+    """Put the linear in the place of the convolution; return its result as an image of one place."""
+    node, graph = call.node, gm.graph
+    channels_last = is_channels_last(value(call.weight))
+
+    def rows(source: Node) -> Node:
+        if channels_last:  # in the order in which the weight lies: a view
+            source = describe(graph.call_method("permute", (source, (0, 2, 3, 1))), node, mode)
+        return describe(graph.call_method("flatten", (source, 1)), node, mode)
+
+    with graph.inserting_before(node):
+        given = (rows(call.input), rows(call.weight), call.bias)
+        product = describe(graph.call_function(F.linear, given), node, mode)
+        made = describe(graph.call_method("view", (product, -1, value(call.weight).shape[0], 1, 1)), node, mode)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return made
+
+
+def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
+    """Say whether the kernel goes over the image in steps of its own size, to its end; ``rows`` make rows of it."""
+    x, (height, width) = call.image, call.kernel
+    fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
+    if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
+        return False
+    return not is_channels_last(x) and patches_pay(x.device.type, call.channels, call.kernel, bool(rows))
+
+
+def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:
+    """Put the linear over patches in the place of the convolution, or of ``rows``; return its result."""
+    node, graph, (height, width) = call.node, gm.graph, call.kernel
+    across = (-1, call.channels, call.image.shape[2] // height, height, call.image.shape[3] // width, width)
+    with graph.inserting_before(node):
+
+        def called(name: str, *args: object) -> Node:
+            return describe(graph.call_method(name, args), node, mode)  # type: ignore[arg-type]
+
+        patches = called("permute", called("view", call.input, across), (0, 2, 4, 1, 3, 5))
+        given = (called("flatten", patches, 3), called("flatten", call.weight, 1), call.bias)
+        made = describe(graph.call_function(F.linear, given), node, mode)
+        # As an image it lies as the convolution's result did, whatever reads it.
+        made = called("flatten", made, 1, 2) if rows else called("contiguous", called("permute", made, (0, 3, 1, 2)))
+    rows = rows or [node]
+    rows[-1].replace_all_uses_with(made)
+    for old in reversed(rows):
+        graph.erase_node(old)
+    return made
+
+
+def _read_in_rows(node: Node) -> list[Node]:
+    """Return ``node`` and what makes [batch, places, channels] of it alone, for readers of any layout; [] otherwise."""
+    flat = only_reader(node, "aten.flatten", "aten.view", "aten.reshape")
+    if flat is None or value(flat).dim() != 3 or not same(value(flat).shape[1], value(node).shape[1]):
+        return []
+    turned = only_reader(flat, *TRANSPOSES)
+    if turned is None or not swaps_last_two(turned):
+        return []
+    return [node, flat, turned] if all(names_of(user) in TAKE_ANY_LAYOUT for user in turned.users) else []

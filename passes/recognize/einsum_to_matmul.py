@@ -1,0 +1,174 @@
+"""Recognize products that were written as Einstein sums.
+
+Before: ``einsum("b h i d, b h j d -> b h i j", q, k)``, as CompVis' diffusion models have it, which no pass over
+products, linears or attention sees. After: ``matmul(q, k.transpose(-2, -1))``.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from amp_graph.lists import OpList
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.edit import describe, put_before, put_call
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of
+from amp_graph.passes.graph.match import Formula
+from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+
+ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.aten.einsum.default)
+
+
+@dataclass(frozen=True)
+class EinsumsAsProducts(Pass):
+    """Replaces ``einsum`` of two operands by ``matmul``, with transposes of the operands and the result.
+
+    Law: one index is summed over; the others are of one operand and the result, one each, or of all three; or those of
+    one operand are several, and of the other, a matrix, one. The result lies as ``einsum``'s does, which code behind
+    it may ask for. The lists say the same of both. Exactness: rounding-equal; it is the product that ``einsum`` makes.
+    """
+
+    lists: OpList
+    name: ClassVar[str] = "einsums-as-products"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every einsum."""
+        mode, changes = fake_mode_of(gm), []
+        for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
+            given = _given_to(node)
+            if mode is None or given is None:
+                continue
+            equation, *operands = given
+            product = _that_lies_alike(node, equation, operands, mode)
+            if product is not None:
+                made = _put(gm, node, product, operands, mode)
+                changes.append(Change(self.name, "as a product", made.name, equation))
+        return PassResult(gm, tuple(changes))
+
+
+class _Product(NamedTuple):
+    """How operands are turned for a product, and its result: orders of dimensions; ``swapped``: the second is first."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    behind: tuple[int, ...]
+    swapped: bool
+
+
+def _given_to(node: Node) -> tuple[str, Node, Node] | None:
+    """Return the equation and the two operands of an einsum; None of anything else."""
+    if node.op != "call_function" or node.target not in (torch.einsum, torch.functional.einsum) or node.kwargs:
+        return None
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = [*operands[0]]
+    if len(operands) != 2 or not all(isinstance(o, Node) for o in operands) or not isinstance(equation, str):
+        return None
+    if not {REGION, TRANSFORM}.isdisjoint(node.meta):
+        return None
+    return equation, operands[0], operands[1]  # type: ignore[return-value]
+
+
+def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
+    """Return the product whose result lies as that of ``node``, an einsum; None where there is none."""
+    wanted, given = captured(node), [captured(o) for o in operands]
+    read = _read(equation, [t.dim() for t in given])
+    if read is None or given[0].dtype != given[1].dtype:
+        return None
+    first, second, result = read
+    sizes = dict(zip(first, given[0].shape, strict=False))
+    if any(str(sizes.get(i, n)) != str(n) for i, n in zip(second, given[1].shape, strict=False)):  # a size of 1
+        return None
+    for swapped in (False, True):
+        one, other = (second, first) if swapped else (first, second)
+        product = _product(one, other, result, swapped)
+        if product is None:
+            continue
+        with mode:
+            made = _made(product, given, _at_once)
+        if _form(made) == _form(wanted):
+            return product
+    return None
+
+
+def _read(equation: str, dims: Sequence[int]) -> tuple[str, str, str] | None:
+    """Return the indices of both operands, of so many ``dims``, and of the result; None where they do not say so.
+
+    ``...`` stands for as many more, the same from the last one on.
+    """
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    parts = terms.split(",")
+    if not arrow or len(parts) != 2:
+        return None
+    unused = [i for i in string.ascii_letters if i not in equation]
+    more = [max(0, n - len(part.replace("...", ""))) for n, part in zip(dims, parts, strict=True)]
+    of_all = "".join(unused[: max(more)])
+    said = [
+        part.replace("...", of_all[len(of_all) - n :], 1)
+        for n, part in zip((*more, max(more)), (*parts, result), strict=True)
+    ]
+    if not all(part.isalpha() and len(set(part)) == len(part) for part in said):
+        return None
+    return said[0], said[1], said[2]
+
+
+def _product(first: str, second: str, result: str, swapped: bool) -> _Product | None:
+    """Return the product of ``first`` by ``second``, None where they are not alike enough."""
+    summed = [i for i in first if i in second and i not in result]
+    shared = [i for i in result if i in first and i in second]
+    rows, columns = [i for i in result if i not in second], [i for i in result if i not in first]
+    if len(summed) != 1 or len(columns) != 1 or not rows:
+        return None
+    if {*first} != {*shared, *rows, *summed} or {*second} != {*shared, *columns, *summed}:
+        return None  # what one of them alone has is summed over
+    if len(rows) > 1 and shared:
+        return None
+    left, right, made = [*shared, *rows, *summed], [*shared, *summed, *columns], [*shared, *rows, *columns]
+    return _Product(
+        tuple(map(first.index, left)), tuple(map(second.index, right)), tuple(map(made.index, result)), swapped
+    )
+
+
+def _made(product: _Product, operands: list[Any], call: Callable[..., Any]) -> Any:
+    """Return what ``call`` makes of the last function: the turned product of ``operands``."""
+    one, other = operands[::-1] if product.swapped else operands
+    made = call(torch.matmul, _turned(one, product.left, call), _turned(other, product.right, call))
+    return _turned(made, product.behind, call)
+
+
+def _turned(operand: Any, order: tuple[int, ...], call: Callable[..., Any]) -> Any:
+    if order == tuple(range(len(order))):
+        return operand
+    *before, last, first = range(len(order))
+    of_last_two = order == (*before, first, last)
+    return call(torch.transpose, operand, -2, -1) if of_last_two else call(torch.permute, operand, order)
+
+
+def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _form(made: Tensor) -> tuple[Any, ...]:
+    return made.dtype, *map(str, (*made.shape, *made.stride()))
+
+
+def _put(gm: GraphModule, node: Node, product: _Product, operands: list[Node], mode: FakeTensorMode) -> Node:
+    """Put ``product`` in the place of ``node``; return what stands there."""
+
+    def put(function: Callable[..., Any], operand: Node, *args: Any) -> Node:
+        if function is not torch.matmul:
+            return put_before(gm, node, function, operand, *args, mode=mode, like=node)
+        with gm.graph.inserting_before(node):  # of the module that the sum is of
+            return describe(gm.graph.call_function(function, (operand, *args)), node, mode)
+
+    last = _made(product, operands, put)
+    made = put_call(gm, Formula(operands[0], node, {node}), last.target, last.args, mode)
+    gm.graph.erase_node(last)
+    return made

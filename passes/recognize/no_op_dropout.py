@@ -1,0 +1,43 @@
+"""Leave out dropout that drops nothing.
+
+Before: ``linear(dropout(gelu(x), 0.1, training=False), w)``. After: ``linear(gelu(x), w)``: a call less, and whoever
+fuses or computes activations again sees what is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.fake_values import captured, tensors
+from amp_graph.passes.graph.meta_keys import RETURNED
+from amp_graph.passes.op_args.dropout_args import given_back
+from amp_graph.passes.torch_compat.storage import storage_key
+
+
+@dataclass(frozen=True)
+class DropDropout(Pass):
+    """Replaces ``dropout(x, p, training)`` by ``x`` where it does not train, or ``p`` is 0.
+
+    Law: torch itself returns its argument then, the very tensor (aten/src/ATen/native/Dropout.cpp), so whatever is
+    done to one is done to the other; one that is told to write in place stays. Exactness: bit-exact.
+    """
+
+    name: ClassVar[str] = "drop-dropout"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every dropout."""
+        changes = []
+        for node in list(gm.graph.nodes):
+            source = given_back(node)
+            if source is not None:
+                changes.append(Change(self.name, "left out", node.name, "it drops nothing"))
+                # Dynamo's fake dropout is a clone: what its memory is called there is that of the argument.
+                keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
+                source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys
+                node.replace_all_uses_with(source)
+                gm.graph.erase_node(node)
+        return PassResult(gm, tuple(changes))

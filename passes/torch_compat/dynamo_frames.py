@@ -1,0 +1,170 @@
+"""Frames that Dynamo compiled, and functions that it leaves alone: private names of torch.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Have Dynamo run ``function``, and what that calls, as they are where it is not traced into; 2.11 - 2.13."""
+    kinds: Any = torch._dynamo.types
+    dynamo: Any = torch._dynamo.eval_frame
+    code: types.CodeType = function.__code__
+    dynamo.set_code_exec_strategy(code, kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP))
+
+
+_SERIAL = itertools.count()
+
+
+def own_code_object(function: types.FunctionType) -> types.FunctionType:
+    """Return ``function`` with a code object of its own.
+
+    Dynamo's cache hangs on the code object, which is shared by every closure of one ``def``: without this,
+    models converted one after the other fill each other's cache.
+    """
+    # The name is part of the key under which Dynamo remembers which sizes were seen to change.
+    name = f"{function.__name__}_{next(_SERIAL)}"
+    return types.FunctionType(
+        function.__code__.replace(co_name=name),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
+
+
+def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) -> Find:
+    """Return what finds the code that Dynamo compiled ``function`` to, for locals that its guards accept, else None.
+
+    Running it is what Dynamo's wrapper comes to in the end, after as much time as a small model's forward takes. Only
+    whole frames are found: what goes on behind a graph break must run under the wrapper. ``find({name: value})``
+    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force, or, for
+    what ``has_backward``, compiled autograd. 2.13.
+    """
+    frame, code = torch._dynamo.eval_frame, function.__code__
+    calls = torch._dynamo.mutation_guard.GenerationTracker
+    entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    switch: Any = torch._C  # of torch functions
+    compiles_autograd = _reader_of("compiled_autograd")
+    seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
+
+    def find(local: dict[str, Any]) -> Callable[..., Any] | None:
+        stance = frame._stance
+        if stance.stance != "default" or stance.backend is not None:
+            return None
+        if has_backward and compiles_autograd() is True:
+            return None
+        before = switch._get_torch_function_state()
+        for entry in entries(code):
+            try:
+                fits = entry.guard_manager.check(local)
+            except RuntimeError:  # the check switches torch functions off, and where it raises, leaves them so
+                switch._set_torch_function_state(before)
+                raise
+            if fits:
+                compiled = entry.code
+                known = seen.get(id(compiled))
+                if known is None or known[0]() is not compiled:  # held weakly: with it goes what was compiled
+                    known = seen[id(compiled)] = (weakref.ref(compiled), is_whole(compiled))
+                if not known[1]:
+                    return None
+                calls.generation += 1  # CUDA graphs tell calls apart by it
+                return types.FunctionType(compiled, function.__globals__, code.co_name, None, function.__closure__)
+        return None
+
+    return find if entries is not None and hasattr(frame, "_stance") else lambda local: None
+
+
+def _reader_of(setting: str) -> Callable[[], Any]:
+    """Return what reads a setting of Dynamo's for this thread: by its module it takes 10 us amid a step, guards 40.
+
+    Since 2.13 what is set is a context variable, which has a mark of its own where nothing is.
+    """
+    asked: Any = getattr(dynamo_config, "_config", {}).get(setting)
+    given = getattr(asked, "user_override", None)
+    if isinstance(given, contextvars.ContextVar) and not getattr(dynamo_config, setting):
+        return given.get
+    return lambda: getattr(dynamo_config, setting)
+
+
+def is_whole(compiled: types.CodeType) -> bool:
+    """Say whether code that Dynamo made calls one graph, and no code behind a graph break."""
+    graphs = [name for name in compiled.co_names if name.startswith("__compiled_fn")]
+    return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a bound method without keeping its object alive.
+
+    What Dynamo compiled stays in the globals of a module for as long as the code object of the captured function: if
+    it held that function's owner, neither would ever be freed.
+    """
+    bound = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = bound()
+        assert found is not None, "a captured graph outlived its owner, through which alone it is called"
+        return found(*args, **kwargs)
+
+    return call
+
+
+dynamo_listens = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where no compiler does; 2.11 - 2.13
+
+
+def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an outer ``torch.compile`` from tracing into ``function``; return what runs it, and what it calls, without.
+
+    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it. ``function`` is
+    marked, not wrapped, as one call more is seen in small models: it is to call what is returned where
+    ``dynamo_listens`` is not None, and is then called again with nobody listening.
+    """
+    disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    vars(function).update({k: v for k, v in vars(disabled).items() if k.startswith("_torchdynamo_disable")})
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return disabled
+
+
+def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which Dynamo runs as it is where it is called, and may still trace into from a caller."""
+    code: types.CodeType = function.__code__
+    torch._dynamo.eval_frame.skip_code(code)
+    return function
+
+
+def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``torch._dynamo.disable`` was given to return ``function``, for callers that Dynamo is off in."""
+    found: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(function)
+    return found
+
+
+def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Return what says, in one call of C++, whether a tensor is as ``tensor``, a plain one; 2.11 - 2.13.
+
+    As it is: type, dtype, device, sizes, strides, and what the dispatcher sees: autocast on its kind of device,
+    tracing, functorch's transforms, dispatch modes, inference mode. It is not to be given a nested tensor of the
+    strided layout: that has no strides, and the error ends the process.
+    """
+    guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
+    guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
+    check: Callable[[torch.Tensor], bool] = guard.check
+    return check
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Say whether ``nn.Module.compile`` put a compiled call in front of ``module``."""
+    return module.__dict__.get("_compiled_call_impl") is not None

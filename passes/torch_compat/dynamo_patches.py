@@ -1,0 +1,172 @@
+"""What Dynamo does otherwise while it captures for this package: patches, with the versions they were checked on.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import transformer
+
+from amp_graph.passes.torch_compat.capture_substitutes import batch_norm_of_averages, mask_as_given
+from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
+
+DTYPE_READ = "amp_dtype_read"  # meta key of a node: the code that was captured read the dtype of its value
+
+
+def record_reads_of_dtype() -> None:
+    """Let Dynamo mark the node of each tensor whose ``dtype`` the code reads; 2.11 - 2.13. Nothing else changes."""
+    traced = torch._dynamo.variables.TensorVariable
+    plain: Any = traced.method_attr_dtype
+    if hasattr(plain, DTYPE_READ):
+        return
+
+    def method_attr_dtype(self: Any, tx: Any) -> Any:
+        node = getattr(getattr(self, "proxy", None), "node", None)
+        if node is not None:
+            node.meta[DTYPE_READ] = True
+        return plain(self, tx)
+
+    setattr(method_attr_dtype, DTYPE_READ, True)
+    traced.method_attr_dtype = method_attr_dtype  # type: ignore[method-assign]
+
+
+def reads_of_dtype(node: torch.fx.Node) -> bool:
+    """Say whether the captured code read the dtype of the value of ``node``."""
+    return DTYPE_READ in node.meta
+
+
+class _Capturing(threading.local):
+    """Whether this thread captures for us."""
+
+    is_on = False
+
+
+capturing = _Capturing()
+
+
+def leave_out_guard_timing() -> None:
+    """Let Dynamo not time the guards of our captures; 2.11 - 2.13.
+
+    It empties the caches of the processor first: 26 ms of a capture's half second, for a line in a log.
+    """
+    guards: Any = torch._dynamo.guards
+    plain = guards.profile_guard_manager
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def profile_guard_manager(*args: Any) -> float:
+        return 0.0 if capturing.is_on else plain(*args)
+
+    guards.profile_guard_manager = profile_guard_manager
+
+
+def leave_cast_cache_alone() -> None:
+    """Let Dynamo's tries of operations on fake tensors not look for casts of weights where autocast keeps them.
+
+    It calls operators with Python's lock held (its dispatcher is one in Python), under which autocast would wait for
+    the lock of its cache. A thread that leaves autocast has that one, and wants Python's to free what was kept: the two
+    wait for ever. torch/_dynamo/utils.py, 2.11 - 2.13.
+    """
+    utils: Any = torch._dynamo.utils
+    plain = utils.run_node
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def run_node(*args: Any, **kwargs: Any) -> Any:
+        if not (capturing.is_on and torch.is_autocast_cache_enabled()):
+            return plain(*args, **kwargs)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    utils.run_node = run_node
+
+
+def let_masks_broadcast() -> None:
+    """Let ``torch.masked_select`` of our captures have as many elements as its operands have together; 2.11 - 2.13.
+
+    torch/_subclasses/fake_impls.py bounds them by those of the tensor alone, which Dynamo asserts in the graph: a
+    mask that is larger than its tensor fails there.
+    """
+    known: Any = torch._subclasses.fake_impls.op_implementations_dict
+    operator = torch.ops.aten.masked_select.default
+    plain = known[operator]
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def masked_select(mode: Any, func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
+        if capturing.is_on:
+            tensor, mask = torch.broadcast_tensors(tensor, mask)
+        return plain(mode, func, tensor, mask)
+
+    known[operator] = masked_select
+
+
+def see_loops_to_their_end() -> None:
+    """Let our captures see that they stop at a jump that goes back itself, as that of a ``while``; 2.11 - 2.13.
+
+    Dynamo looks for one behind it alone, and takes the turns of such a loop for calls inside of each other: a thousand
+    end in a RecursionError, and each holds its values. A frame with a loop that is seen runs as it is written.
+    """
+    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    plain: Any = getattr(translator, "maybe_has_backedge", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def maybe_has_backedge(self: Any) -> bool:
+        jump = self.current_instruction
+        target = getattr(jump.target, "offset", None) if capturing.is_on else None
+        return plain(self) or (target is not None and target < jump.offset)
+
+    translator.maybe_has_backedge = maybe_has_backedge
+
+
+# Functions, and what our captures hold in their place: always, or only where a number is given that tensors hold.
+_OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
+    transformer._detect_is_causal_mask: (mask_as_given, False),  # 2.11 - 2.13
+    torch.nn.functional.batch_norm: (batch_norm_of_averages, True),
+}
+
+
+def capture_some_otherwise() -> None:
+    """Let Dynamo put other functions in the place of some, as if they were written there; 2.11 - 2.13.
+
+    In our captures alone: ``torch.compiler.substitute_in_graph`` would hold for those of others, too.
+    """
+    written = torch._dynamo.variables.UserFunctionVariable
+    _asks(torch._dynamo.variables.TorchInGraphFunctionVariable, lambda variable: variable.value, written)
+    _asks(written, lambda variable: variable.fn, written)
+
+
+def _asks(kind: Any, function_of: Callable[[Any], Any], written: Any) -> None:
+    plain = kind.__dict__["call_function"]
+    if hasattr(plain, "asks_amp_graph"):
+        return
+
+    @functools.wraps(plain)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if capturing.is_on and (found := _OTHERWISE.get(function_of(self))) is not None:
+            instead, numbers_of_tensors = found
+            if not numbers_of_tensors or any(map(_is_number_of_tensor, (*args, *kwargs.values()))):
+                return written(instead).call_function(tx, args, kwargs)
+        return plain(self, tx, args, kwargs)
+
+    call_function.asks_amp_graph = True  # type: ignore[attr-defined]
+    kind.call_function = call_function
+
+
+def _is_number_of_tensor(variable: Any) -> bool:
+    number = getattr(variable, "sym_num", None)
+    return number is not None and bool(free_unbacked_symbols(number))

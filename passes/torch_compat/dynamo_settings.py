@@ -1,0 +1,73 @@
+"""Dynamo's settings during a capture: names and defaults, with the versions they were checked on.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+from torch._inductor import config as inductor_config  # 2.11 - 2.13
+
+from amp_graph.passes.torch_compat.versions import torch_version
+
+# Dynamo's own limits (8 per code object, 256 in all) would turn the ninth shape into a silent fp32 run. Ours are a
+# ``CaptureChoice``.
+NO_LIMIT = 1_000_000
+
+
+def _said_once() -> set[Any]:
+    """Return the logging methods of transformers that speak once a process: no reason to break a graph."""
+    names = ("warning_once", "info_once", "warning_advice")
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+
+
+class _AsWord(str):
+    """A set of functions that is a word to JSON: torch 2.11 and 2.12 log an error where they cannot write settings."""
+
+    functions: set[Any]
+
+    def __new__(cls, functions: set[Any]) -> _AsWord:
+        made = super().__new__(cls, "logging functions")
+        made.functions = functions
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+
+def ignored_logging() -> Any:
+    """Return the logging functions that break no graph: the user's choice, and those that speak once a process."""
+    # A capture inside of a capture finds a word where settings are not of 2.13.
+    functions = {*dynamo_config.ignore_logging_functions, *_said_once()}
+    return functions if torch_version() >= (2, 13) else _AsWord(functions)
+
+
+# Makes symbolic what an integer of a module is that was seen to change, as Dynamo does for arguments; 2.11 - 2.13.
+CHANGING_INTS: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
+
+# Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
+NO_RECORDS: dict[str, Any] = (
+    {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+)
+
+# Before 2.13 guards look at no parameter anew while no module was assigned to: not at one that was frozen, or brought
+# into another layout or precision.
+_TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
+NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if torch_version() < (2, 13) else {}
+
+
+def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
+    """Have Dynamo capture parameters as inputs, where Inductor's freezing would make constants of them; 2.11 - 2.13."""
+    if not inductor_config.freezing or torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)
+    return found

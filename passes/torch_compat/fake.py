@@ -1,0 +1,118 @@
+"""Fake tensors, symbolic sizes and tracing by torch.fx: private names of torch.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher  # 2.11 - 2.13
+from torch._guards import tracing as tracing  # 2.11 - 2.13: tracing(None) hides Dynamo's own context
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,  # 2.11 - 2.13
+    DynamicOutputShapeException,  # 2.11 - 2.13
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11 - 2.13
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # 2.11 - 2.13
+from torch.fx import _symbolic_trace  # 2.11 - 2.13
+from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols  # 2.11 - 2.13
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true  # 2.11 - 2.13
+from torch.utils._python_dispatch import _disable_current_modes
+
+outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fakes
+
+# What is raised of an operation on fake tensors that needs the data.
+DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextlib.contextmanager
+def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[None]:
+    """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes.
+
+    Sizes that depend on data are new symbols in what is computed here, which Dynamo is not to look for in its graph.
+    ``symbolic``: use the Python dispatcher, as Dynamo does, because kernels in C++ refuse symbolic sizes. It
+    takes some composites apart in other operations than the C++ ones that will run.
+    """
+    shape_env = mode.shape_env
+    guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
+    symbols = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
+    python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
+    with tracing(None), guards, symbols, python, mode:
+        yield
+
+
+def dispatch_for_data(by_data: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return what a trace runs under: where sizes depend on data, torch's rules in Python; those in C++ refuse them."""
+    return enable_python_dispatcher() if by_data else contextlib.nullcontext()
+
+
+UNKNOWN = 4  # a number for a size of which nothing is known
+LARGEST = 2**31  # what torch says of a size that is any: a little less than 2 ** 63
+
+
+def _at_most(known: Any) -> int:
+    """Return the largest number in a range of sizes, if that says anything; 2.11 - 2.13."""
+    upper = known.upper if known is not None else None
+    return int(upper) if upper is not None and upper.is_finite and 0 < upper < LARGEST else UNKNOWN
+
+
+def concrete_size(size: Any) -> int:
+    """Return a number for a symbolic size: its hint, or one for each symbol that has none.
+
+    That is the most that the symbol can be, as of rows that a mask selects, or 4 where that is not known.
+    """
+    if isinstance(size, torch.SymInt):
+        if size.node.is_nested_int():  # the ragged dimension of a nested tensor
+            return 4
+        if size.node.hint is not None:
+            return int(size.node.hint)
+        expression, ranges = size.node.expr, size.node.shape_env.var_to_range
+        found = expression.subs({symbol: _at_most(ranges.get(symbol)) for symbol in expression.free_symbols})
+        return int(found) if found.is_number and found.is_finite else UNKNOWN
+    return int(size)
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Return the number of elements of a fake tensor, with a number for each symbolic size."""
+    return math.prod(map(concrete_size, tensor.shape))
+
+
+def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Return the generated function of ``gm`` as it is: ``gm.forward`` of a graph that Dynamo made goes a long way."""
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    forward: Callable[..., Any] = gm.forward
+    return forward
+
+
+def refused_under_fx(error: RuntimeError) -> bool:
+    """Say whether Dynamo refused a call amid ``torch.fx.symbolic_trace`` or ``make_fx``; eval_frame.py, 2.11 - 2.13."""
+    return "FX to symbolically trace" in str(error)
+
+
+def wait_for_traces_of_others() -> bool:
+    """Wait until no other thread traces with torch.fx, whose flag is one for all; False where this one does.
+
+    torch/fx/_symbolic_trace.py, 2.11 - 2.13.
+    """
+    trace = _symbolic_trace.Tracer.trace.__code__
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is trace:
+            return False
+        frame = frame.f_back
+    while _symbolic_trace._is_fx_tracing_flag:
+        time.sleep(1e-3)
+    return True

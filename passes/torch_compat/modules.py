@@ -1,0 +1,26 @@
+"""Parameters of modules, exchanged and sharded: private names of torch.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
+
+
+def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -> Any:
+    """Return a context in which ``module`` has these tensors as parameters, ties included; Dynamo traces it.
+
+    torch.nn.utils.stateless; 2.11 to 2.13. ``torch.func.functional_call`` would run the module's hooks, too.
+    ``stack_weights``: what is put back is put back in the reverse order. A module that is registered under two names
+    has each of its parameters swapped twice, and would keep what the first swap put there.
+    """
+    return _reparametrize_module(module, instead, tie_weights=True, stack_weights=True)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Say whether ``fully_shard`` was applied to this very module; 2.11 to 2.13, without importing FSDP."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

@@ -1,0 +1,81 @@
+"""Kernels of oneDNN and ATen that have no public name, with the versions they were checked on.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def flash_attention_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    """Return what ``F.scaled_dot_product_attention`` computes by its flash kernel for CPU; 2.11 - 2.13."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
+
+
+def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, which alone can read it; 2.11 - 2.13."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+# Called as (x, weight, bias, "none" or what comes behind, [], its form); 2.11 - 2.13. A "relu" makes 0 of NaN.
+linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_linear_pointwise = linear_pointwise._op if linear_pointwise is not None else None
+
+
+def linear_of_packed_weight(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, after: str = "none", form: str = ""
+) -> torch.Tensor:
+    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed, through oneDNN's ``after``; 2.11 - 2.13.
+
+    after: "none", "relu", which makes 0 of NaN, "swish" or "gelu", the last in the ``form`` "none" or "tanh".
+    """
+    assert _linear_pointwise is not None, "nothing is packed without oneDNN"
+    found: torch.Tensor = _linear_pointwise(x, packed, bias, after, [], form)
+    return found
+
+
+def pack_convolution_weight(weight: torch.Tensor, shape: Any, images: torch.Size) -> torch.Tensor:
+    """Return a 2d convolution's ``weight`` in the layout of oneDNN, best for ``images`` of that size; 2.11 - 2.13."""
+    pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
+    where = (shape.padding, shape.stride, shape.dilation, shape.groups)
+    packed: torch.Tensor = pack(weight.to_mkldnn(), *where, list(images))
+    return packed
+
+
+_convolution_pointwise = torch.ops.mkldnn._convolution_pointwise if torch.backends.mkldnn.is_available() else None
+_convolution_into = torch.ops.mkldnn._convolution_pointwise_.binary._op if _convolution_pointwise is not None else None
+
+
+def convolution_pointwise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    shape: Any,
+    other: torch.Tensor | None,
+    into: bool = False,
+    activation: str = "none",
+) -> torch.Tensor:
+    """Return ``conv2d(x, weight, bias)``, plus ``other``, through ``activation``; 2.11 - 2.13.
+
+    x, other: bf16, channels_last; weight: packed; bias: fp32, and bf16 with ``other``, whose kernel takes no other.
+    ``into``: the result is written over ``other``, bit for bit the same. activation: what the kernel applies to its
+    fp32 sums, "none", "relu", which makes 0 of NaN, or, without ``other``, "swish" or "hardswish".
+    """
+    assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
+    assert _convolution_into is not None, "nothing is folded without oneDNN"
+    where = (shape.padding, shape.stride, shape.dilation, shape.groups)
+    found: torch.Tensor
+    if other is None:
+        found = _convolution_pointwise.default._op(x, weight, bias, *where, activation, [], "")
+    else:
+        after: tuple[Any, ...] = ("add", 1.0, None if activation == "none" else activation, [], None)
+        kernel, given = (_convolution_into, (other, x)) if into else (_convolution_pointwise.binary._op, (x, other))
+        found = kernel(*given, weight, bias, *where, *after)
+    return found

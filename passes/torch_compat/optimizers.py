@@ -1,0 +1,67 @@
+"""Hooks and state of torch's optimizers: private names of torch.
+
+Each with the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # 2.11 - 2.13; two are public, but in no list of its module
+    _global_optimizer_pre_hooks,  # 2.11 - 2.13; two are public, but in no list of its module
+    register_optimizer_step_post_hook,  # 2.11 - 2.13; two are public, but in no list of its module
+    register_optimizer_step_pre_hook,  # 2.11 - 2.13; two are public, but in no list of its module
+)
+
+_ON_STEP: set[Callable[..., None]] = set()
+
+
+def on_every_optimizer_step(after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
+    """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers."""
+    if after not in _ON_STEP:
+        _ON_STEP.add(after)
+        register_optimizer_step_post_hook(after)
+        if before is not None:
+            register_optimizer_step_pre_hook(before)
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
+    """Say what ``optimizer.step()`` does beside what its class does, or "": hooks, and what stands in its place.
+
+    A scheduler puts a ``step`` of its own there, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
+    2.13.
+    """
+    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    every = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if own or any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in every):
+        return "hooks of its step()"
+    step: Any = optimizer.__dict__.get("step")
+    behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
+    return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
+
+
+def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``kind.step`` without the hooks that ``Optimizer.__init__`` puts around it for good; 2.11 to 2.13."""
+    step: Any = kind.step
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
+
+
+def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, where that is a tensor.
+
+    torch/optim/optimizer.py casts them to the parameter's; 2.11 to 2.13.
+    """
+    plain = torch.optim.Optimizer._process_value_according_to_param_policy
+    if getattr(plain, "stand_in", None) is stand_in:
+        return
+
+    def cast_state(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = stand_in(param)
+        return plain(param if found is None else found, *args, **kwargs)
+
+    cast_state.stand_in = stand_in  # type: ignore[attr-defined]
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(cast_state)  # type: ignore[method-assign]

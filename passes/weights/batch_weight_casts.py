@@ -1,0 +1,133 @@
+"""Let the casts of parameters be done by few calls.
+
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``. After: ``low = low_weights(w1, w2); a, b = low``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.fake_values import captured, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.thresholds import few_calls_pay
+from amp_graph.passes.torch_compat.dispatch import is_wrapper
+from amp_graph.passes.torch_compat.storage import bytes_of
+from amp_graph.passes.weights.cache_weight_casts import casts_of_parameters
+from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.foreach_casts import Format, WeightGroup, low_weight
+
+# Casts: one call for fewer takes as long, which with gradients is a node of autograd's in Python.
+LEAST, LEAST_TRAINED = 3, 12
+# Bytes of weights whose gradients wait for each other, as in a bucket of DistributedDataParallel: none is widened, and
+# none is handed on, before the last one is there.
+MOST = 25 << 20
+
+
+@dataclass(frozen=True)
+class GroupWeightCasts(Pass):
+    """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
+
+    Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off; those
+    of a group get gradients from the same outputs. Exactness: bit-exact, gradients included. In backward no gradient of
+    a group is there before its last.
+    """
+
+    copies: WeightCopies
+    device: str
+    name: ClassVar[str] = "group-weight-casts"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast of a parameter."""
+        if not few_calls_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
+            return PassResult(gm)
+        may: dict[torch.device, list[Node]] = {}
+        for node, reason in casts_of_parameters(gm, self.copies.dtype):
+            if not reason and _fits(node):
+                may.setdefault(value(node).device, []).append(node)
+        changes = []
+        reached = outputs_reached(gm, observe(gm, marks(gm))) if may and torch.is_grad_enabled() else {}
+        for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
+            trains = torch.is_grad_enabled() and any(map(is_trained, together))
+            if len(together) >= (LEAST_TRAINED if trains else LEAST):
+                self._group(gm, together)
+                changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
+        return PassResult(gm, tuple(changes))
+
+    def _group(self, gm: GraphModule, together: list[Node]) -> None:
+        group = WeightGroup(self.copies.dtype, [_format(n) for n in together])
+        self.copies.groups.add(group)
+        with gm.graph.inserting_before(together[0]):
+            made = gm.graph.call_function(group.read, tuple(n.args[0] for n in together))
+        made.meta["val"] = tuple(value(n) for n in together)
+        for i, node in enumerate(together):
+            node.op, node.target = "call_function", low_weight
+            node.args, node.kwargs = (node.args[0], made, i), {}
+
+
+def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
+    """Yield neighbours of one device: all without gradients; else those not trained, and the others, up to ``MOST``.
+
+    What gets gradients from different outputs is apart: one might get none, and hooks would be called with None.
+    """
+    if not torch.is_grad_enabled():
+        yield casts
+        return
+    weights: dict[Node, Any] = {node: captured(node.all_input_nodes[0]) for node in casts}
+    yield [n for n in casts if not weights[n].requires_grad]
+    trained = [n for n in casts if weights[n].requires_grad]
+    for outputs in sorted({reached[n] for n in trained} - {0}):
+        group: list[Node] = []
+        size = 0
+        for node in (n for n in trained if reached[n] == outputs):
+            size += bytes_of(weights[node])
+            if group and size > MOST:
+                yield group
+                group, size = [], bytes_of(weights[node])
+            group.append(node)
+        yield group
+
+
+def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
+    """Return for each node which of the graph's outputs hand it gradients, a bit for each."""
+    sharing: dict[int, list[Node]] = {}
+    for node, keys in memory.storages.items():
+        for key in keys:
+            sharing.setdefault(key, []).append(node)
+    found: dict[Node, int] = {}
+    for i, given in enumerate(gm.graph.output_node().all_input_nodes):
+        found[given] = 1 << i
+    for node in reversed(gm.graph.nodes):
+        readers = set(node.users)
+        for key in memory.storages[node]:
+            if memory.order[node] in memory.writers.get(key, ()):  # what it wrote is read by other names, too
+                readers.update(u for n in sharing[key] for u in n.users if node < u)
+        bits = found.get(node, 0) | functools.reduce(operator.or_, (found[u] for u in readers if u.op != "output"), 0)
+        found[node] = bits if is_trained(node) else 0
+    return found
+
+
+def _fits(cast: Node) -> bool:
+    """Say whether ``cast`` runs wherever its parameter is there, and changes nothing but precision and layout."""
+    elsewhere = not {REGION, CHECKPOINT}.isdisjoint(cast.meta) or is_wrapper(captured(cast.all_input_nodes[0]))
+    return not elsewhere and set(cast.kwargs) <= {"memory_format"}
+
+
+def _format(cast: Node) -> Format:
+    found: Format = cast.kwargs.get("memory_format")  # type: ignore[assignment]
+    return found
+
+
+def _switches_gradients(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"

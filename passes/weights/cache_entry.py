@@ -1,0 +1,137 @@
+"""One low-precision copy of a parameter, and the signs by which a write to that parameter shows.
+
+Before: ``low = weight.bfloat16()``. After: ``KeptCopy(low, signs, ...)``, which is that of ``weight`` for as long as
+its storage, address, strides and version counter are what they were, and nobody has got its memory otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.native import cast_kernel
+from amp_graph.passes.torch_compat.autograd import borrow
+from amp_graph.passes.torch_compat.dispatch import is_batched
+from amp_graph.passes.torch_compat.storage import address_of, exchange_memory, holders, storage_key, storage_of
+from amp_graph.passes.weights.update_tracking import UPDATES
+from amp_graph.passes.weights.watched_memory import Watch
+
+LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+
+
+class Signs(NamedTuple):
+    """What a write to a parameter changes: its version counter, or one of the marks of what no counter shows."""
+
+    version: int
+    mark: object  # of its storage's ``Watch``; None, which that never is, where the memory may be written unseen
+    update: object  # of ``UPDATES``
+
+
+def signs_of(weight: Tensor, watch: Watch) -> Signs:
+    """Return what shows a write from now on; to be read before the values: a write in between makes a copy old."""
+    return Signs(weight._version, watch.mark, UPDATES.mark)
+
+
+@dataclass(eq=False, slots=True)
+class KeptCopy:
+    """One copy, and what the parameter looked like when it was made: replaced as a whole, for threads read it."""
+
+    low: Tensor
+    signs: Signs
+    watch: Watch
+    # Of a storage that is held weakly by ``watch``: no other gets its identity, and none is kept from being freed.
+    key: int | None
+    pointer: int
+    stride: tuple[int, ...]
+    given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
+    reused: bool = False  # whether the copy was of any use
+    passed: object = None  # the mark of an update after which no copy was made
+    beside: Any = None  # what was made along with it
+    held: Tensor | None = None  # what ``low`` was packed from, where that is to be compared at each call
+
+    def again(self, low: Tensor, signs: Signs) -> KeptCopy:
+        """Return what is known once the same parameter was cast anew, to ``low``."""
+        given = self.given if low is self.low else None
+        passed = self.passed is signs.mark
+        return KeptCopy(low, signs, self.watch, self.key, self.pointer, self.stride, given, passed)
+
+
+def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
+    """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
+    return not kept.reused and weight.numel() < LARGE
+
+
+def is_of(kept: KeptCopy, weight: Tensor) -> bool:
+    """Say whether ``kept`` was made of ``weight``, and that is where it was."""
+    same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
+    return same and address_of(weight) == kept.pointer and weight.stride() == kept.stride
+
+
+def is_current(kept: KeptCopy, weight: Tensor) -> bool:
+    """Say whether ``kept`` is of ``weight`` as it is now: no sign of a write has shown since it was made."""
+    version, mark, update = kept.signs
+    unwritten = mark is kept.watch.mark and update is UPDATES.mark
+    return unwritten and is_of(kept, weight) and version == weight._version
+
+
+def lend(weight: Tensor, low: Tensor) -> Tensor:
+    """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does; large ones by C."""
+    of_places = weight.dim() == 4 and weight[0, 0].numel() > 1  # whose gradient may lie otherwise
+    large = cast_kernel.LARGE_OF_PLACES if of_places else cast_kernel.LARGE
+    if weight.numel() < large or cast_kernel.library(low.dtype) is None:
+        return borrow(weight, low)
+    found: Tensor = _Lent.apply(weight, [low])
+    return found
+
+
+class _Lent(torch.autograd.Function):
+    """Saves nothing, and so serves any number of backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
+        ctx.weight = weight  # for its layout alone
+        given = low[0].new_empty(0)
+        exchange_memory(given, low[0])  # no view, and with a version counter of its own
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
+            return grad.float(), None
+        return cast_kernel.widened(grad, ctx.weight), None
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.low = torch.empty(1)
+
+
+def is_nobody_elses(kept: KeptCopy) -> bool:
+    """Say whether no graph, alias or thread has the copy, or the way back that was made for it."""
+    if kept.given is None:
+        return holders(kept, "low") == _ALONE
+    return holders(kept, "low") == holders(kept, "given") == _BORROWED
+
+
+_HOLDER = _Holder()
+_ALONE = holders(_HOLDER, "low")  # what is counted of a tensor that one attribute holds
+_ALIAS = _HOLDER.low.detach()
+_BORROWED = holders(_HOLDER, "low")  # and of one that has an alias
+del _ALIAS
+
+
+def may_be_kept(weight: Any) -> bool:
+    """Say whether a copy of ``weight`` can be trusted until one of the signs of a write shows."""
+    return (
+        type(weight) is torch.nn.Parameter
+        and weight.is_leaf
+        and weight.device.type == "cpu"
+        and weight.layout is torch.strided
+        and not weight.is_inference()
+        and not storage_of(weight).is_shared()
+        and not getattr(weight, "_fsdp_flattened", False)
+        and 0 < weight.numel() * weight.element_size() == storage_of(weight).nbytes()
+    )

@@ -1,0 +1,119 @@
+"""Let the casts of parameters read copies that outlive the call.
+
+Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(weight); y = linear(x, w)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.fake_values import captured, tensors, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
+from amp_graph.passes.layout.memory_format import is_channels_last, is_image
+from amp_graph.passes.memory.ops_with_recomputed_inputs import original
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, reads_cached_weight, traits_of
+from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.passes.weights import cast_cache
+from amp_graph.passes.weights.cache_entry import LARGE
+from amp_graph.passes.weights.cast_cache import WeightCopies
+
+
+@dataclass(frozen=True)
+class KeepWeightCopies(Pass):
+    """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
+
+    Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
+    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device; see
+    ``batch_weight_casts.py``.
+    """
+
+    copies: WeightCopies
+    name: ClassVar[str] = "keep-weight-copies"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every inserted cast of a parameter."""
+        changes, skips = [], []
+        for node, reason in casts_of_parameters(gm, self.copies.dtype):
+            if node.kwargs or len(node.args) > 1 or value(node).device.type != "cpu":  # into another layout; elsewhere
+                continue
+            if reason:
+                skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
+                continue
+            node.op, node.target = "call_function", self.copies.read
+            node.kwargs = _how_it_is_read(node)
+            changes.append(Change(self.name, "kept", node.name, "cast once an update"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def is_kept(node: Node) -> bool:
+    """Say whether ``node`` reads a weight's copy that outlives the call."""
+    of = getattr(node.target, "__module__", "")
+    return of == cast_cache.__name__ or (reads_cached_weight(node.target) and CAST in node.meta)
+
+
+def casts_of_parameters(gm: GraphModule, dtype: torch.dtype) -> Iterator[tuple[Node, str]]:
+    """Yield each inserted cast of a parameter to ``dtype``, and why it must stay a cast, or ""."""
+    memory = observe(gm, marks(gm))
+    returned = {storage_key(t) for s in gm.graph.output_node().all_input_nodes for t in tensors(value(s))}
+    for node in gm.graph.nodes:
+        if _casts_parameter(node) and value(node).dtype == dtype:
+            yield node, _refusal(node, memory, returned)
+
+
+def _casts_parameter(node: Node) -> bool:
+    source = node.args[0] if CAST in node.meta and node.op == "call_method" else None
+    return isinstance(source, Node) and source.op == "placeholder" and isinstance(captured(source), torch.nn.Parameter)
+
+
+def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
+    """Return why a cast must stay a cast, or ""."""
+    source = node.args[0]
+    assert isinstance(source, Node), "asked of casts alone"
+    if memory.is_written(source):
+        return "the forward writes to it"
+    if storage_key(value(node)) in returned:
+        return "the forward returns it"
+    if TRANSFORM in node.meta:
+        return "inside a torch.func transform"
+    return ""
+
+
+def _how_it_is_read(cast: Node) -> dict[str, Any]:
+    if not _is_read_once(cast):
+        return {}
+    (reader,) = cast.users
+    weight = reader.args[1] if len(reader.args) > 1 else None
+    large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is cast as fast as lent
+    if large and traits_of(original(reader.target)).fp32_weight_gradient:  # with that of the weight that of the bias
+        return {"once": True, "wide": True}
+    if not large or cast is not weight:
+        return {"once": True}
+    return {"once": True, "last": True} if _convolves_last(reader) else {"once": True}
+
+
+def _convolves_last(reader: Node) -> bool:
+    """Say whether ``reader`` trains by a convolution of channels_last images, whose kernels lay out their weight so."""
+    if names_of(reader) != ("aten.conv2d",) or not is_trained(reader):
+        return False
+    return is_image(value(reader.args[0])) and is_channels_last(value(reader.args[0]))  # type: ignore[arg-type]
+
+
+def _is_read_once(cast: Node) -> bool:
+    """Say whether one operation alone reads ``cast``, and hands one gradient back for it."""
+    found: list[Node] = []
+    for reader in cast.users:
+        map_arg((reader.args, reader.kwargs), found.append)
+        if not names_of(reader) or not ONE_WEIGHT_GRADIENT.issuperset(names_of(reader)):
+            return False
+    return found.count(cast) == 1

@@ -1,0 +1,146 @@
+"""Casts of many weights at once, where a call costs more than a cast: on GPUs.
+
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, a kernel and an autograd node each. After:
+``a, b = low_weights(w1, w2)``, one kernel for all that keep their layout; and in backward one that widens their
+gradients. Source of the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.cuda import stream_of
+from amp_graph.passes.torch_compat.dispatch import is_batched
+from amp_graph.passes.torch_compat.storage import unflatten
+
+own_functions(__name__)
+
+Format = torch.memory_format | None
+ALIGNED = 64  # elements: parts of one piece begin where kernels read fastest, as what is allocated alone does
+LowWeights = Callable[..., Sequence[Tensor]]
+
+
+class WeightGroup:
+    """Weights that are cast together to ``dtype``, each into its ``formats``, where that is not None.
+
+    Nothing is ever old: all are cast at every call. Without gradients they are cast into memory that is kept from call
+    to call of one stream, and given back by the allocator's rules when another one calls; while a CUDA graph is
+    recorded, which has to own what it writes to, into none that is kept. With gradients the results are new ones, which
+    autograd saves.
+    """
+
+    def __init__(self, dtype: torch.dtype, formats: Sequence[Format]) -> None:
+        self.dtype = dtype
+        self.formats = tuple(formats)
+        self._last: tuple[int, list[Tensor]] | None = None  # a stream, and what was made for it; replaced as a whole
+        self.read = self._reader()
+        self._parts: tuple[list[int], ...] | None = None  # what one kernel casts; known from the first call on
+
+    def _reader(self) -> LowWeights:
+        """Return what graphs call."""
+
+        def low_weights(*weights: Tensor) -> Sequence[Tensor]:
+            if torch.is_grad_enabled():
+                trained = weights[0].requires_grad
+                return _LowWeights.apply(self, *weights) if trained else self.cast(self.new(weights), weights)
+            stream = stream_of(weights[0])
+            if stream is None:
+                return self.cast(self.new(weights), weights)
+            last = self._last
+            if last is None or last[0] != stream:
+                last = self._last = stream, self.new(weights)
+            return self.cast(last[1], weights)
+
+        return low_weights
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The memory that is kept."""
+        last = self._last
+        return last[1] if last is not None else []
+
+    def drop(self) -> None:
+        """Give it back."""
+        self._last = None
+
+    def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory for one cast of ``weights``."""
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is of no use outside
+            return [self._alone(i, w) for i, w in enumerate(weights)]
+
+    def new_in_one_piece(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the same, of those that fit together in one piece: half as long, of which no part is freed alone."""
+        together = {i: w for i, w in enumerate(weights) if self._fits(i, w)}
+        if not together:
+            return self.new(weights)
+        parts = list(together.values())
+        piece = torch.empty(sum(w.numel() for w in parts), dtype=self.dtype, device=parts[0].device)
+        found = dict(zip(together, unflatten(piece, parts), strict=True))
+        return [found[i] if i in found else self._alone(i, w) for i, w in enumerate(weights)]
+
+    def _alone(self, place: int, weight: Tensor) -> Tensor:
+        return torch.empty_like(weight, dtype=self.dtype, requires_grad=False, **_format(self.formats[place]))
+
+    def _fits(self, place: int, weight: Tensor) -> bool:
+        return self.formats[place] is None and weight.numel() % ALIGNED == 0 and weight.is_contiguous()
+
+    def cast(self, low: list[Tensor], weights: tuple[Tensor, ...]) -> list[Tensor]:
+        """Cast ``weights`` into ``low``. Their strides are those that the graph was captured for."""
+        if self._parts is None:
+            self._parts = by_layout(low, weights)
+        copy_all(low, weights, self._parts)
+        return low
+
+
+class _LowWeights(torch.autograd.Function):
+    """One cast of several weights, and of their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: WeightGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.weights = weights  # for their layout alone
+        return tuple(group.cast(group.new_in_one_piece(weights), weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = [g for g in grads if g is not None]
+        if not given or torch.is_grad_enabled() or any(map(is_batched, given)):
+            return None, *(None if g is None else g.to(w.dtype) for g, w in zip(grads, ctx.weights, strict=True))
+        wide = [
+            torch.empty_like(w, requires_grad=False) for w, g in zip(ctx.weights, grads, strict=True) if g is not None
+        ]
+        copy_all(wide, given, by_layout(wide, given))
+        rest = iter(wide)
+        return None, *(None if g is None else next(rest) for g in grads)
+
+
+def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
+    """Return what ``weight`` was cast to with others; graphs show by it which weight that is."""
+    return group[place]
+
+
+def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int], ...]:
+    """Return which of ``given`` have the strides of their place, and which not: one kernel copies the former."""
+    alike = [a.stride() == b.stride() for a, b in zip(into, given, strict=True)]
+    if all(alike):
+        return (list(range(len(alike))),)
+    return tuple([i for i, is_alike in enumerate(alike) if is_alike is same] for same in (True, False))
+
+
+def copy_all(into: list[Tensor], given: list[Tensor] | tuple[Tensor, ...], parts: tuple[list[int], ...]) -> None:
+    """Copy each of ``given`` into what stands in its place, those of a part together."""
+    if len(parts) == 1:
+        torch._foreach_copy_(into, given)
+        return
+    for part in parts:
+        if part:
+            torch._foreach_copy_([into[i] for i in part], [given[i] for i in part])
+
+
+def _format(into: Format) -> dict[str, Any]:
+    return {} if into is None else {"memory_format": into}

@@ -1,0 +1,173 @@
+"""What runs a rewritten graph: PyTorch itself, inductor, any other backend, and ours under torch.compile."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import CaptureError, PolicyError
+from tests.measure import DtypeLog
+
+BF16 = torch.bfloat16
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)), torch.randn(6, 16)
+
+
+def conv_net():
+    torch.manual_seed(0)
+    # No bias before the batch norm: its gradient is zero, and what is computed for it is noise.
+    layers = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 4)
+    return nn.Sequential(*layers), torch.randn(2, 3, 8, 8)
+
+
+def step(model, x):
+    """Output, loss and all gradients of one step."""
+    model.zero_grad()
+    out = model(x)
+    loss = F.mse_loss(out.float(), torch.ones_like(out, dtype=torch.float32))
+    loss.backward()
+    return [out.detach(), loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+
+def close(got, wanted, tolerance):
+    """Relative L2 distance of each pair of tensors is below `tolerance`."""
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("build", [mlp, conv_net])
+@pytest.mark.parametrize("compile", ["aot_eager", "inductor"])
+def test_a_compiled_step_agrees_with_the_eager_one(build, compile):
+    """Inductor keeps some values in fp32 that eager rounds: half a bf16 digit of difference is right."""
+    model, x = build()
+    wanted = step(amp_graph.convert(model, "bf16"), x)
+    model, x = build()
+    full = step(model, x)
+    model, x = build()
+    amp_graph.convert(model, "bf16", compile=compile)
+    for _ in range(2):
+        got = step(model, x)
+    assert conversion_of(model).runs == 2
+    close(got[:2], wanted[:2], 1e-2)
+    close(got[2:], wanted[2:], 3e-2)
+    assert any(not torch.equal(a, b) for a, b in zip(got, full, strict=True)), "ran in fp32"
+
+
+def test_eager_is_the_default_and_the_same():
+    model, x = mlp()
+    wanted = step(amp_graph.convert(model, "bf16"), x)
+    model, x = mlp()
+    assert conversion_of(amp_graph.convert(model, "bf16", compile="eager")).compile == "eager"
+    for a, b in zip(step(model, x), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_callable_receives_the_rewritten_graph():
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.append((gm, len(example_inputs)))
+        return gm.forward
+
+    model, x = mlp()
+    wanted = step(amp_graph.convert(model, "bf16"), x)
+    model, x = mlp()
+    got = step(amp_graph.convert(model, "bf16", compile=backend), x)
+    ((gm, count),) = seen
+    assert isinstance(gm, torch.fx.GraphModule)
+    assert count == len(gm.graph.find_nodes(op="placeholder"))
+    assert "bfloat16" in gm.print_readable(print_output=False)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+    assert amp_graph.report(model).compile == "backend"
+
+
+def test_an_error_of_a_callable_arrives():
+    def backend(gm, example_inputs):
+        raise ValueError("no luck")
+
+    model, x = mlp()
+    amp_graph.convert(model, "bf16", compile=backend)
+    with pytest.raises(Exception, match="no luck"):
+        model(x)
+
+
+@pytest.mark.parametrize("backend", ["amp_graph", "function"])
+def test_our_backend_under_torch_compile(backend):
+    from amp_graph.capture.dynamo_backend import amp_graph as function
+
+    model, x = mlp()
+    wanted = step(amp_graph.convert(model, "bf16"), x)
+    model, x = mlp()
+    compiled = torch.compile(
+        model, backend="amp_graph" if backend == "amp_graph" else function, options={"policy": "bf16"}
+    )
+    for a, b in zip(step(compiled, x), wanted, strict=True):
+        assert torch.equal(a, b)
+    with DtypeLog() as log:
+        compiled(x)
+    assert {t[0] for n, t in log.entries if n == "aten.addmm"} == {BF16}
+
+
+def test_our_backend_takes_the_next_one_as_an_option():
+    model, x = mlp()
+    wanted = step(amp_graph.convert(model, "bf16"), x)
+    model, x = mlp()
+    compiled = torch.compile(model, backend="amp_graph", options={"policy": "bf16", "compile": "aot_eager"})
+    close(step(compiled, x), wanted, 3e-2)
+
+
+def test_our_backend_refuses_a_bad_policy():
+    model, x = mlp()
+    compiled = torch.compile(model, backend="amp_graph", options={"policy": "bf61"})
+    with pytest.raises(Exception, match="did you mean 'bf16'") as caught:
+        compiled(x)
+    assert isinstance(caught.value, PolicyError) or isinstance(
+        getattr(caught.value, "inner_exception", None), PolicyError
+    )
+
+
+def test_it_is_registered():
+    assert "amp_graph" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_an_unknown_name_is_refused_and_changes_nothing():
+    model, x = mlp()
+    before, attributes = model(x), set(vars(model))
+    with pytest.raises(CaptureError, match="unknown compile='inductr'") as caught:
+        amp_graph.convert(model, "bf16", compile="inductr")
+    assert "inductor" in str(caught.value)
+    assert "fix:" in str(caught.value)
+    assert set(vars(model)) == attributes
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_a_checkpointed_model_recomputes(compile):
+    """The number of matrix products of a step is that of the unconverted model: no more, and no fewer."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    def products(model):
+        x = torch.randn(4, 8)
+        model(x).sum().backward()
+        with DtypeLog() as log:
+            model(x).sum().backward()
+        return sum(n in {"aten.addmm", "aten.mm"} for n, _ in log.entries)
+
+    wanted = products(Net())
+    assert products(amp_graph.convert(Net(), "bf16", compile=compile)) == wanted

@@ -1,0 +1,542 @@
+"""Capture: every call of a converted model runs converted, however often it is captured, or says that not."""
+
+import copy
+import functools
+import inspect
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.corpus import CASES, make
+from tests.measure import DtypeLog
+
+BF16 = torch.bfloat16
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution"}
+RECURRENT = {"amp_graph.lstm_forward", "amp_graph.gru_forward", "aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru"}
+RECURRENT |= {"aten._thnn_fused_lstm_cell"}
+
+
+class Net(nn.Module):
+    def __init__(self, width=16, out=4):
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(width, 32), nn.Dropout(0.1), nn.Linear(32, out)
+
+    def forward(self, x):
+        return self.second(self.drop(F.gelu(self.first(x))))
+
+
+def products(model, *args, names=PRODUCTS, **kwargs):
+    """Dtypes of the matrix products that one call executes."""
+    with DtypeLog() as log:
+        model(*args, **kwargs)
+    return [dtypes[0] for name, dtypes in log.entries if name in names]
+
+
+def assert_runs_low(model, *args, dtype=BF16, names=PRODUCTS, **kwargs):
+    """Two calls, of which the first may capture: both run a captured graph, in low precision."""
+    before = conversion_of(model).runs
+    model(*args, **kwargs)
+    assert conversion_of(model).runs > before
+    assert not amp_graph.report(model).skipped
+    found = products(model, *args, names=names, **kwargs)
+    assert found
+    assert set(found) == {dtype}
+    assert conversion_of(model).runs - before >= 2
+
+
+def count(model):
+    return len(conversion_of(model).graphs)
+
+
+# -- when it captures ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_captured_before_the_first_call():
+    model = amp_graph.convert(Net())
+    assert count(model) == 0
+    assert amp_graph.report(model).status.startswith("not captured yet")
+    model(torch.randn(3, 16))
+    assert count(model) == 1
+    model(torch.randn(3, 16))
+    assert count(model) == 1
+    assert conversion_of(model).runs == 2
+
+
+def test_modes_are_captured_apart_and_remembered():
+    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+    assert_runs_low(model, x)
+    with torch.no_grad():
+        assert_runs_low(model, x)
+    with torch.inference_mode():
+        assert_runs_low(model, x)
+        assert model(x).is_inference()
+    assert_runs_low(model.eval(), x)
+    seen = count(model)
+    for training in (True, False, True):
+        model.train(training)
+        assert_runs_low(model, x)
+    assert count(model) == seen
+    found = amp_graph.report(model).graphs
+    assert {(g.training, g.grad) for g in found} >= {(True, True), (True, False), (False, True)}
+
+
+def test_eval_drops_nothing_and_train_does():
+    model, x = amp_graph.convert(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))), torch.randn(4, 8)
+    assert (model(x) == 0).any()
+    assert not (model.eval()(x) == 0).any()
+    assert (model.train()(x) == 0).any()
+
+
+class Gather(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 16), nn.Linear(16, 4)
+
+    def forward(self, ids, scale=1):
+        return self.head(self.table(ids)) * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_other_shapes_and_integer_dtypes(dtype):
+    model = amp_graph.convert(Gather())
+    for length in (3, 5, 7):
+        ids = torch.arange(length) % 9
+        assert_runs_low(model, ids)
+        assert_runs_low(model, ids.to(dtype))
+        assert_runs_low(model, ids, 2)
+        assert_runs_low(model, ids, scale=0.5)
+
+
+def test_float64_and_half_inputs_are_captured_as_they_come():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            return self.fc(x) * y
+
+    model, x = amp_graph.convert(Scale()), torch.randn(3, 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        out = model(x, torch.ones(3, 4, dtype=dtype))
+        assert out.dtype == torch.promote_types(torch.float32, dtype)
+
+
+# -- no limit turns a later call into fp32 ------------------------------------------------------------
+
+
+def test_twenty_instances_of_one_class():
+    models = [amp_graph.convert(Net()) for _ in range(20)]
+    x = torch.randn(3, 16)
+    for model in models:
+        assert_runs_low(model, x)
+        assert count(model) == 1
+
+
+def test_twenty_widths_of_one_class():
+    for width in range(4, 24):
+        assert_runs_low(amp_graph.convert(Net(width)), torch.randn(3, width))
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_twenty_shapes_of_one_model(dynamic):
+    model = amp_graph.convert(Net(), dynamic=dynamic, max_graphs=20)
+    for rows in range(2, 22):
+        assert_runs_low(model, torch.randn(rows, 16))
+    assert conversion_of(model).runs == 40
+    assert (count(model) == 20) == (dynamic is False)
+
+
+def test_twenty_ranks_scales_and_modes_of_one_model():
+    model = amp_graph.convert(Gather())
+    for step in range(20):
+        model.train(step % 2 == 0)
+        assert_runs_low(model, torch.arange(3), float(step))
+    assert conversion_of(model).runs == 40
+
+
+def test_twenty_switches_of_one_model_with_many_flags():
+    """Each layer's mode is a guard of its own: twenty different states."""
+    model, x = (
+        amp_graph.convert(nn.Sequential(*[nn.Dropout(0.1) for _ in range(5)], nn.Linear(16, 4)), max_graphs=20),
+        torch.randn(3, 16),
+    )
+    for state in range(20):
+        for bit, layer in enumerate(list(model)[:5]):
+            layer.train(bool(state >> bit & 1))
+        assert_runs_low(model, x)
+    assert count(model) == 20
+
+
+def test_control_a_plain_backend_falls_back_at_dynamos_limit():
+    """What the tests above would miss nothing of: the same twenty shapes under Dynamo's own limits."""
+    calls = []
+
+    def backend(gm, inputs):
+        def run(*args):
+            calls.append(1)
+            return gm.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    model = torch.compile(Net(), backend=backend, dynamic=False)
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    for rows in range(2, 22):
+        model(torch.randn(rows, 16))
+    assert len(calls) == torch._dynamo.config.recompile_limit < 20
+
+
+@pytest.mark.parametrize("name", ["bert_sdpa", "gpt2"])
+def test_transformers_models_side_by_side(name):
+    """All models of the library share one decorator's code object."""
+    for seed in range(3):
+        model, args, kwargs = make(name, seed)
+        assert_runs_low(amp_graph.convert(model, "bf16"), *args, **kwargs)
+        assert_runs_low(model.eval(), *args, **kwargs)
+
+
+def test_one_conversion_does_not_disturb_another():
+    first, second, x = Net(), Net(), torch.randn(3, 16)
+    amp_graph.convert(first, "bf16")
+    amp_graph.convert(second, "fp16,accuracy=fast")
+    for _ in range(2):
+        assert_runs_low(first, x)
+        assert_runs_low(second, x, dtype=torch.float16)
+    assert set(products(Net(), x)) == {torch.float32}
+    amp_graph.revert(first)
+    assert set(products(first, x)) == {torch.float32}
+    assert_runs_low(second, x, dtype=torch.float16)
+
+
+# -- roots that Dynamo skips --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", [nn.Linear(16, 4), nn.Sequential(nn.Linear(16, 4)), nn.Bilinear(16, 16, 3)])
+def test_roots_of_torch_nn(root):
+    x = torch.randn(3, 16)
+    given = (x, x) if isinstance(root, nn.Bilinear) else (x,)
+    root = amp_graph.convert(copy.deepcopy(root))
+    before = conversion_of(root).runs
+    root(*given)
+    assert conversion_of(root).runs == before + 1
+    if not isinstance(root, nn.Bilinear):
+        assert_runs_low(root, *given)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN, nn.GRU])
+def test_recurrent_roots(kind):
+    model, x = kind(8, 8, batch_first=True), torch.randn(2, 5, 8)
+    plain = model(x)[0]
+    amp_graph.convert(model, "bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = model(x)[0]
+    assert conversion_of(model).runs == 1
+    torch.testing.assert_close(out, plain, rtol=0.05, atol=0.02)
+    assert set(products(model, x, names=PRODUCTS | RECURRENT)) == {BF16}
+
+
+# -- what is not captured -----------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.fc(x)
+        torch._dynamo.graph_break()  # the line to be named
+        return self.fc(x)
+
+
+def test_a_graph_break_is_reported_with_the_users_line():
+    model = amp_graph.convert(Breaks())
+    model(torch.randn(2, 8))
+    first, second = amp_graph.report(model).graphs
+    assert first.break_reason
+    assert __file__ in first.break_line
+    assert "graph_break()" in first.break_line
+    assert not second.break_line
+    with open(__file__) as source:
+        line = next(i for i, text in enumerate(source, 1) if "the line to be named" in text)
+    assert f":{line}, in forward" in first.break_line
+    assert_runs_low(model, torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if "graph_break" in c.tags])
+def test_every_piece_of_a_broken_graph_is_converted(name):
+    model, args, kwargs = make(name)
+    amp_graph.convert(model, "bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpGraphWarning)
+        model(*args, **kwargs)
+    assert set(products(model, *args, **kwargs)) == {BF16}
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_nothing_captured_is_a_warning_with_the_cause():
+    model, x = amp_graph.convert(Hidden()), torch.randn(2, 8)
+    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured.* ran under torch.autocast.+: "):
+        out = model(x)
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias).float())
+    assert out.dtype == torch.float32
+    assert any("nothing was captured" in note for note in amp_graph.report(model).notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)  # said once
+
+
+def test_nothing_captured_runs_in_fp32_where_the_policy_says_so():
+    model, x = amp_graph.convert(Hidden(), "bf16,escaped=fp32"), torch.randn(2, 8)
+    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured, so this call ran in fp32: .+"):
+        out = model(x)
+    assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias))
+
+
+def test_nothing_captured_is_an_error_where_strict():
+    model = amp_graph.convert(Hidden(), strict=True)
+    with pytest.raises(CaptureError, match="nothing was captured"):
+        model(torch.randn(2, 8))
+
+
+def test_strict_accepts_what_is_captured():
+    model = amp_graph.convert(Net(), strict=True)
+    assert_runs_low(model, torch.randn(3, 16))
+
+
+# -- other people's context ---------------------------------------------------------------------------
+
+
+def test_called_under_autocast_the_plan_decides():
+    model, x = Net().eval(), torch.randn(3, 16)
+    amp_graph.convert(model, "fp16")
+    alone = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_runs_low(model, x, dtype=torch.float16)
+        assert torch.equal(model(x), alone)
+        assert torch.is_autocast_enabled("cpu")
+    assert any("torch.autocast" in note for note in amp_graph.report(model).notes)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_inside_is_obeyed(enabled):
+    name = "autocast_enabled_inside" if enabled else "autocast_disabled_inside"
+    model, args, kwargs = make(name)
+    amp_graph.convert(model, "fp16")
+    model(*args, **kwargs)
+    found = products(model, *args, **kwargs)
+    inside = torch.bfloat16 if enabled else torch.float32
+    assert found == [torch.float16] * 2 + [inside] * 2 + [torch.float16] * 2
+
+
+def test_a_converted_part_of_an_unconverted_model():
+    model, x = nn.Sequential(nn.Linear(16, 16), Net()), torch.randn(3, 16)
+    amp_graph.convert(model[1])
+    model(x)
+    assert products(model, x) == [torch.float32, BF16, BF16]
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("outer", ["whole", "function"])
+def test_inside_a_users_own_compile(outer):
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    alone = model(x)
+    runs = conversion_of(model).runs
+    wrapped = torch.compile(model if outer == "whole" else lambda x: model(x) * 2, backend="eager")
+    for _ in range(2):
+        out = wrapped(x)
+    assert torch.equal(out, alone if outer == "whole" else alone * 2)
+    assert conversion_of(model).runs == runs + 2
+    assert set(products(wrapped, x)) == {BF16}
+
+
+def test_compiled_in_place_by_its_user():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    alone = model(x)
+    model.compile(backend="aot_eager")
+    assert torch.equal(model(x), alone)
+    assert conversion_of(model).runs == 2
+
+
+def test_forward_itself_is_converted():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    assert set(products(model.forward, x)) == {BF16}
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+
+
+def test_a_forward_wrapped_by_another_library_is_captured_and_given_back():
+    model, x = Net().eval(), torch.randn(3, 16)
+    plain, own = model(x), model.forward
+    wrapper = model.forward = lambda x: own(x) * 2
+    amp_graph.convert(model)
+    assert set(products(model, x)) == {BF16}
+    assert amp_graph.revert(model).forward is wrapper
+    assert torch.equal(model(x), plain * 2)
+
+
+def test_revert_refuses_where_another_wrapper_came_later():
+    model = amp_graph.convert(Net())
+    model.forward = lambda x: x
+    with pytest.raises(CaptureError, match="replaced after") as caught:
+        amp_graph.revert(model)
+    assert "fix:" in str(caught.value)
+    assert conversion_of(model)
+
+
+@pytest.mark.parametrize("tool", [torch.export.export, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_export_and_trace_say_what_to_do_instead(tool):
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    with pytest.raises(CaptureError, match="cannot be traced or exported") as caught:
+        tool(model, (x,))
+    assert "amp_graph.rewrite" in str(caught.value)
+    assert model(x).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("policy", "given"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_a_custom_function_runs_as_written_and_keeps_its_backward(policy, given):
+    """On what autocast would give it, or on what it was written for."""
+    model, args, _ = make("custom_function")
+    amp_graph.convert(model, policy)
+    CASES["custom_function"].loss(model(*args)).backward()
+    assert model.scale.grad.isfinite()
+    assert model.scale.grad != 0
+    with DtypeLog() as log:
+        model(*args)
+    assert [(n, t[0]) for n, t in log.entries if n in {"aten.round", "aten.div"}] == [
+        ("aten.round", given),
+        ("aten.div", given),
+    ]
+    assert products(model, *args)[-1] == BF16
+
+
+@pytest.mark.parametrize("name", ["cond", "checkpoint", "checkpoint_reentrant"])
+def test_higher_order_operators(name):
+    case = CASES[name]
+    model, args, kwargs = make(case)
+    plain, *_ = make(case)
+    case.loss(plain(*args, **kwargs)).backward()
+    amp_graph.convert(model, "bf16")
+    case.loss(model(*args, **kwargs)).backward()
+    assert "bf16" in amp_graph.report(model).text(None)
+    for (label, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None, label
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02, msg=lambda m, label=label: f"{label}: {m}")
+
+
+class Products(TorchDispatchMode):
+    """What a user's own mode is: Dynamo captures nothing under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_under_a_dispatch_mode_a_call_is_not_captured_and_does_no_harm_for_later(policy, dtype):
+    model, x = amp_graph.convert(Net(), policy), torch.randn(3, 16)
+    with pytest.warns(AmpGraphWarning, match="Products, a dispatch mode"), Products() as cold:
+        assert model(x).dtype == torch.float32
+    assert cold.dtypes == [dtype] * 2
+    assert_runs_low(model, x)
+    with Products() as warm:
+        assert model(x).dtype == torch.float32
+    assert warm.dtypes == [dtype] * 2
+    assert_runs_low(model, x)
+
+
+def test_a_dispatch_mode_is_nothing_to_a_model_left_as_it_is():
+    model, x = amp_graph.convert(Net(), "O0"), torch.randn(3, 16)
+    with warnings.catch_warnings(), Products() as mode:
+        warnings.simplefilter("error")
+        model(x)
+    assert mode.dtypes == [torch.float32] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", BF16), ("bf16,escaped=fp32", torch.float32)])
+def test_a_nested_tensor_whose_strides_no_guard_can_read_is_not_captured_and_does_no_harm(policy, dtype):
+    model, x = amp_graph.convert(nn.Linear(16, 4), policy), torch.randn(3, 16)
+    ragged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    model(x)
+    with pytest.warns(AmpGraphWarning, match="guards of captured code cannot look at.*strides"):
+        found = model(ragged)
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta, "torch functions are off"
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == BF16):
+        expected = F.linear(ragged, model.weight, model.bias)
+    for one, other in zip(found.unbind(), expected.unbind(), strict=True):
+        assert torch.equal(one, other.float())
+    assert_runs_low(model, x)
+
+
+def test_flops_of_a_converted_model_can_be_counted():
+    model, x = amp_graph.convert(Net()), torch.randn(3, 16)
+    model(x)
+    with FlopCounterMode(display=False) as counted, pytest.warns(AmpGraphWarning, match="FlopCounterMode"):
+        model(x)
+    assert counted.get_total_flops() == 2 * 3 * (16 * 32 + 32 * 4)
+    assert_runs_low(model, x)
+
+
+def test_capturing_logs_no_error_where_libraries_log_once(monkeypatch, caplog):
+    """Torch 2.11 and 2.12 sort the settings that they write down, functions among them."""
+    for name in ("warning_once", "info_once"):
+        once = functools.lru_cache(lambda self, *args, name=name: None)
+        monkeypatch.setattr(logging.Logger, name, once, raising=False)
+
+    class Warns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            logging.getLogger("somebody").warning_once("only now")
+            return self.fc(x)
+
+    model = amp_graph.convert(Warns(), "bf16")
+    with caplog.at_level(logging.ERROR):
+        model(torch.randn(2, 4))
+    assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    (graph,) = amp_graph.report(model).graphs
+    assert not graph.break_reason
+
+
+def test_dynamo_times_the_guards_of_other_captures_only(monkeypatch):
+    timed = []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: timed.append(args) or 1.0)
+    torch.compile(nn.Linear(4, 4), backend="eager")(torch.randn(2, 4))
+    before = len(timed)
+    model = amp_graph.convert(nn.Linear(4, 4), "bf16")
+    assert_runs_low(model, torch.randn(2, 4))
+    assert len(timed) == before == 1
+    torch.compile(nn.GELU(), backend="eager")(torch.randn(2, 4))
+    assert len(timed) == 2

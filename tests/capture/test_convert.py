@@ -1,0 +1,307 @@
+"""`convert` and `revert`: the same object before, during and after, and it computes in low precision."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from tests.corpus import CASES, make
+from tests.measure import DtypeLog
+
+BF16 = torch.bfloat16
+PRODUCTS = {
+    "aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution",
+    "aten.mkldnn_rnn_layer",
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self, width=16, out=4):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(width, 32), nn.BatchNorm1d(32), nn.Linear(32, out)
+        self.register_buffer("shift", torch.ones(out), persistent=False)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.norm(self.first(x)))) + self.shift
+
+
+def products(model, *args, **kwargs):
+    """Dtypes of the matrix products and convolutions that one call executes."""
+    with DtypeLog() as log:
+        model(*args, **kwargs)
+    return [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS]
+
+
+def assert_runs_low(model, *args, dtype=BF16, **kwargs):
+    before = conversion_of(model).runs
+    model(*args, **kwargs)  # captures, if it has to
+    found = products(model, *args, **kwargs)
+    assert found
+    assert set(found) == {dtype}
+    assert conversion_of(model).runs == before + 2
+
+
+# -- the same object ----------------------------------------------------------------------------------
+
+
+def test_the_same_object_comes_back():
+    model = Net()
+    assert amp_graph.convert(model) is model
+    assert isinstance(model, Net)
+    assert_runs_low(model, torch.randn(6, 16))
+    assert type(model) is Net
+
+
+def test_parameters_keys_and_dtypes_stay():
+    model = Net()
+    model.second.weight.requires_grad_(False)
+    identities = {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    keys = list(model.state_dict())
+    wanted = {n: (p.requires_grad, p.dtype) for n, p in model.named_parameters()}
+    modules = [name for name, _ in model.named_modules()]
+    amp_graph.convert(model)
+    model(torch.randn(6, 16)).sum().backward()
+    assert {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]} == identities
+    assert list(model.state_dict()) == keys
+    assert {n: (p.requires_grad, p.dtype) for n, p in model.named_parameters()} == wanted
+    assert [name for name, _ in model.named_modules()] == modules
+    assert model.second.weight.grad is None
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+def test_frozen_later_and_thawed_later():
+    """`requires_grad` is the user's to change between calls."""
+    model, x = amp_graph.convert(Net()), torch.randn(6, 16)
+    model(x).sum().backward()
+    model.first.requires_grad_(False)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model.first.weight.grad is None
+    assert model.second.weight.grad is not None
+    model.first.requires_grad_(True)
+    model(x).sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_training_converges_like_fp32():
+    losses = {}
+    for policy in (None, "bf16"):
+        torch.manual_seed(0)
+        model, x = Net(), torch.randn(32, 16)
+        target = x[:, :4] * 2 - 1
+        if policy:
+            amp_graph.convert(model, policy)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+        losses[policy] = loss.item()
+    assert losses[None] < 0.2
+    assert losses["bf16"] == pytest.approx(losses[None], rel=0.1)
+
+
+def test_outputs_keep_their_captured_dtype_unless_told():
+    x = torch.randn(6, 16)
+    assert amp_graph.convert(Net(), "bf16")(x).dtype == torch.float32
+    head = nn.Sequential(nn.Linear(16, 4))
+    assert amp_graph.convert(head, "bf16,keep_outputs=false")(x).dtype == BF16
+
+
+def test_weights_changed_from_outside_are_seen():
+    """No stale copy of a weight is kept: the value at the call is the value used."""
+    model, x = amp_graph.convert(nn.Linear(16, 4)), torch.randn(6, 16)
+    model(x)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.fill_(3.0)
+    assert torch.equal(model(x), torch.full((6, 4), 3.0))
+    model.weight = nn.Parameter(torch.zeros(4, 16))
+    model.bias = nn.Parameter(torch.full((4,), 5.0))
+    assert torch.equal(model(x), torch.full((6, 4), 5.0))
+
+
+# -- hooks --------------------------------------------------------------------------------------------
+
+
+def test_hooks_fire_before_and_after_conversion():
+    model, seen, x = Net(), [], torch.randn(6, 16)
+    model.register_forward_pre_hook(lambda m, args: seen.append("root pre"))
+    model.second.register_forward_hook(lambda m, args, out: seen.append("inner"))
+    amp_graph.convert(model)
+    model.register_forward_hook(lambda m, args, out: seen.append("root post"))
+    model(x)
+    assert seen == ["root pre", "inner", "root post"]
+    model(x)
+    assert seen == ["root pre", "inner", "root post"] * 2
+    assert conversion_of(model).graphs
+
+
+@pytest.mark.parametrize("where", ["", "second"])
+def test_a_hook_registered_after_the_first_call_fires_until_it_is_removed(where):
+    model, x = amp_graph.convert(Net().eval()), torch.randn(6, 16)
+    plain = model(x)
+    handle = model.get_submodule(where).register_forward_hook(lambda m, args, out: out * 0 + 7)
+    assert torch.equal(model(x), torch.full((6, 4), 8.0 if where else 7.0))
+    handle.remove()
+    assert torch.equal(model(x), plain)
+
+
+def test_backward_hooks_fire():
+    model, seen, x = Net(), [], torch.randn(6, 16)
+    model.first.weight.register_hook(lambda g: seen.append(("parameter", g.dtype)))
+    amp_graph.convert(model)
+    out = model(x)
+    out.register_hook(lambda g: seen.append(("output", g.dtype)))
+    out.sum().backward()
+    assert seen == [("output", torch.float32), ("parameter", torch.float32)]
+
+
+# -- revert -------------------------------------------------------------------------------------------
+
+
+def test_revert_leaves_nothing_behind():
+    model, x = Net().eval(), torch.randn(6, 16)
+    before, attributes = model(x), set(vars(model))
+    amp_graph.convert(model)
+    assert not torch.equal(model(x), before)
+    assert amp_graph.revert(model) is model
+    assert torch.equal(model(x), before)
+    assert set(vars(model)) == attributes
+    with pytest.raises(CaptureError, match="not converted"):
+        amp_graph.report(model)
+
+
+def test_converted_again_after_revert_with_another_policy():
+    model, x = amp_graph.convert(Net(), "bf16"), torch.randn(6, 16)
+    assert_runs_low(model, x)
+    amp_graph.convert(amp_graph.revert(model), "fp16")
+    assert_runs_low(model, x, dtype=torch.float16)
+
+
+def test_level_o0_runs_as_written():
+    model, x = Net().eval(), torch.randn(6, 16)
+    before = model(x)
+    amp_graph.convert(model, "bf16-O0")
+    assert torch.equal(model(x), before)
+    assert not conversion_of(model).graphs
+
+
+# -- what goes in and comes out -----------------------------------------------------------------------
+
+
+def test_keyword_arguments_and_nested_options():
+    case = CASES["keyword_inputs"]
+    model, args, kwargs = make(case)
+    assert_runs_low(amp_graph.convert(model, "bf16"), *args, **kwargs)
+    out = model(*args, **kwargs)
+    assert set(out) == {"mixed", "weights"}
+    assert out["mixed"].dtype == torch.float32
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+    note: str = "as given"
+
+
+class ReturnsDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return Pair(y, y * 2)
+
+
+def test_dataclass_outputs_keep_their_type():
+    model, x = amp_graph.convert(ReturnsDataclass()), torch.randn(3, 8)
+    for _ in range(2):
+        out = model(x)
+        assert type(out) is Pair
+        assert out.note == "as given"
+        torch.testing.assert_close(out.right, out.left * 2)
+    assert conversion_of(model).runs == 2
+
+
+def test_transformers_outputs_and_attributes():
+    model, args, kwargs = make("bert_sdpa")
+    plain = type(model(*args, **kwargs))
+    amp_graph.convert(model, "bf16")
+    assert_runs_low(model, *args, **kwargs)
+    out = model(*args, **kwargs)
+    assert type(out) is plain
+    assert out.loss.dtype == torch.float32
+    assert model.config.hidden_size == 32
+
+
+def test_generate_of_transformers():
+    model, _, kwargs = make("gpt2")
+    amp_graph.convert(model.eval(), "bf16")
+    ids = model.generate(kwargs["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert ids.shape == (2, kwargs["input_ids"].shape[1] + 3)
+    assert conversion_of(model).runs >= 3
+
+
+def test_tied_weights_stay_tied_and_add_their_gradients():
+    model, args, kwargs = make("tied_weights")
+    amp_graph.convert(model, "bf16")
+    CASES["tied_weights"].loss(model(*args, **kwargs)).backward()
+    assert model.head.weight is model.embed.weight
+    plain, args, kwargs = make("tied_weights")
+    CASES["tied_weights"].loss(plain(*args, **kwargs)).backward()
+    torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad, rtol=0.1, atol=5e-3)
+
+
+def test_writes_into_inputs_are_seen_by_the_caller():
+    model, (x, total), _ = make("input_written")
+    plain, (y, other), _ = make("input_written")
+    amp_graph.convert(model, "bf16")
+    given, sums = x.data_ptr(), total.data_ptr()
+    for _ in range(2):
+        model(x, total)
+        plain(y, other)
+    assert (x.data_ptr(), total.data_ptr()) == (given, sums)
+    assert torch.equal(x, y)
+    assert (x.dtype, total.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(total, other, rtol=2e-2, atol=5e-2)
+
+
+def test_writes_into_buffers_are_kept():
+    model, args, _ = make("buffer_written")
+    plain, _, _ = make("buffer_written")
+    amp_graph.convert(model, "bf16")
+    buffers = {name: id(b) for name, b in model.named_buffers()}
+    for _ in range(3):
+        model(*args)
+        plain(*args)
+    assert {name: id(b) for name, b in model.named_buffers()} == buffers
+    assert model.count.item() == 3
+    for name in ("mean", "queue"):
+        assert getattr(model, name).dtype == torch.float32
+        torch.testing.assert_close(getattr(model, name), getattr(plain, name), rtol=2e-2, atol=2e-2)
+
+
+def test_batch_norm_statistics_are_full_precision():
+    model, plain, x = Net(), Net(), torch.randn(64, 16) * 3 + 1
+    plain.load_state_dict(model.state_dict())
+    amp_graph.convert(model)
+    for _ in range(3):
+        model(x)
+        plain(x)
+    assert model.norm.num_batches_tracked.item() == 3
+    assert model.norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, rtol=1e-2, atol=1e-3)
+
+
+def test_the_users_own_errors_are_no_part_of_ours():
+    assert issubclass(AmpGraphWarning, UserWarning)
+    assert issubclass(CaptureError, AmpGraphError)

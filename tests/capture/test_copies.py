@@ -1,0 +1,236 @@
+"""A converted model copied, pickled, loaded, averaged, and called by two threads."""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from tests.corpus import make
+from tests.measure import DtypeLog
+
+BF16 = torch.bfloat16
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.norm(self.first(x))))
+
+
+def assert_runs_low(model, *args, dtype=BF16, **kwargs):
+    before = conversion_of(model).runs
+    model(*args, **kwargs)
+    with DtypeLog() as log:
+        model(*args, **kwargs)
+    assert {dtypes[0] for name, dtypes in log.entries if name in PRODUCTS} == {dtype}
+    assert conversion_of(model).runs == before + 2
+
+
+def saved(model):
+    """Through `torch.save` and back."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_copy_is_converted_and_its_own(copied, called):
+    model, x = amp_graph.convert(Net(), "fp16,accuracy=fast,keep_outputs=false", strict=True), torch.randn(6, 16)
+    if called:
+        model(x)
+    twin = copied(model)
+    assert type(twin) is Net
+    mine, theirs = conversion_of(model), conversion_of(twin)
+    assert theirs is not mine
+    assert theirs.model is twin
+    assert (theirs.policy, theirs.compile, theirs.dynamic, theirs.strict) == (
+        mine.policy,
+        mine.compile,
+        mine.dynamic,
+        mine.strict,
+    )
+    assert not theirs.graphs
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p is not q
+        assert p.data_ptr() != q.data_ptr()
+        assert torch.equal(p, q)
+    runs = mine.runs
+    assert_runs_low(twin, x, dtype=torch.float16)
+    assert mine.runs == runs
+    assert_runs_low(model, x, dtype=torch.float16)
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(6, 16)
+    before = model(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), before)
+    with torch.no_grad():
+        twin.second.weight.zero_()
+        twin.second.bias.fill_(2.0)
+    assert torch.equal(twin(x), torch.full((6, 4), 2.0))
+    assert torch.equal(model(x), before)
+    twin(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_copy_of_a_reverted_model_is_plain():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(6, 16)
+    model(x)
+    twin = copy.deepcopy(amp_graph.revert(model))
+    assert conversion_of(twin) is None
+    assert torch.equal(twin(x), model(x))
+
+
+def test_reverting_a_copy_leaves_the_original_converted():
+    model, x = amp_graph.convert(Net()), torch.randn(6, 16)
+    twin = amp_graph.revert(copy.deepcopy(model))
+    assert conversion_of(twin) is None
+    assert_runs_low(model, x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_model_that_holds_a_converted_one(copied):
+    outer, x = nn.ModuleDict({"encoder": amp_graph.convert(Net()), "head": nn.Linear(4, 2)}), torch.randn(6, 16)
+    twin = copied(outer)
+    assert conversion_of(twin["encoder"]).model is twin["encoder"]
+    assert_runs_low(twin["encoder"], x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_tied_weights_stay_tied(copied):
+    model, args, kwargs = make("tied_weights")
+    twin = copied(amp_graph.convert(model, "bf16"))
+    assert twin.head.weight is twin.embed.weight
+    assert_runs_low(twin, *args, **kwargs)
+
+
+def test_a_transformers_model_is_copied():
+    model, args, kwargs = make("bert_sdpa")
+    model(*args, **kwargs)
+    twin = copy.deepcopy(amp_graph.convert(model.eval(), "bf16"))
+    assert torch.equal(twin(*args, **kwargs).logits, model(*args, **kwargs).logits)
+    assert_runs_low(twin, *args, **kwargs)
+
+
+def test_state_dicts_pass_between_converted_and_plain():
+    torch.manual_seed(0)
+    model, plain, x = Net(), Net(), torch.randn(6, 16)
+    amp_graph.convert(model)
+    model(x).sum().backward()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(t.dtype in (torch.float32, torch.int64) for t in model.state_dict().values())
+    plain.load_state_dict(model.state_dict(), strict=True)
+    reverted = amp_graph.revert(copy.deepcopy(model)).eval()
+    assert torch.equal(plain.eval()(x), reverted(x))
+    fresh = Net()
+    model.load_state_dict(fresh.state_dict(), strict=True)
+    torch.testing.assert_close(model.eval()(x), fresh.eval()(x), rtol=0.05, atol=0.02)
+    assert_runs_low(model, x)
+
+
+def test_the_state_dict_is_small_and_loads_without_our_code():
+    file = io.BytesIO()
+    torch.save(amp_graph.convert(Net()).state_dict(), file)
+    file.seek(0)
+    assert list(torch.load(file, weights_only=True)) == list(Net().state_dict())
+
+
+def test_an_exponential_moving_average():
+    model, x = amp_graph.convert(Net()), torch.randn(6, 16)
+    model(x)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    start = model.first.weight.detach().clone()
+    average.update_parameters(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        expected = (average.module.first.weight.detach() + model.first.weight.detach()) / 2
+        average.update_parameters(model)
+        torch.testing.assert_close(average.module.first.weight.detach(), expected)
+    assert not torch.equal(average.module.first.weight, start)
+    assert average.module.first.weight.dtype == torch.float32
+    assert_runs_low(average.module, x)
+
+
+def in_threads(*functions):
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:  # handed to the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_two_threads_call_one_model(called):
+    """Also when it is captured there: each call of each thread runs the captured graph."""
+    model, inputs = amp_graph.convert(Net().eval()), [torch.randn(6, 16), torch.randn(6, 16)]
+    if called:
+        model(inputs[0])
+    results = {}
+
+    def calls(i):
+        def work():
+            results[i] = [model(inputs[i]).detach() for _ in range(20)]
+
+        return work
+
+    in_threads(calls(0), calls(1))
+    for i, x in enumerate(inputs):
+        wanted = model(x)
+        assert all(torch.equal(got, wanted) for got in results[i])
+    assert not amp_graph.report(model).notes
+
+
+def test_gradients_from_two_threads_add_up():
+    model, x = amp_graph.convert(nn.Linear(16, 4)), torch.randn(6, 16)
+    model(x).sum().backward()
+    one = model.weight.grad.clone()
+    model.weight.grad.zero_()
+    in_threads(*[lambda: model(x).sum().backward()] * 2)
+    torch.testing.assert_close(model.weight.grad, one * 2)
+
+
+def test_autocast_of_one_thread_does_not_reach_another():
+    model, x = amp_graph.convert(Net().eval(), "fp16"), torch.randn(6, 16)
+    wanted, seen = model(x), {}
+
+    def under():
+        with torch.autocast("cpu", torch.bfloat16):
+            seen["under"] = model(x)
+
+    in_threads(under, lambda: seen.update(beside=model(x)))
+    assert torch.equal(seen["under"], wanted)
+    assert torch.equal(seen["beside"], wanted)

@@ -1,0 +1,295 @@
+"""What fails inside of amp_graph does not fail a call: passes, plans, and rewritten graphs stand aside, and say so."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning, CaptureError, PassError
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.casts.share_casts import ShareCasts
+from amp_graph.passes.graph.meta_keys import UNPLANNED
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.precision.plan_precision import PlanPrecision
+from amp_graph.passes.recognize.gelu import FuseGelu
+from tests.passes.graphs import BF16, body_text, capture_function, standard_passes
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.norm(self.first(x))))
+
+
+@dataclass(frozen=True)
+class BreaksHalfWay(Pass):
+    name: ClassVar[str] = "breaks-half-way"
+
+    def run(self, gm):
+        node = next(n for n in gm.graph.nodes if n.op == "call_function")
+        gm.left_behind = nn.Linear(1, 1)
+        node.target = torch.bmm
+        node.replace_all_uses_with(node.args[0])
+        raise KeyError("lost")
+
+
+@dataclass(frozen=True)
+class Lints(Pass):
+    """Leaves a graph in which a value is read before it is made."""
+
+    name: ClassVar[str] = "lints"
+
+    def run(self, gm):
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+        nodes[-1].append(nodes[0])
+        return PassResult(gm, (Change("lints", "moved", nodes[0].name, "for the test"),))
+
+
+@pytest.fixture(autouse=True)
+def _not_strict(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_STRICT", "0")
+
+
+def fails(monkeypatch, kind, after=False):
+    own = kind.run
+
+    def run(self, gm):
+        if after:
+            own(self, gm)
+        raise KeyError("made to fail")
+
+    monkeypatch.setattr(kind, "run", run)
+
+
+def step_of(model, x, region=None):
+    """Outputs and gradients of one call."""
+    model.zero_grad()
+    with region or torch.autocast("cpu", enabled=False):
+        out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("bad", [BreaksHalfWay, Lints])
+def test_the_graph_is_what_it_is_without_the_pass(bad):
+    graph = capture_function(lambda s, x: (x @ s.w).exp() @ s.w, X[:, :4], w=torch.randn(4, 4))
+    plain, ours = graph.fresh(), graph.fresh()
+    run_passes(plain, standard_passes())
+    passes = standard_passes()
+    with pytest.warns(AmpGraphWarning, match=f"the pass {bad.name} is left out"):
+        done = run_passes(ours, [*passes[:2], bad(), *passes[2:]], strict=False)
+    assert body_text(ours) == body_text(plain)
+    assert not hasattr(ours, "left_behind")
+    (failed,) = [timed for timed in done if timed.failure]
+    assert failed.name == bad.name
+    assert bad.name in failed.failure
+
+
+def test_a_required_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch):
+    fails(monkeypatch, PlanPrecision, after=True)
+    graph = capture_function(lambda s, x: x @ s.w, X[:, :4], w=torch.randn(4, 4))
+    gm = graph.fresh()
+    before = body_text(gm)
+    with pytest.raises(PassError, match="plan-precision failed: KeyError"):
+        run_passes(gm, standard_passes(), strict=False)
+    assert body_text(gm) == before
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_a_call_goes_on_without_the_pass_and_the_report_names_it(monkeypatch, compile):
+    fails(monkeypatch, ShareCasts, after=True)
+    model = Net()
+    exact, theirs = step_of(model, X), step_of(model, X, torch.autocast("cpu", BF16))
+    amp_graph.convert(model, "bf16", compile=compile)
+    told = r"the pass share-casts is left out of a graph: .*KeyError: 'made to fail'"
+    with pytest.warns(AmpGraphWarning, match=told):
+        found = step_of(model, X)
+    for ours, autocasts, true in zip(found, theirs, exact, strict=True):
+        assert (ours - true).norm() <= 1.5 * (autocasts - true).norm() + 2.0**-9 * true.norm()
+    text = amp_graph.report(model).text()
+    assert "pass share-casts is left out of this graph" in text
+    (graph,) = amp_graph.report(model).to_dict()["graphs"]
+    assert graph["left_out"][0]["rule"] == "share-casts"
+
+
+def converted(model):
+    found = step_of(amp_graph.convert(model, "bf16"), X)
+    assert "this graph runs under torch.autocast('cpu'" in amp_graph.report(model).text()
+    return found
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    return step_of(torch.compile(model, backend="amp_graph"), X)
+
+
+def rewritten(model):
+    gm = amp_graph.rewrite(torch.export.export(model, (X,)).module(), "bf16")
+    assert "autocast" in gm.meta[UNPLANNED]
+    with torch.no_grad():
+        return [gm(X)]
+
+
+def stepped(model):
+    """The updates at a learning rate of 1 are the gradients."""
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    loss = amp_graph.TrainStep(model, lambda out, x: out.float().square().sum(), optimizer, "bf16")(X, X)
+    return [loss, *(b - p.detach() for b, p in zip(before, model.parameters(), strict=True))]
+
+
+@pytest.mark.parametrize("how", [converted, compiled, rewritten, stepped])
+def test_a_graph_without_a_plan_runs_as_under_autocast(monkeypatch, how):
+    fails(monkeypatch, PlanPrecision)
+    model = Net()
+    theirs = step_of(model, X, torch.autocast("cpu", BF16))
+    theirs[0] = theirs[0].float().square().sum() if how is stepped else theirs[0].float()
+    told = r"a graph runs under torch.autocast\('cpu', torch.bfloat16\), without a plan"
+    with pytest.warns(AmpGraphWarning, match=told):
+        found = how(model)
+    assert found[0].dtype == torch.float32
+    assert torch.equal(found[0], theirs[0])
+    for a, b in zip(found[1:], theirs[1:], strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_that_autocast_cannot_run_either_stays_fp32(monkeypatch):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.cdist(self.fc(x).view(6, 8), x) + torch.dot(self.fc(x)[0], x[0])
+
+    fails(monkeypatch, PlanPrecision)
+    model = Mixed()
+    exact = model(X)
+    amp_graph.convert(model, "bf16")
+    with pytest.warns(AmpGraphWarning, match="runs as captured: under torch.autocast it fails"):
+        assert torch.equal(model(X), exact)
+
+
+def test_what_fails_around_the_passes_fails_no_call(monkeypatch):
+    def fails(*args):
+        raise KeyError("made to fail")
+
+    model = Net()
+    exact = step_of(model, X)
+    amp_graph.convert(model, "bf16")
+    monkeypatch.setattr("amp_graph.capture.captured_graphs.name_nodes", fails)
+    with pytest.warns(AmpGraphWarning, match="a rewritten graph failed, and calls of it run as captured"):
+        found = step_of(model, X)
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def test_code_that_escapes_in_fp32_has_its_unplanned_graphs_in_fp32(monkeypatch):
+    fails(monkeypatch, PlanPrecision)
+    model = Net()
+    exact = model(X)
+    amp_graph.convert(model, "bf16,escaped=fp32")
+    with pytest.warns(AmpGraphWarning, match="by escaped=fp32, without a plan"):
+        assert torch.equal(model(X), exact)
+
+
+def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch):
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+
+    own, calls = F.gelu, []
+
+    def gelu(x, **options):
+        if type(x) is torch.Tensor or type(x) is nn.Parameter:
+            calls.append(x)
+            raise RuntimeError("no kernel for this")
+        return own(x, **options)
+
+    model = Tanh()
+    exact = step_of(model, X)
+    amp_graph.convert(model, "bf16")
+    monkeypatch.setattr("amp_graph.passes.recognize.gelu.F.gelu", gelu)
+    with pytest.warns(AmpGraphWarning, match="a rewritten graph failed, and calls of it run as captured.*no kernel"):
+        found = step_of(model, X)
+    assert calls, "the stand-in was called"
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step_of(model, X), exact, strict=True)), "and later calls"
+    assert len(calls) == 1
+    assert any("run as captured" in note for note in amp_graph.report(model).notes)
+
+
+class Looks(nn.Module):
+    """Looks rows up inside of a region."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.fc, self.rows, self.region = nn.Linear(8, 8), nn.Embedding(4, 8), region
+
+    def forward(self, x, i):
+        h = self.fc(x)
+        if self.region == "vmap":
+            return torch.vmap(lambda row, place: row + self.rows(place))(h, i)
+        if self.region == "no_grad":
+            with torch.no_grad():
+                return h + self.rows(i)
+        if self.region == "inference":
+            with torch.inference_mode():
+                return h + self.rows(i)
+        with torch.autocast("cpu", BF16):
+            return self.fc(h + self.rows(i))
+
+
+@pytest.mark.parametrize("region", ["vmap", "no_grad", "inference", "autocast"])
+def test_an_error_of_the_users_is_eagers_and_leaves_no_mode_on(region):
+    model, good, bad = amp_graph.convert(Looks(region), "bf16"), torch.tensor([0, 1]), torch.tensor([0, 9])
+    model(X[:2], good)
+    for _ in range(2):
+        with pytest.raises(IndexError, match="index out of range in self"):
+            model(X[:2], bad)
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
+    with torch.no_grad(), pytest.raises(IndexError):
+        model(X[:2], bad)
+    assert torch.is_grad_enabled()
+
+
+def test_a_call_that_wrote_to_its_input_is_not_run_twice(monkeypatch):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Embedding(4, 8)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x, i):
+            self.count += 1
+            return x + self.rows(i)
+
+    model = amp_graph.convert(Writes(), "bf16")
+    with pytest.raises(IndexError):
+        model(X[:2], torch.tensor([0, 9]))
+    assert int(model.count) == 1
+
+
+def test_strict_conversions_raise(monkeypatch):
+    fails(monkeypatch, FuseGelu)
+    with pytest.raises(PassError, match="pass fuse-gelu failed"):
+        amp_graph.convert(Net(), "bf16", strict=True)(X)
+    assert issubclass(CaptureError, amp_graph.errors.AmpGraphError)

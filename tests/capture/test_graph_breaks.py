@@ -1,0 +1,1094 @@
+"""What escapes capture runs under autocast, by the policy, and leaves nothing switched on behind it."""
+
+import copy
+import gc
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture import captured_graphs
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.passes.base import PassError
+from tests.measure import DtypeLog
+
+BF16, FP16, FULL = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {"bf16": BF16, "fp16": FP16}
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm"}
+X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+logger = logging.getLogger("escape")
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+
+class Logs(Pair):
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        logger.debug("mean %.3f", x.mean().item())
+        return self.second(x)
+
+
+class Prints(Pair):
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        print(end="")
+        return self.second(x)
+
+
+class LooksAtAValue(Pair):
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x if x.sum().item() > 0 else x * 0.5)
+
+
+class Loops(Pair):
+    """The loop is given up as a whole: its products are in no graph."""
+
+    def forward(self, x):
+        total = torch.zeros_like(self.first(x))
+        for row in (x.sum(1) > 0).nonzero()[:, 0]:
+            total[row] = torch.tanh(self.first(x[row]))
+            torch._dynamo.graph_break()
+        return self.second(total)
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = F.gelu(self.up(x))
+        torch._dynamo.graph_break()
+        return self.down(x)
+
+
+class CallsItsPartOften(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = Part(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + self.part(x)
+        return self.head(x)
+
+
+BROKEN = [Logs, Prints, LooksAtAValue, Loops, CallsItsPartOften]
+
+
+def products(model, *args):
+    with DtypeLog() as log:
+        model(*args)
+    return [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS]
+
+
+def gradients(model, x, context=None, scale=1.0):
+    """Output and gradients of one step, as fp64."""
+    model.zero_grad()
+    if context is None:
+        out = model(x)
+    else:
+        with context:
+            out = model(x)
+    (out.float().square().sum() * scale).backward()
+    return [out.detach().double(), *(p.grad.double() / scale for p in model.parameters())]
+
+
+# -- precision, outputs and gradients -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", DTYPES)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_every_product_is_low_from_the_first_call_on_and_outputs_are_fp32(kind, policy):
+    model = amp_graph.convert(kind(), policy)
+    for _ in range(3):
+        assert set(products(model, X)) == {DTYPES[policy]}
+        assert model(X).dtype == FULL
+
+
+@pytest.mark.parametrize("kind", [Loops, CallsItsPartOften])
+def test_control_in_fp32_some_products_are_not(kind):
+    model = amp_graph.convert(kind(), "bf16,escaped=fp32")
+    with pytest.warns(AmpGraphWarning, match="only a part of the forward was captured.* ran in fp32"):
+        model(X)
+    assert FULL in products(model, X)
+    assert amp_graph.report(model).escaped == "in fp32"
+
+
+@pytest.mark.parametrize("policy", DTYPES)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_gradients_are_as_exact_as_autocasts(kind, policy):
+    model = kind()
+    scale = 1024.0 if policy == "fp16" else 1.0
+    exact = gradients(copy.deepcopy(model).double(), X.double())
+    theirs = gradients(copy.deepcopy(model), X, torch.autocast("cpu", DTYPES[policy]), scale)
+    amp_graph.convert(model, policy)
+    for _ in range(2):  # the call that captures, and one that does not
+        ours = gradients(model, X, scale=scale)
+        for mine, other, true in zip(ours, theirs, exact, strict=True):
+            assert mine.isfinite().all()
+            assert (mine - true).norm() <= 1.15 * (other - true).norm() + 1e-6 * true.norm()
+            assert (mine - true).norm() < 0.05 * true.norm()
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph. Both. nothing was captured:amp_graph.errors.AmpGraphWarning")
+def test_weights_used_without_and_with_gradients_get_theirs():
+    class Both(Pair):
+        def forward(self, x):
+            for _ in range(2):
+                with torch.no_grad():
+                    target = self.first(x)
+                torch._dynamo.graph_break()
+                x = self.first(x) - target * 0.5
+            return self.second(x)
+
+    ours, plain = Both(), Both()
+    plain.load_state_dict(ours.state_dict())
+    amp_graph.convert(ours)
+    for mine, true in zip(gradients(ours, X), gradients(plain, X), strict=True):
+        torch.testing.assert_close(mine, true, rtol=0.05, atol=0.05)
+
+
+def test_a_checkpoint_that_breaks_is_computed_again_in_the_same_precision():
+    class Checkpointed(CallsItsPartOften):
+        def forward(self, x):
+            return self.head(torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=True))
+
+    x = X.clone().requires_grad_()
+    ours, plain = Checkpointed(), Checkpointed()
+    plain.load_state_dict(ours.state_dict())
+    amp_graph.convert(ours)
+    for mine, true in zip(gradients(ours, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(mine, true, rtol=0.05, atol=0.05)
+
+
+@dataclass
+class Found:
+    value: torch.Tensor
+    label: str
+
+
+class Returns(Pair):
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.made(self.second(x), x)
+
+
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        (lambda a, b: (a, [b]), lambda out: (out[0], out[1][0])),
+        (lambda a, b: {"a": a, "b": {"c": b}}, lambda out: (out["a"], out["b"]["c"])),
+        (lambda a, b: Found(a, "a"), lambda out: (out.value,)),
+        (lambda a, b: (a.double(), b), lambda out: (out[0].float(), out[1])),
+    ],
+)
+def test_what_the_user_sees_is_fp32(made, read):
+    model = amp_graph.convert(Returns(made))
+    for _ in range(2):
+        assert {t.dtype for t in read(model(X))} == {FULL}
+
+
+def test_outputs_stay_as_computed_where_the_policy_says_so():
+    model = amp_graph.convert(Returns(lambda a, b: (a, b)), "bf16,keep_outputs=false")
+    assert {t.dtype for t in model(X)} == {BF16}
+
+
+def test_an_input_that_comes_back_is_the_input():
+    given = X.bfloat16()
+    model = amp_graph.convert(Returns(lambda a, b: (a, given)))
+    model.given = given
+    model.register_buffer("kept", given)
+    assert model(X)[1] is given
+
+
+# -- the policy ---------------------------------------------------------------------------------------
+
+
+def test_the_users_own_regions_are_obeyed():
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(16, 16), Part(), nn.Linear(16, 4)
+
+        def forward(self, x):
+            for _ in range(1):
+                x = self.first(x)
+                torch._dynamo.graph_break()
+                with torch.autocast("cpu", enabled=False):
+                    x = self.part(F.linear(x.float(), self.first.weight))
+            return self.last(x)
+
+    model = amp_graph.convert(Region())
+    model(X)
+    assert products(model, X) == [BF16, FULL, FULL, FULL, BF16]
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_modules_that_are_kept_stay_fp32(compile):
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 4)
+
+        def forward(self, x):
+            x = self.part(self.first(x))
+            torch._dynamo.graph_break()
+            for _ in range(2):
+                x = self.part(x)
+                torch._dynamo.graph_break()
+            return self.last(x)
+
+    model = amp_graph.convert(Kept(), "bf16,keep_fp32=part", compile=compile)
+    model(X)
+    assert products(model, X) == [BF16, FULL, FULL, FULL, BF16]
+    assert "forward" not in model.part.__dict__
+    assert all(g.isfinite().all() for g in gradients(model, X))
+
+
+def test_a_modules_own_wish_is_kept():
+    model = CallsItsPartOften()
+    amp_graph.precision("full")(model.part)
+    amp_graph.convert(model)
+    model(X)
+    assert products(model, X) == [FULL] * 6 + [BF16]
+
+
+@pytest.mark.parametrize("policy", ["bf16,deny=gelu", "bf16,opaque=gelu", "bf16,escaped=fp32"])
+def test_what_autocast_does_not_know_keeps_escaped_code_in_fp32(policy):
+    model = amp_graph.convert(CallsItsPartOften(), policy)
+    with pytest.warns(AmpGraphWarning, match="ran in fp32"):
+        model(X)
+    assert products(model, X)[-1] == FULL
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16-O2", "bf16-O3", "bf16,accuracy=fast", "bf16,accuracy=1.2", "bf16,planner=paint", "fp16,lists=autocast_cpu"],
+)
+@pytest.mark.parametrize("kind", [Loops, CallsItsPartOften, Logs])
+def test_other_policies(policy, kind):
+    model = kind()
+    exact = gradients(copy.deepcopy(model), X)
+    amp_graph.convert(model, policy)
+    model(X)
+    low = DTYPES[policy[:4]]
+    assert set(products(model, X)) <= ({low, FULL} if "accuracy=1.2" in policy else {low})
+    for mine, true in zip(gradients(model, X, scale=64.0), exact, strict=True):
+        assert (mine - true).norm() < 0.06 * true.norm()
+
+
+def test_level_o0_runs_as_it_is():
+    model = amp_graph.convert(Loops(), "bf16-O0")
+    assert set(products(model, X)) == {FULL}
+
+
+def test_strict_is_an_error_still():
+    model = amp_graph.convert(Loops(), strict=True)
+    with pytest.raises(CaptureError, match="only a part of the forward was captured"):
+        model(X)
+
+
+# -- whole graphs are as they were --------------------------------------------------------------------
+
+
+class BreaksInTraining(Pair):
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if self.training:
+            torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_a_model_that_is_captured_whole_has_the_same_graphs():
+    model = BreaksInTraining().eval()
+    texts = []
+    for policy in ("bf16", "bf16,escaped=fp32"):
+        made = amp_graph.convert(copy.deepcopy(model), policy)
+        made(X)
+        told = amp_graph.report(made)
+        assert told.escaped == ""
+        assert told.breaks == ()
+        texts.append([g.text for g in told.graphs])
+    assert texts[0] == texts[1]
+
+
+def test_a_call_that_is_whole_is_captured_whole_after_one_that_was_not():
+    model = amp_graph.convert(BreaksInTraining())
+    model(X)
+    graphs = len(conversion_of(model).graphs)
+    assert graphs == 2
+    with torch.no_grad():
+        model.eval()(X)
+        assert len(conversion_of(model).graphs) == graphs + 1
+        assert not amp_graph.report(model).graphs[-1].break_reason
+        found = conversion_of(model)._find({"args": (X,), "kwargs": {}, "forward": conversion_of(model)._wide})
+        assert found is not None
+        model.eval()(X)
+    model.train()(X)
+    assert len(conversion_of(model).graphs) == graphs + 1
+
+
+class SetsUpOnce(Pair):
+    ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            torch._dynamo.graph_break()
+            self.ready = True
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_model_that_breaks_at_its_first_call_only_is_whole_then():
+    model = amp_graph.convert(SetsUpOnce())
+    model(X)
+    assert amp_graph.report(model).escaped
+    model(X)
+    found = conversion_of(model)._find({"args": (X,), "kwargs": {}, "forward": conversion_of(model)._wide})
+    assert found is not None
+    assert set(products(model, X)) == {BF16}
+
+
+def test_pieces_are_captured_once():
+    model = amp_graph.convert(CallsItsPartOften())
+    for _ in range(2):
+        model(X)
+    graphs = len(conversion_of(model).graphs)
+    for _ in range(3):
+        model(X)
+    assert len(conversion_of(model).graphs) == graphs
+
+
+def test_revert_gives_everything_back():
+    model = Loops()
+    plain = model(X)
+    amp_graph.convert(model)
+    model(X)
+    amp_graph.revert(model)
+    assert torch.equal(model(X), plain)
+    assert set(products(model, X)) == {FULL}
+
+
+def test_copies_and_pickles_run_by_themselves():
+    model = amp_graph.convert(CallsItsPartOften(), "bf16,keep_fp32=head").eval()
+    out = model(X)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(X), out)
+        assert products(other, X) == [BF16] * 6 + [FULL]
+
+
+# -- what is reported ---------------------------------------------------------------------------------
+
+
+def test_the_report_says_where_and_how():
+    model = amp_graph.convert(Loops())
+    model(X)
+    told = amp_graph.report(model)
+    assert told.escaped == "under torch.autocast('cpu', torch.bfloat16)"
+    assert any("for row in" in where and __file__ in where for where, _ in told.breaks)
+    assert all(reason for _, reason in told.breaks)
+    text = told.text(None)
+    assert "escaped    code between the graphs runs under torch.autocast('cpu', torch.bfloat16)" in text
+    assert "for row in" in text
+    assert told.to_dict()["breaks"][0]["where"] == told.breaks[0][0]
+
+
+# -- nothing is left behind ---------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    """Of the user's own code: captured by itself where the loop around it is not."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Fails(nn.Module):
+    def __init__(self, error, fc=Doubled):
+        super().__init__()
+        self.fc, self.kept, self.error, self.fails = fc(16, 16), nn.Linear(16, 4), error, True
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.fc(x)
+            torch._dynamo.graph_break()
+            if self.fails:
+                raise self.error
+        return self.kept(x)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), StopIteration("mine"), SystemExit(3)])
+def test_an_error_between_graphs_arrives_and_leaves_nothing_on(error):
+    model = amp_graph.convert(Fails(error), "bf16,keep_fp32=kept")
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            model(X)
+        assert caught.value is error
+        assert not torch.is_autocast_enabled("cpu")
+        assert "forward" not in model.kept.__dict__
+    model.fails = False
+    model(X)
+    assert products(model, X) == [BF16, BF16, FULL]
+    assert amp_graph.report(model).graphs
+
+
+def test_code_of_ours_counts_as_no_capture():
+    """What puts a kept module's inputs into fp32 is called where Dynamo listens, and is no graph of the model."""
+    model = amp_graph.convert(Fails(None, nn.Linear), "bf16,keep_fp32=kept")
+    model.fails = False
+    with pytest.warns(AmpGraphWarning, match="nothing was captured"):
+        model(X)
+    assert not any("amp_graph" in where for where, _ in amp_graph.report(model).skipped)
+    assert products(model, X) == [BF16, BF16, FULL]
+
+
+def test_where_two_precisions_cannot_meet_code_runs_in_fp32():
+    class Meets(Pair):
+        def forward(self, x):
+            for _ in range(1):
+                y = self.first(x)
+                torch._dynamo.graph_break()
+                out = torch.zeros(6, 16)
+                out[torch.arange(6)] = torch._dynamo.disable(F.linear)(y, self.first.weight)
+            return self.second(out)
+
+    model = Meets()
+    exact = model(X)
+    amp_graph.convert(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = model(X)
+    told = "code that escapes capture fails under torch.autocast"
+    assert any(told in str(w.message) and "in fp32 from now on" in str(w.message) for w in said)
+    assert (found - exact).norm() <= 0.02 * exact.norm()
+    assert any("RuntimeError" in note and "in fp32 from now on" in note for note in amp_graph.report(model).notes)
+    model(X).sum().backward()
+
+
+class Reads(nn.Module):
+    """Has parts that autocast cannot run, behind a graph break: ``kind`` says which."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.kind, self.writes = kind, False
+
+    def forward(self, x):
+        h = self.norm(self.first(x))
+        if self.writes:
+            x.add_(1)
+        h = torch._dynamo.disable(self.odd)(F.linear(h, self.first.weight))
+        return self.last(h)
+
+    def odd(self, h):
+        if self.kind == "numpy":
+            return h + torch.from_numpy(np.tanh(h.detach().numpy()))
+        if self.kind == "linalg":
+            return h @ torch.linalg.inv(h.T @ h + torch.eye(16))
+        if self.kind == "scatter":
+            return torch.zeros(6, 16).index_add(0, torch.arange(6), h)
+        return torch.distributions.Dirichlet(h.exp()).rsample().to(x_dtype(h)) + h
+
+
+def x_dtype(tensor):
+    return tensor.dtype
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["numpy", "linalg", "scatter", "dirichlet"])
+def test_code_that_fails_under_autocast_runs_in_fp32(kind, policy):
+    model = Reads(kind)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    exact = plain(X)
+    amp_graph.convert(model, policy)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpGraphWarning)
+        found = model(X)
+    bound = 0.5 if kind == "dirichlet" else 0.05  # draws follow the rounded values
+    assert (found - exact).norm() <= bound * exact.norm()
+    assert torch.allclose(model.norm.running_mean, plain.norm.running_mean, atol=0.02), "written once"
+    assert int(model.norm.num_batches_tracked) == 1
+    found.sum().backward()
+    assert model.first.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_a_write_to_an_input_is_done_once_where_the_call_fails_behind_it(trains):
+    model = Reads("numpy").requires_grad_(trains)
+    plain, (given, want) = copy.deepcopy(model), (X.clone(), X.clone())
+    model.writes = plain.writes = True
+    exact = plain(want)
+    amp_graph.convert(model, "bf16")
+    found = model(given)
+    assert torch.equal(given, want)
+    assert given.is_leaf
+    assert (found - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_a_call_that_fails_behind_a_write_to_what_has_a_gradient_is_not_run_again():
+    model = amp_graph.convert(Reads("numpy"), "bf16")
+    model.writes, given = True, X.clone().requires_grad_() * 1
+    with pytest.raises(TypeError, match="BFloat16"):
+        model(given)
+    assert torch.equal(given, X + 1)
+
+
+def test_an_error_of_another_kind_is_left_alone():
+    model = amp_graph.convert(Fails(RuntimeError("disk full")))
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_weights_are_those_of_now_inside_of_a_long_autocast_region():
+    model = amp_graph.convert(Loops())
+    with torch.autocast("cpu", BF16):
+        before = model(X)
+        model.first(X)  # the user's region keeps a cast of this weight
+        with torch.no_grad():
+            model.first.weight.zero_()
+            model.first.bias.zero_()
+        after = model(X)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, model(X))
+
+
+def test_threads_do_not_see_each_others_state():
+    model, other = amp_graph.convert(CallsItsPartOften(), "bf16,keep_fp32=head"), nn.Linear(16, 4)
+    wanted, plain = model(X), other(X)
+    wrong, stop = [], threading.Event()
+
+    def plainly():
+        while not stop.is_set():
+            if not torch.equal(other(X), plain):
+                wrong.append("autocast reached another thread")
+
+    def converted():
+        for _ in range(20):
+            if not torch.equal(model(X), wanted):
+                wrong.append("another result")
+
+    threads = [threading.Thread(target=converted) for _ in range(3)]
+    watcher = threading.Thread(target=plainly)
+    for thread in (watcher, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    watcher.join()
+    assert not wrong
+    assert "forward" not in model.head.__dict__
+
+
+SEEN = []
+
+
+@torch.library.custom_op("amp_graph_tests::looks_at_cast_cache", mutates_args=())
+def looks_at_cast_cache(x: torch.Tensor) -> torch.Tensor:
+    SEEN.append(("run", torch.is_autocast_cache_enabled()))
+    return x.clone()
+
+
+@looks_at_cast_cache.register_fake
+def _(x):
+    SEEN.append(("tried", torch.is_autocast_cache_enabled()))
+    return torch.empty_like(x)
+
+
+class LooksAtCastCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = looks_at_cast_cache(self.first(x))
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_a_capture_leaves_autocasts_cache_alone():
+    """Its lock and Python's were taken in two orders: a capture waited for a thread that was leaving autocast."""
+    SEEN.clear()
+    amp_graph.convert(LooksAtCastCache(), "bf16")(X)
+    assert {cached for what, cached in SEEN if what == "tried"} == {False}
+    assert {cached for what, cached in SEEN if what == "run"} == {True}
+    assert torch.is_autocast_cache_enabled()
+    SEEN.clear()
+    torch.compile(LooksAtCastCache(), backend="eager")(X)  # control: Dynamo's own way
+    assert {cached for what, cached in SEEN if what == "tried"} == {True}
+
+
+LEAVES_AUTOCAST_AMID_A_CAPTURE = """
+import threading, time, weakref
+import torch, torch.nn.functional as F
+from torch import nn
+import amp_graph
+
+tracing, leaving = threading.Event(), threading.Event()
+
+
+@torch.library.custom_op("amp_graph_tests::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@waits.register_fake
+def _(x):
+    tracing.set()
+    leaving.wait()
+    return torch.empty_like(x)
+
+
+def linger():
+    leaving.set()
+    time.sleep(1)
+
+
+def leave():
+    weight = nn.Parameter(torch.randn(16, 16))
+    weakref.finalize(weight, linger)
+    tracing.wait()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.linear(torch.ones(2, 16), weight)
+        del weight  # autocast's cache alone has it, and lets go of it with the lock held
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.second(waits(self.first(x)))
+
+
+thread = threading.Thread(target=leave)
+thread.start()
+amp_graph.convert(Breaks(), "bf16")(torch.ones(2, 16))
+thread.join()
+"""
+
+
+def test_a_capture_does_not_wait_for_a_thread_that_leaves_autocast():
+    """Which holds the lock of autocast's cache, and wants Python's."""
+    subprocess.run([sys.executable, "-c", LEAVES_AUTOCAST_AMID_A_CAPTURE], check=True, timeout=120)
+
+
+def test_a_broken_model_is_freed():
+    model = amp_graph.convert(CallsItsPartOften(), "bf16,keep_fp32=head")
+    model(X).sum().backward()
+    known = weakref.ref(model), weakref.ref(conversion_of(model))
+    gc.collect()
+    assert all(one() is not None for one in known)  # control
+    del model
+    gc.collect()
+    assert all(one() is None for one in known)
+
+
+# -- errors, wherever they come from ------------------------------------------------------------------
+
+
+class LooksUp(nn.Module):
+    """The second piece fails on the CPU's own check of its indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.part, self.head = nn.Embedding(8, 16), Part(), nn.Linear(16, 4)
+
+    def forward(self, x, ids):
+        x = self.part(x)
+        torch._dynamo.graph_break()
+        return self.head(torch.relu(x + self.table(ids)))
+
+
+def test_an_error_inside_of_a_graph_arrives_and_leaves_nothing_on():
+    model = amp_graph.convert(LooksUp())
+    good, bad = torch.arange(6), torch.arange(6) + 5
+    wanted = model(X, good)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            model(X, bad)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.equal(model(X, good), wanted)
+
+
+def test_an_error_inside_of_the_first_call_leaves_the_model_usable():
+    model = amp_graph.convert(LooksUp())
+    with pytest.raises(IndexError):
+        model(X, torch.arange(6) + 5)
+    assert set(products(model, X, torch.arange(6))) == {BF16}
+
+
+def test_an_error_that_forward_handles_itself():
+    class Handles(Pair):
+        def forward(self, x):
+            try:
+                x = self.first(x)
+                torch._dynamo.graph_break()
+                raise ValueError("mine")
+            except ValueError:
+                assert torch.is_autocast_enabled("cpu")
+                x = self.first(x)
+            return self.second(torch.relu(x))
+
+    model = amp_graph.convert(Handles())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpGraphWarning)
+        model(X)
+        assert products(model, X) == [BF16] * 3
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", [CallsItsPartOften, BreaksInTraining])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_while_a_piece_is_rewritten(kind, error, monkeypatch):
+    model, rewrite = amp_graph.convert(kind()), captured_graphs.rewrite_in_place
+
+    def interrupted(*args, **kwargs):
+        monkeypatch.setattr(captured_graphs, "rewrite_in_place", rewrite)
+        assert not torch.is_autocast_enabled("cpu")
+        raise error
+
+    monkeypatch.setattr(captured_graphs, "rewrite_in_place", interrupted)
+    with pytest.raises((error, torch._dynamo.exc.BackendCompilerFailed)):
+        model(X)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpGraphWarning)
+        model(X)
+    assert set(products(model, X)) == {BF16}
+
+
+def test_a_piece_that_cannot_be_rewritten_runs_under_autocast_and_is_reported(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PassError("pass plan-precision failed: a stand-in")
+
+    monkeypatch.setenv("AMP_GRAPH_STRICT", "0")
+    monkeypatch.setattr(captured_graphs, "rewrite_in_place", refuse)
+    model = CallsItsPartOften()
+    with torch.autocast("cpu", BF16):
+        theirs = model(X)
+    amp_graph.convert(model)
+    ours = model(X)
+    assert torch.equal(ours, theirs.float())
+    assert set(products(model, X)) == {BF16}
+    assert any("could not be rewritten: pass plan" in reason for _, reason in amp_graph.report(model).skipped)
+
+
+def test_code_on_which_tracing_fails_runs_as_written_and_once():
+    """Dynamo raises an error of its own at a list whose length data decides."""
+
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head, self.calls = Part(), nn.Linear(16, 4), 0
+
+        def forward(self, x):
+            self.calls += 1
+            total = torch.zeros_like(x)
+            for group in (x.sum(1) > 0).long().unique().tolist():
+                rows = ((x.sum(1) > 0).long() == group).nonzero()[:, 0]
+                total = total.index_add(0, rows, self.part(x[rows]).to(x.dtype))
+            return self.head(total)
+
+    model, plain = Routes(), Routes()
+    plain.load_state_dict(model.state_dict())
+    amp_graph.convert(model)
+    for call in range(1, 4):
+        torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+        assert model.calls == call
+    assert set(products(model, X)) == {BF16}
+    assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
+
+
+class WhileLarge(nn.Module):
+    """Shrinks its input, a turn at a time, until a value says that it is small enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.turns = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.turns = 0
+        while x.norm() > 10:
+            x = 0.9968 * x + 1e-5 * self.part(x)
+            self.turns += 1
+        return self.part(x)
+
+
+class BreaksOut(WhileLarge):
+    """Does so in a loop without a condition."""
+
+    def forward(self, x):
+        self.turns = 0
+        while True:
+            x = 0.9968 * x + 1e-5 * self.part(x)
+            self.turns += 1
+            if x.norm() <= 10:
+                break
+        return self.part(x)
+
+
+class WhileInWhile(WhileLarge):
+    """Has a second such loop inside of the first."""
+
+    def forward(self, x):
+        self.turns = 0
+        while x.norm() > 10:
+            top = x.norm() * 0.5
+            while x.norm() > top:
+                x = 0.9968 * x + 1e-5 * self.part(x)
+                self.turns += 1
+        return self.part(x)
+
+
+@pytest.mark.parametrize("kind", [WhileLarge, BreaksOut, WhileInWhile])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_a_loop_of_a_thousand_turns_that_values_decide(kind):
+    """Turns that are calls inside of each other end in a RecursionError."""
+    model, x = kind(), 100 * torch.randn(4, 8)
+    with torch.no_grad():
+        want, turns = model(x), model.turns
+        assert turns > sys.getrecursionlimit() // 2 + 200
+        amp_graph.convert(model, "bf16")
+        for _ in range(2):
+            torch.testing.assert_close(model(x), want, rtol=0.05, atol=0.05)
+            assert abs(model.turns - turns) <= 2
+
+
+class WritesToTheBase(nn.Module):
+    """Gives an input a gradient of which another input is a view: Dynamo has no fake tensor for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x, view, z):
+        x.copy_(z)
+        return self.part(z), view
+
+
+class ReadsItsBatch(WritesToTheBase):
+    """Makes a constant of a size that its caller has marked as dynamic."""
+
+    def forward(self, x, view, z):
+        return self.part(z) * (2 if z.shape[0] == 4 else 3), view
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, held):
+            h = self.first(x)
+            torch._dynamo.graph_break()
+            low = h.bfloat16() if dtype is torch.bfloat16 else h.half()
+            torch._dynamo.graph_break()
+            return self.second(h), low, low[0].relu(), h * 2, low * x, held + 1, low.float()
+
+    torch.manual_seed(0)
+    model, given = Embeds(), (torch.randn(4, 8), torch.ones(4, dtype=dtype))
+    want = model(*given)
+    amp_graph.convert(model, "bf16" if dtype is torch.bfloat16 else "fp16")
+    for _ in range(2):
+        found = model(*given)
+        for one, exact in zip(found, want, strict=True):
+            assert one.dtype == exact.dtype
+            torch.testing.assert_close(one, exact, rtol=0.05, atol=0.05)
+
+
+def write_behind_float(h, x):
+    wide = h.float()
+    torch._dynamo.graph_break()
+    h.mul_(2)
+    torch._dynamo.graph_break()
+    return wide + x
+
+
+def write_to_what_float_returns(h, x):
+    wide = h.to(torch.float32)
+    torch._dynamo.graph_break()
+    wide.mul_(2)
+    torch._dynamo.graph_break()
+    return h + x
+
+
+def write_to_a_view_of_it(h, x):
+    wide = h[1:].float()
+    torch._dynamo.graph_break()
+    wide[0].zero_()
+    torch._dynamo.graph_break()
+    return h + x
+
+
+def write_to_a_low_copy(h, x):
+    low = h.bfloat16()
+    torch._dynamo.graph_break()
+    low.mul_(2)
+    torch._dynamo.graph_break()
+    return low + h + x
+
+
+def write_that_a_backward_would_miss(h, x):
+    h = h.relu()
+    low = h.bfloat16()
+    torch._dynamo.graph_break()
+    low[:2] += 1
+    return low + h + x
+
+
+def write_to_a_complex_view(h, x):
+    torch.view_as_complex(h.view(-1, 2)).mul_(1j)
+    torch._dynamo.graph_break()
+    return h + x
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        write_behind_float, write_to_what_float_returns, write_to_a_view_of_it, write_to_a_low_copy,
+        write_that_a_backward_would_miss, write_to_a_complex_view,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_a_write_behind_a_conversion_and_a_graph_break_is_seen(writes, policy):
+    """Autocast loses them: there ``h.float()`` is another memory, and ``h.bfloat16()`` the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(writes(h, x))
+
+    model, x = Model(), torch.randn(4, 8, requires_grad=True)
+    weights = (x, *model.parameters())
+
+    def call():
+        out = model(x)
+        return out, *torch.autograd.grad(out.square().sum(), weights)
+
+    want = call()
+    amp_graph.convert(model, policy)
+    for _ in range(2):
+        for found, exact in zip(call(), want, strict=True):
+            assert (found - exact).norm() <= 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", [WritesToTheBase, ReadsItsBatch])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_what_dynamo_cannot_trace_runs_as_it_is_written(kind):
+    model = kind()
+
+    def call():
+        torch.manual_seed(0)
+        x, z = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+        if kind is ReadsItsBatch:
+            torch._dynamo.mark_dynamic(z, 0)
+        out, view = model(x, x.view(-1)[4:28], z)
+        return out, view, *torch.autograd.grad(out.sum() + view.sum(), (z, model.part.weight), allow_unused=True)
+
+    want = call()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        for found, exact in zip(call(), want, strict=True):
+            torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+    assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
+
+
+def test_an_error_in_a_hook_between_graphs():
+    model, calls = amp_graph.convert(CallsItsPartOften()), []
+
+    def hook(module, args):
+        calls.append(torch.is_autocast_enabled("cpu"))
+        if len(calls) == 2:
+            raise LookupError("mine")
+
+    handle = model.part.register_forward_pre_hook(hook)
+    with pytest.raises(LookupError, match="mine"):
+        model(X)
+    assert not torch.is_autocast_enabled("cpu")
+    handle.remove()
+    assert set(products(model, X)) == {BF16}
+
+
+def test_the_users_tensors_are_written_as_under_autocast():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head = Part(), nn.Linear(16, 4)
+            self.register_buffer("seen", torch.zeros(16))
+
+        def forward(self, x, out):
+            for _ in range(2):
+                x = self.part(x)
+                self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+                out[0] = x.detach()[0]
+            return self.head(x)
+
+    ours, theirs = Writes(), Writes()
+    theirs.load_state_dict(ours.state_dict())
+    out, their_out = torch.zeros(1, 16), torch.zeros(1, 16)
+    amp_graph.convert(ours)
+    for _ in range(2):
+        ours(X, out)
+        with torch.autocast("cpu", BF16):
+            theirs(X, their_out)
+    assert ours.seen.dtype == out.dtype == FULL
+    torch.testing.assert_close(ours.seen, theirs.seen, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(out, their_out, rtol=1e-2, atol=1e-2)
+
+
+class Seeds(Pair):
+    """As transformers' Reformer: a graph of its own that only asks for a seed, and computes on no tensor."""
+
+    def forward(self, x):
+        torch.seed()
+        print(end="")
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,escaped=fp32", "fp16"])
+def test_a_piece_without_any_tensor(policy):
+    model = amp_graph.convert(Seeds(), policy)
+    model(X)
+    with DtypeLog() as log:
+        assert model(X).dtype == FULL
+    low = DTYPES[policy[:4]]
+    assert [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS] == [low, low]

@@ -1,0 +1,278 @@
+"""Converting a model runs none of its owner's code: parametrizations, properties, lazy and missing parameters."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.passes.torch_compat import module_attributes
+from tests.capture.test_failing_conversions import state_of
+
+X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+
+
+class Doubled(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    calls = 0
+
+    def forward(self, weight):
+        Doubled.calls += 1
+        return weight * 2
+
+
+def doubled(layer):
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+def pruned(layer):
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+KINDS = {
+    "spectral norm": parametrizations.spectral_norm,
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "custom": doubled,
+    "spectral norm by hooks": nn.utils.spectral_norm,
+    "pruned": pruned,
+}
+
+
+def error(found, wanted):
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
+
+
+def train(model, optimizer, step=None):
+    for _ in range(2):
+        if step is not None:
+            step(X, Y)
+            continue
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    return model.eval()(X)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_converting_computes_no_parametrization_and_training_is_as_under_autocast(kind, policy):
+    torch.manual_seed(0)
+    ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), KINDS[kind](nn.Linear(16, 4)))
+    with torch.no_grad():
+        ours(X)  # makes plain attributes of what hooks compute, which are copied where they have no gradient
+    plain, cast = copy.deepcopy(ours), copy.deepcopy(ours)
+    before, calls = [b.clone() for b in ours.buffers()], Doubled.calls
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, cast, ours)]
+    amp_graph.convert(ours, policy)
+    assert all(map(torch.equal, ours.buffers(), before))
+    assert Doubled.calls == calls
+    exact = train(plain, optimizers[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = train(cast, optimizers[1])
+    assert error(train(ours, optimizers[2]), exact) <= 1.2 * error(theirs, exact) + 2e-3
+    assert all(b.dtype is torch.float32 for b in ours.buffers() if b.is_floating_point())
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "pruned"])
+def test_a_train_step_computes_no_parametrization_before_its_first_call(kind):
+    torch.manual_seed(0)
+    ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        ours(X)
+    plain = copy.deepcopy(ours)
+    before = [b.clone() for b in ours.buffers()]
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    step = amp_graph.TrainStep(ours, F.cross_entropy, optimizer, "bf16")
+    assert all(map(torch.equal, ours.buffers(), before))
+    exact = train(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    assert error(train(ours, None, step), exact) < 1e-2
+
+
+class Hidden(nn.Module):
+    """Stores a weight, and has properties that are none of ours to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stored = nn.Parameter(torch.eye(16))
+
+    @property
+    def weight(self):
+        raise RuntimeError("read")
+
+    sparse = amp_precision = _can_record_outputs = weight
+
+    def forward(self, x):
+        return x @ self.stored
+
+
+class Strict(nn.Module):
+    """Has a `__getattr__` that raises something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def __getattr__(self, name):
+        if name in self.__dict__.get("_modules", {}):
+            return self._modules[name]
+        raise KeyError(name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def without_weight(weight):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    if weight == "none":
+        model[1].weight = None
+    else:
+        del model[1].weight
+    return model
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
+@pytest.mark.parametrize("kind", [Hidden, Strict])
+def test_properties_and_getattr_are_not_asked(kind, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.Linear(16, 4))
+    exact = model(X)
+    amp_graph.convert(model, policy)
+    with contextlib.nullcontext() if kind is Hidden else pytest.warns(AmpGraphWarning, match="__getattr__"):
+        assert error(model(X), exact) < 2e-2  # Dynamo does ask, gives it up, and the call runs under autocast
+    assert conversion_of(model).runs == (kind is Hidden)
+
+
+@pytest.mark.parametrize("weight", ["none", "deleted"])
+def test_a_missing_weight_is_an_error_of_the_call_as_without_us(weight):
+    model = without_weight(weight)
+    with pytest.raises((AttributeError, TypeError)) as before:
+        model(X)
+    amp_graph.convert(model, "bf16")
+    with pytest.raises(type(before.value)):
+        model(X)
+    amp_graph.revert(model)
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(16, 0), nn.Linear(0, 4)
+
+    def forward(self, x):
+        return self.up(self.down(x))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(16, 0), Narrow, lambda: nn.Linear(0, 4)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_elements(make):
+    model = make()
+    x = X[:, :0] if getattr(model, "in_features", 1) == 0 else X
+    exact = model(x)
+    found = amp_graph.convert(model, "bf16")(x)
+    found.sum().backward()
+    torch.testing.assert_close(found, exact)
+
+
+# -- lazy modules -------------------------------------------------------------------------------------
+
+
+def lazy():
+    return nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_the_first_call_initializes_lazy_modules():
+    model = lazy()
+    amp_graph.convert(model, "bf16")
+    assert not amp_graph.report(model).graphs
+    model(X.view(8, 2, 8)).sum().backward()
+    assert [type(m) for m in model][::2] == [nn.Conv1d, nn.ReLU, nn.Linear]
+    plain = copy.deepcopy(model)
+    exact = amp_graph.revert(plain).eval()(X.view(8, 2, 8))
+    assert error(model.eval()(X.view(8, 2, 8)), exact) < 2e-2
+    assert conversion_of(model).runs == 2
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.LazyLinear(4), nn.LazyLinear(4)
+
+    def forward(self, x, second=False):
+        return self.two(x) if second else self.one(x)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_what_stays_lazy_after_a_call_does_no_harm():
+    model = amp_graph.convert(Branches(), "bf16")
+    model(X).sum().backward()
+    assert module_attributes.uninitialized(model.named_parameters()) == ["two.weight", "two.bias"]
+    assert amp_graph.report(model).text()
+    model(X, second=True).sum().backward()
+    assert conversion_of(model).runs == 2
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_train_step_initializes_lazy_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(4))
+    step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.5), "bf16")
+    losses = [step(X, Y).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("policy", ["bf16-O2", "bf16-O3"])
+def test_levels_that_change_parameters_want_them_initialized(policy):
+    model = nn.Sequential(nn.LazyLinear(4))
+    kinds = [type(p) for p in model.parameters()]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(CaptureError, match=r"2 are not initialized: 0\.weight, 0\.bias\n  fix: "):
+        amp_graph.convert(model, policy)
+    with pytest.raises(CaptureError, match="not initialized"):
+        amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    assert conversion_of(model) is None
+    assert [type(p) for p in model.parameters()] == kinds
+    model(X)
+    assert amp_graph.convert(model, policy)[0].weight.dtype is torch.bfloat16
+
+
+# -- how modules are read -----------------------------------------------------------------------------
+
+
+def test_plain_attributes():
+    module = Hidden()
+    module.option = 3
+    found = [
+        module_attributes.plain_attribute(module, n, "-") for n in ("option", "weight", "stored", "none", "forward")
+    ]
+    assert found == [3, "-", "-", "-", "-"]
+    assert module_attributes.plain_attribute(module, "training") is True
+    assert module_attributes.plain_attribute(
+        amp_graph.precision("full")(type("Kept", (nn.Module,), {}))(), "amp_precision"
+    )
+
+
+def test_weights_are_read_as_they_are_stored():
+    shapes = [[tuple(w.shape) for w in module_attributes.weights_of(KINDS[kind](nn.Linear(16, 4)))] for kind in KINDS]
+    assert shapes == [[(4, 16)], [(4, 1), (4, 16)], [(4, 16)], [(4, 16)], [(4, 16)], [(4, 16)]]
+    assert [*module_attributes.weights_of(nn.LazyLinear(4))] == []
+
+
+def test_state_of_sees_a_change():
+    """The control of the tests of what stays as it was."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = state_of(model, optimizer)
+    amp_graph.convert(model, "bf16")
+    assert state_of(model, optimizer) != before

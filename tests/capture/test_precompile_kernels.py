@@ -1,0 +1,190 @@
+"""C that a model will want is compiled while it is captured: what it wants, once, and nobody compiles it beside."""
+
+import os
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.capture import precompile_kernels
+from amp_graph.capture.precompile_kernels import compile_ahead as begin
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
+from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
+from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
+from amp_graph.passes.backends.cpu.norm import add_norm_kernel, batch_norm_kernel, group_norm_kernel
+from amp_graph.passes.backends.cpu.pointwise import lookup_table
+from amp_graph.passes.native import cast_kernel, jit_compiler
+from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.profitability import gemm_thresholds
+
+BF16 = torch.bfloat16
+KERNELS = {
+    "linears": panel_gemm,
+    "attention": attention_kernel,
+    "norms": add_norm_kernel,
+    "attention's backward": attention_kernel,
+    "norms' backward": add_norm_kernel,
+    "batch norms": batch_norm_kernel,
+    "cross entropy": cross_entropy_kernel,
+    "depthwise": depthwise_kernel,
+    "group norms": group_norm_kernel,
+    "casts": cast_kernel,
+    "tables": lookup_table,
+    "amx products": amx_gemm,
+}
+TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+MODELS = {
+    "mlp": (nn.Linear(8, 8), {"linears"}),
+    "transformer": (TRANSFORMER, {"linears", "attention", "norms", "attention's backward", "norms' backward"}),
+    "wide": (nn.Linear(512, 512), {"linears", "casts", "amx products"}),
+    "activations": (nn.GELU(), {"tables"}),
+    "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts", "amx products"}),
+    "language model": (
+        nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
+        {*KERNELS} - {"batch norms", "depthwise", "group norms", "tables"},
+    ),
+    "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
+    "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),
+    "diffusion": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), {"group norms"}),
+    "sequences": (nn.Conv1d(8, 8, 31, groups=8), {"depthwise"}),
+    "on another device": (nn.Linear(8, 8, device="meta"), set()),
+    "nothing": (nn.ReLU(), set()),
+}
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What is loaded, in order, in a process that has begun nothing."""
+    found = []
+    monkeypatch.setattr(precompile_kernels, "_begun", set())
+    monkeypatch.setattr(precompile_kernels, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    for name, module in KERNELS.items():
+        if not name.endswith("backward"):
+            monkeypatch.setattr(module, "library", partial(_loads, found, name))
+    return found
+
+
+def _loads(found, name, *given):
+    found.append({"norms": "norms' backward", "attention": "attention's backward"}[name] if True in given else name)
+
+
+def joined(threads):
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_wants_is_compiled_once(loaded, name):
+    model, wanted = MODELS[name]
+    joined(begin(model, BF16, trains=True))
+    assert set(loaded) == wanted
+    assert begin(model, BF16, trains=True) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_evaluation_does_not_call_waits_for_training(loaded, name):
+    model, wanted = MODELS[name]
+    joined(begin(model, BF16, trains=False))
+    widened = {"casts"} if name in ("large", "language model") else set()
+    assert set(loaded) == wanted & {"linears", "attention", "norms", "tables"} | widened
+    joined(begin(model, BF16, trains=True))
+    assert sorted(loaded) == sorted(wanted)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_model_converted_for_evaluation_compiles_the_rest_when_it_is_captured_with_gradients(loaded, trains):
+    model = amp_graph.convert(nn.Embedding(1 << 15, 16).eval(), "bf16")
+    with torch.set_grad_enabled(trains):
+        model(torch.arange(4))
+    joined([thread for thread in threading.enumerate() if thread.name == precompile_kernels.THREAD])
+    assert ("casts" in loaded) == trains
+
+
+def test_a_model_without_activations_to_look_up_waits_for_no_tables(loaded):
+    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval(), "bf16")
+    with torch.no_grad():
+        model(torch.randn(4, 3, 16, 16))
+    assert "tables" not in loaded
+
+
+def test_fp16_has_no_products_of_ours(loaded):
+    joined(begin(TRANSFORMER, torch.float16, trains=True))
+    assert sorted(loaded) == ["norms", "norms' backward"]
+
+
+def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch):
+    def fails(low, backward=False):
+        raise CompilerError("no compiler")
+
+    monkeypatch.setattr(add_norm_kernel, "library", fails)
+    joined(begin(TRANSFORMER, BF16, trains=True))  # an error in a thread would fail this test
+    assert set(loaded) == {"linears", "attention", "attention's backward"}
+
+
+@pytest.mark.parametrize("make", ["convert", "TrainStep"])
+def test_it_begins_with_the_model(loaded, make):
+    model = nn.Linear(8, 8)
+    if make == "convert":
+        amp_graph.convert(model, "bf16")
+    else:
+        amp_graph.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    joined([thread for thread in threading.enumerate() if thread.name == precompile_kernels.THREAD])
+    assert loaded == ["linears"]
+
+
+@pytest.mark.parametrize("options", [{"policy": "bf16-O0"}, {"policy": "bf16", "compile": "aot_eager"}])
+def test_nothing_is_compiled_that_will_not_run(loaded, options):
+    amp_graph.convert(nn.Linear(8, 8), **options)
+    assert not precompile_kernels._begun
+
+
+def test_who_wants_what_is_being_compiled_waits_for_it(monkeypatch, tmp_path):
+    """The control: without the lock two threads compile at once."""
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }")
+    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path / "made"))
+    plain, begun = jit_compiler._compile, []
+
+    def slow(*args):
+        begun.append(args)
+        time.sleep(0.3)
+        plain(*args)
+
+    monkeypatch.setattr(jit_compiler, "_compile", slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(jit_compiler.load(source).answer())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [42] * 3
+    assert len(begun) == 1
+
+    monkeypatch.setattr(jit_compiler, "_locks", {(source, ("-DOTHER",)): threading.Semaphore(3)})
+    threads = [threading.Thread(target=jit_compiler.load, args=(source, ("-DOTHER",))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 4
+
+
+def test_what_a_process_left_that_ended_while_it_compiled_is_removed(monkeypatch, tmp_path):
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }")
+    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path))
+    key, unique = f"answer-{'0' * 24}", "a" * 32
+    left, being_made = tmp_path / f"{key}.{unique}.part", tmp_path / f"{key}.{unique[::-1]}b.part"
+    of_record, of_the_user = tmp_path / f".{key}.sha256.{unique}.part", tmp_path / "thesis.part"
+    for part in (left, being_made, of_record, of_the_user):
+        part.touch()
+    for part in (left, of_record, of_the_user):
+        os.utime(part, (1, 1))
+    assert jit_compiler.load(source).answer() == 42
+    assert {part.name for part in tmp_path.glob("*.part")} == {being_made.name, of_the_user.name}

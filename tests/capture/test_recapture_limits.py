@@ -1,0 +1,354 @@
+"""Calls that differ in a number: it becomes a symbol, or captures end; results are those of the model as written.
+
+Each model is called beside a copy in fp32 that is not converted, and both keep their own counters.
+"""
+
+import copy
+import math
+import random
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.capture.recapture_limits import FREE, MOST, PAUSE
+from amp_graph.errors import AmpGraphWarning, CaptureError
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+STEPS = 12
+
+
+class Net(nn.Module):
+    def __init__(self, depth=2):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+
+
+class Counter(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x) * min(1.0, self.calls / 20))
+
+
+class InverseRoot(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(torch.relu(self.a(x))) * self.calls**-0.5 + math.cos(self.calls / 10)
+
+
+class Exponential(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x)) * (1 - math.exp(-self.calls))
+
+
+class Annealed(Net):
+    tau = 1.0
+
+    def forward(self, x):
+        self.tau *= 0.95
+        return torch.softmax(self.b(self.a(x)) / self.tau, -1)
+
+
+class Inside(Net):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(Counter(), nn.Linear(4, 16), Annealed())
+
+    def forward(self, x):
+        return self.parts(x)
+
+
+class Scheduled(Net):
+    schedule, at = (1.0, 0.5, 0.25), 0
+
+    def forward(self, x):
+        self.at += 1
+        return self.b(self.a(x)) * self.schedule[self.at % 3]
+
+
+class Settings(Net):
+    def __init__(self):
+        super().__init__()
+        self.settings = {"step": 0, "scale": 1.0}
+
+    def forward(self, x):
+        self.settings["step"] += 1
+        self.settings["scale"] *= 0.9
+        return self.b(self.a(x)) * self.settings["scale"] + self.settings["step"]
+
+
+class Epoch(Net):
+    def forward(self, x, epoch, rate=1.0):
+        return self.b(self.a(x) * rate) / (epoch + 1)
+
+
+class Curriculum(Net):
+    active = 0
+
+    def __init__(self):
+        super().__init__(depth=STEPS)
+
+    def forward(self, x):
+        self.active += 1
+        for layer in self.layers[: self.active]:
+            x = x + layer(x)
+        return self.b(x)
+
+
+class Repeated(Net):
+    def forward(self, x, times):
+        for _ in range(int(times)):
+            x = torch.tanh(self.a(x))
+        return self.b(x)
+
+
+class UntilSmall(Net):
+    def forward(self, x):
+        h = self.a(x)
+        while h.norm() > 1:
+            h = h * 0.7
+        return self.b(h)
+
+
+class StopsEarly(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.norm() < 0.5:
+                break
+        return self.b(x)
+
+
+class Named(Net):
+    def forward(self, x, mode):
+        return self.b(self.a(x)) if mode == "both" + mode[4:] else self.a(x)
+
+
+class Dropped(Net):
+    def __init__(self):
+        super().__init__(depth=4)
+        self.random = random.Random(1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.random.random() > 0.5:
+                x = layer(x)
+        return self.b(x)
+
+
+class Speaking(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.a(x)
+        print("", end="")
+        for _ in range(self.calls):
+            h = torch.tanh(self.a(h))
+        return self.b(h)
+
+
+def called(model, calls, **options):
+    """Call a converted copy of ``model`` and the model itself in turn; return (its conversion, warnings)."""
+    converted = amp_graph.convert(copy.deepcopy(model), "bf16", **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for args in calls:
+            found, wanted = converted(*args), model(*args)
+            assert found.dtype == wanted.dtype
+            error = (found - wanted).norm() / wanted.norm()
+            assert error < 0.05, (args[1:], error)
+    return conversion_of(converted), [str(one.message) for one in seen if one.category is AmpGraphWarning]
+
+
+def same(*args):
+    return [(X, *args)] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "most"),
+    [
+        (Counter, same(), 4),
+        (InverseRoot, same(), 4),
+        (Annealed, same(), 3),
+        (Inside, same(), 5),
+        pytest.param(Scheduled, same(), 6, marks=pytest.mark.slow),
+        pytest.param(Settings, same(), 3, marks=pytest.mark.slow),
+        (Epoch, [(X, n, 0.9**n) for n in range(STEPS)], 4),
+        (Epoch, [(torch.cat([X] * 3)[: n + 2], n) for n in range(STEPS - 2)], 4),
+    ],
+)
+def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
+    torch.manual_seed(0)
+    conversion, warned = called(kind(), calls)
+    assert len(conversion.graphs) <= most
+    assert conversion.runs == len(calls)
+    assert not warned
+
+
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fp16",
+        "bf16-O2",
+        pytest.param("bf16,accuracy=fast", marks=pytest.mark.slow),
+        pytest.param("bf16,escaped=fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_counter_under_other_policies(policy, grad):
+    torch.manual_seed(0)
+    model = Counter()
+    converted = amp_graph.convert(copy.deepcopy(model), policy)
+    with torch.set_grad_enabled(grad):
+        for _ in range(8):
+            found, wanted = converted(X), model(X)
+            assert (found - wanted).norm() < 0.05 * wanted.norm()
+            if grad:
+                found.sum().backward()
+    assert len(conversion_of(converted).graphs) <= 3
+    assert converted.calls == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "what"),
+    [
+        (Curriculum, same(), r"self\.active, which is 5 now"),
+        pytest.param(Exponential, same(), r"self\.calls, which is 5 now", marks=pytest.mark.slow),
+        (Repeated, [(X, n) for n in range(STEPS)], "times, which is 5 now"),
+        (Repeated, [(X, torch.tensor(n)) for n in range(STEPS)], r"times\.item\(\), which is 5 now"),
+        (Named, [(X, f"both{n}") for n in range(STEPS)], "mode, which is 'both5' now"),
+    ],
+)
+def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
+    torch.manual_seed(0)
+    conversion, (warned,) = called(kind(), calls, max_graphs=5)
+    assert len(conversion.graphs) == 5
+    assert conversion.runs == 5
+    assert re.search(f"captured 5 times.*under torch.autocast.*differ in {what}", warned)
+    assert "test_variants.py:" in warned
+    assert "max_graphs" in warned
+    assert any("captured 5 times" in note for note in amp_graph.report(conversion.model).notes)
+
+
+def test_graphs_that_are_kept_go_on_being_used():
+    torch.manual_seed(0)
+    model = Repeated()
+    conversion, _ = called(model, [(X, n) for n in range(8)], max_graphs=4)
+    runs = conversion.runs
+    for n in [1, 2, 3] * 10:
+        conversion.model(X, n)
+    assert conversion.runs >= runs + 30 - PAUSE  # some calls were not looked up
+    conversion.model.eval()  # which has no calls without graphs yet
+    conversion.model(X, 9)
+    assert len(conversion.graphs) == 4
+
+
+@pytest.mark.parametrize("kind", [UntilSmall, StopsEarly, Dropped])
+def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
+    torch.manual_seed(0)
+    tried = []
+    plain = amp_graph.capture.conversion.Conversion._capturing
+    monkeypatch.setattr(
+        amp_graph.capture.conversion.Conversion, "_capturing", lambda self: tried.append(1) or plain(self)
+    )
+    conversion, _ = called(kind(), [(X * (n + 1),) for n in range(40)])
+    assert len(tried) <= 3
+    assert len(conversion.graphs) <= MOST
+
+
+def test_pieces_of_a_call_are_counted_by_place():
+    torch.manual_seed(0)
+    conversion, warned = called(Speaking(), same(), max_graphs=3)
+    assert len(conversion.graphs) <= 2 * 3
+    assert sum("differ in" in one for one in warned) == 1
+
+
+def test_large_graphs_are_captured_a_few_times(monkeypatch):
+    monkeypatch.setattr("amp_graph.capture.recapture_limits.NODES", 10)
+    torch.manual_seed(0)
+    conversion, (warned,) = called(Repeated(), [(X, n) for n in range(4, STEPS)])
+    assert len(conversion.graphs) == FREE + 1
+    assert "further ones" in warned
+
+
+def test_calls_earn_another_graph(monkeypatch):
+    monkeypatch.setattr("amp_graph.capture.recapture_limits.NODES", 0)
+    torch.manual_seed(0)
+    conversion, _ = called(Repeated(), [(X, n) for n in range(6)])
+    assert len(conversion.graphs) == FREE + 1
+    for _ in range(amp_graph.capture.recapture_limits.EARNS + amp_graph.capture.recapture_limits.PAUSE):
+        conversion.model(X, 1)
+    called_again = conversion.model(X, 7)
+    assert called_again.shape == (8, 4)
+    assert len(conversion.graphs) == FREE + 2
+
+
+def test_strict_conversions_raise():
+    model = amp_graph.convert(Repeated(), "bf16", strict=True, max_graphs=2)
+    model(X, 1), model(X, 2)
+    with pytest.raises(CaptureError, match="differ in times, which is 3"):
+        model(X, 3)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, "16", None, True])
+def test_numbers_of_graphs_that_make_no_sense_are_refused(count):
+    model = Net()
+    with pytest.raises(CaptureError, match="legal: a whole number"):
+        amp_graph.convert(model, "bf16", max_graphs=count)
+    assert conversion_of(model) is None
+
+
+def test_a_copy_keeps_the_limit():
+    model = amp_graph.convert(Repeated(), "bf16", max_graphs=2)
+    assert conversion_of(copy.deepcopy(model)).max_graphs == 2
+
+
+def test_users_errors_take_no_graphs():
+    model = amp_graph.convert(Repeated(), "bf16", max_graphs=3)
+    for _ in range(5):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(8, 3), 1)
+        model(X, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X, 2)
+
+
+def test_what_dynamo_forgets_is_not_counted():
+    torch.manual_seed(0)
+    conversion, _ = called(Repeated(), [(X, n) for n in range(3)], max_graphs=2)
+    torch._dynamo.reset()
+    for _ in range(2):  # the first may not be looked up
+        conversion.model(X, 5)
+    assert len(conversion.graphs) == 3
+
+
+def test_modes_and_orders_are_few_graphs():
+    class Options(Net):
+        def forward(self, x, options):
+            total = sum(value for value in options.values())
+            return self.b(nn.functional.dropout(self.a(x), 0.0, self.training)) * total
+
+    torch.manual_seed(0)
+    model = Options()
+    converted = amp_graph.convert(copy.deepcopy(model), "bf16")
+    for n in range(8):
+        options = {"a": 1.0, "b": 2.0} if n % 2 else {"b": 2.0, "a": 1.0}
+        for one in (model, converted):
+            one.train(n % 4 < 2)
+        found, wanted = converted(X, options), model(X, options)
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+    assert len(conversion_of(converted).graphs) <= 4

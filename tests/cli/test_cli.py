@@ -1,0 +1,382 @@
+"""The command line: what each command prints, and how each error arrives."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+from amp_graph.cli import main as cli
+from amp_graph.cli.main import main
+from amp_graph.cli.terminal import write_lines, write_table
+
+SOURCE = """
+import torch
+from torch import nn
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 4)
+    def forward(self, x):
+        print("from the model")
+        return self.down(self.up(x).relu())
+
+class Quiet(MLP):
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+class Wrong(MLP):
+    def forward(self, x):
+        return self.down(x)
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x
+
+def build():
+    return Quiet(), torch.randn(8, 16)
+
+def broken():
+    raise RuntimeError("no weights\\nin this folder")
+"""
+
+GOLDEN = """\
+# graph 0: train, with gradients, bf16
+%0: f32[32,16] = input up.weight
+%1: f32[32] = input up.bias
+%2: f32[8,16] = input X
+%3: f32[4,32] = input down.weight
+%4: f32[4] = input down.bias
+%5: bf16[8,16] = .bfloat16(%2)  # up
+%6: bf16[32,16] = weight_copy(%0, once=True)  # up
+%7: bf16[32] = weight_copy(%1, once=True)  # up
+%8: bf16[8,32] = linear(%5, %6, %7)  # up
+%9: bf16[8,32] = .relu(%8)
+%10: bf16[4,32] = weight_copy(%3, once=True)  # down
+%11: bf16[4] = weight_copy(%4, once=True)  # down
+%12: bf16[8,4] = linear(%9, %10, %11)  # down
+%13: f32[8,4] = .float(%12)
+return (%13,)
+"""
+GOLDEN_DIFF = """\
+-%5: f32[8,32] = linear(%2, %0, %1)  # up
+-%6: f32[8,32] = .relu(%5)
+-%7: f32[8,4] = linear(%6, %3, %4)  # down
+-return (%7,)
++%c0: bf16[8,16] = .bfloat16(%2)  # up
++%c1: bf16[32,16] = weight_copy(%0, once=True)  # up
++%c2: bf16[32] = weight_copy(%1, once=True)  # up
++%5: bf16[8,32] = linear(%c0, %c1, %c2)  # up
++%6: bf16[8,32] = .relu(%5)
++%c3: bf16[4,32] = weight_copy(%3, once=True)  # down
++%c4: bf16[4] = weight_copy(%4, once=True)  # down
++%7: bf16[8,4] = linear(%6, %c3, %c4)  # down
++%c5: f32[8,4] = .float(%7)
++return (%c5,)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "cli_models.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.fixture
+def amp(capsys):
+    """Run a command: (status, stdout, stderr)."""
+
+    def run(*words):
+        status = main(list(words))
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def dump(amp, file, *words, name="build"):
+    status, out, err = amp("dump", f"{file}:{name}", "--policy", "bf16", *words)
+    assert (status, err) == (0, "")
+    return out
+
+
+def test_dump_prints_the_rewritten_graph(amp, file):
+    assert re.sub(r"input (\w+)\n", "input X\n", dump(amp, file)) == GOLDEN
+
+
+def test_dump_diff_keeps_the_numbers_of_the_captured_graph(amp, file):
+    out = dump(amp, file, "--diff")
+    assert out.endswith(GOLDEN_DIFF)
+    assert "--- graph as captured\n+++ graph as rewritten\n" in out
+
+
+def test_dump_before_and_after(amp, file):
+    assert "bf16[" not in dump(amp, file, "--before")
+    both = dump(amp, file, "--before", "--after")
+    assert both.index("# before\n") < both.index("# after\n")
+    assert "return (%7,)" in both
+    assert "return (%13,)" in both
+
+
+def test_dump_without_any_change_says_so(amp, file):
+    assert "# no difference" in dump(amp, file, "--diff", "--policy", "bf16,deny=linear")
+
+
+def test_dump_reasons_stand_behind_each_line(amp, file):
+    lines = dump(amp, file, "--reasons").splitlines()
+    (line,) = [line for line in lines if line.startswith("%8: ")]
+    assert "= linear(%5, %6, %7)  # up | low: aten.linear: a matrix product" in line
+
+
+def test_dump_as_table_code_dot_json_report_and_html(amp, file):
+    table = dump(amp, file, "--format", "table").splitlines()
+    assert table[1].split() == ["node", "operation", "type", "precision", "reason"]
+    assert table[5].split()[:4] == ["%8", "aten.linear", "bf16[8,32]", "low"]
+    code = dump(amp, file, "--format", "code")
+    compile(code, "graph", "exec")
+    assert ".bfloat16()" in code
+    dot = dump(amp, file, "--format", "dot")
+    assert dot.startswith("digraph graph_0 {\n")
+    assert dot.endswith("}\n")
+    assert 'label="linear\\nbf16[8,32]", fillcolor="#c9ebd3"];' in dot
+    told = json.loads(dump(amp, file, "--format", "json"))
+    assert [n["ops"] for n in told["graphs"][0]["nodes"] if n["cls"] == "allow"] == [["aten.linear"]] * 2
+    assert dump(amp, file, "--format", "report").startswith("amp_graph report: Quiet\n")
+    assert dump(amp, file, "--format", "html").startswith("<!doctype html>")
+
+
+def test_dump_writes_to_a_file(amp, file, tmp_path):
+    assert dump(amp, file, "--output", str(tmp_path / "out.txt")) == ""
+    assert (tmp_path / "out.txt").read_text().startswith("# graph 0: ")
+
+
+def test_dump_eval_and_inputs(amp, file):
+    out = dump(amp, file, "--eval", "--input", "x=f32[3,16]", name="Quiet")
+    assert out.startswith("# graph 0: eval, with gradients, bf16\n")
+    assert "f32[3,16] = input" in out
+
+
+def test_what_the_model_prints_stays_out_of_the_output(amp, file):
+    status, out, err = amp("dump", f"{file}:MLP", "--input", "f32[8,16]", "--format", "json")
+    assert status == 0
+    assert err == "from the model\n"
+    assert json.loads(out)["model"] == "MLP"
+
+
+def test_explain_tells_all_of_a_node(amp, file):
+    line = SOURCE.splitlines().index("class Quiet(MLP):") + 3
+    for name in ("%8", "0:%8", "up"):
+        status, out, err = amp("explain", f"{file}:build", name, "--policy", "bf16")
+        assert (status, err) == (0, "")
+        for wanted in (
+            "(%8) in graph 0 (train, bf16-O1)",
+            "operation  aten.linear",
+            "module     up",
+            f"line       {file}:{line}, in forward: return self.down(self.up(x).relu())",
+            "class      allow",
+            "precision  low",
+            "reason     aten.linear: a matrix product",
+            "value      bf16[8,32], as captured f32[8,32]",
+            "list entry",
+            "from    common.toml:",
+            "source  Micikevicius",
+            "%6 bfloat16_1: bf16[32,16], cast from up.weight (%0: f32[32,16])",
+            "read by    %9 relu: bf16[8,32]",
+        ):
+            assert wanted in out, wanted
+
+
+def test_explain_takes_an_input_or_an_operation(amp, file):
+    _, out, _ = amp("explain", f"{file}:build", "up.weight")
+    assert "input      up.weight: f32[32,16]" in out
+    assert "a cast: " in out
+    _, out, _ = amp("explain", f"{file}:build", "linear")
+    assert out.count("operation  aten.linear") >= 1
+
+
+def test_lists_shows_one_operation_or_all(amp):
+    status, out, _ = amp("lists", "gelu", "--policy", "fp16,deny=gelu", "--device", "cpu")
+    assert status == 0
+    assert out == (
+        "# fp16_cpu (float16 on cpu), policy fp16-O1,deny=gelu\naten.gelu: deny\n"
+        "  why     you asked for it: deny='gelu'\n  from    argument deny=\n"
+    )
+    _, out, _ = amp("lists", "aten::pow", "--policy", "bf16", "--device", "cuda")
+    assert "when    exponent is 1 or 2 or 3 or 4" in out
+    assert "from    bf16.toml:" in out
+    _, out, _ = amp("lists", "--device", "cpu")
+    assert re.search(r"^aten\.linear +allow +always +a matrix product", out, re.M)
+
+
+def test_lists_says_what_happens_to_an_operation_that_no_list_names(amp):
+    for policy, wanted in (
+        ("bf16,remove=erfinv", "it runs exactly as captured"),
+        ("bf16,lists=autocast_cpu", "arrives"),
+    ):
+        status, out, _ = amp("lists", "erfinv", "--policy", policy, "--device", "cpu")
+        assert status == 0
+        assert wanted in out
+
+
+# (words, exit status, what stderr holds)
+ERRORS = {
+    "unknown node": (
+        ["explain", "FILE:build", "linaer"],
+        1,
+        ["no node 'linaer'", "near: ", "linear", "fix:"],
+    ),
+    "unknown op": (
+        ["lists", "gelo"],
+        1,
+        ["unknown operator aten.gelo", "legal:", "amp-graph lists aten.gelu"],
+    ),
+    "bad policy": (["dump", "FILE:build", "--policy", "fp23"], 1, ["unknown word 'fp23'", "legal:", "fp16"]),
+    "level O0": (["dump", "FILE:build", "--policy", "O0"], 1, ["level O0", "--policy bf16"]),
+    "bad target": (["dump", "FILE"], 1, ["no ':' before a name", "^", "legal:", "example:"]),
+    "bad spec": (["dump", "FILE:Quiet", "--input", "x=f31[8]"], 1, ["unknown dtype 'f31'", "^", "legal:"]),
+    "no inputs": (["dump", "FILE:Quiet"], 1, ["missing a required argument: 'x'", "example:"]),
+    "format": (
+        ["dump", "FILE:build", "--diff", "--format", "dot"],
+        1,
+        ["--diff needs --format text", "fix:"],
+    ),
+    "output": (["dump", "FILE:build", "--output", "FILE/x"], 1, ["cannot write", "legal:", "fix:"]),
+    "nothing captured": (
+        ["dump", "FILE:Plain", "--input", "f32[2]"],
+        1,
+        ["nothing was captured of Plain", "fix:"],
+    ),
+    "no command": ([], 2, ["usage: amp-graph", "COMMAND"]),
+    "unknown command": (["dmup"], 2, ["invalid choice: 'dmup'"]),
+    "unknown format": (["dump", "FILE:build", "--format", "svg"], 2, ["invalid choice: 'svg'", "text"]),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_is_one_screen_on_stderr(amp, file, case):
+    words, status, wanted = ERRORS[case]
+    got, out, err = amp(*(word.replace("FILE", file) for word in words))
+    assert (got, out) == (status, "")
+    for word in wanted:
+        assert word in err
+    assert len(err.splitlines()) <= 24
+    assert "Traceback" not in err
+
+
+def test_an_error_of_the_users_code_shows_its_last_line_of_theirs(amp, file):
+    status, out, err = amp("dump", f"{file}:broken")
+    assert (status, out) == (1, "")
+    line = SOURCE.splitlines().index("def broken():") + 2
+    assert err == (
+        f"RuntimeError: no weights\n  in this folder\n  at {file}:{line}, in broken: "
+        'raise RuntimeError("no weights\\nin this folder")\n  fix:   --traceback shows all of it\n'
+    )
+    status, _, err = amp("dump", f"{file}:broken", "--traceback")
+    assert status == 1
+    assert err.startswith("Traceback (most recent call last):")
+    status, _, err = amp("dump", f"{file}:Wrong", "--input", "f32[8,16]")
+    assert status == 1
+    assert "in forward: return self.down(x)" in err
+    assert len(err.splitlines()) <= 6
+
+
+def test_demo_is_forwarded_with_its_words(amp, monkeypatch):
+    seen = []
+    demo = types.SimpleNamespace(main=lambda words: seen.append(words) or 3)
+    monkeypatch.setitem(sys.modules, "amp_graph.demo", demo)
+    assert amp("demo", "--steps", "5", "--help")[0] == 3
+    assert seen == [["--steps", "5", "--help"]]
+
+
+def test_demo_without_its_extras_names_the_fix(amp, monkeypatch):
+    def missing(words):
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+
+    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=missing))
+    status, out, err = amp("demo")
+    assert (status, out) == (1, "")
+    assert err.startswith("demo: sklearn is not installed\n")
+    assert "pip install 'amp-graph[demo]'" in err
+
+
+def test_help_and_version_return_zero(amp):
+    assert amp("--version")[1].startswith("amp-graph ")
+    for words in ([], ["dump"], ["explain"], ["lists"]):
+        status, out, _ = amp(*words, "--help")
+        assert status == 0
+        assert out.startswith("usage: amp-graph")
+
+
+def test_an_interrupt_and_a_reader_who_leaves_are_no_errors(amp, monkeypatch):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=interrupted))
+    assert amp("demo") == (130, "", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colours_and_tables_are_for_terminals_and_heed_no_color(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown, plain, without = Terminal(), io.StringIO(), Terminal()
+    write_lines([("%0: bf16[2]", "green")], shown)
+    write_table(("a", "b"), [(("1", "[x]"), "green")], plain)
+    monkeypatch.setenv("NO_COLOR", "1")
+    write_table(("a", "b"), [(("1", "[x]"), "green")], without)
+    assert "\x1b[32m" in shown.getvalue()
+    assert plain.getvalue() == "a  b\n1  [x]\n"
+    assert "\x1b[3" not in without.getvalue()
+    assert "[x]" in without.getvalue()
+
+
+def test_the_module_runs_and_reading_the_command_line_needs_no_torch():
+    """Leaves the package's own ``__init__`` out: asked here is what the command line itself imports."""
+    script = (
+        "import sys, types\n"
+        "package = types.ModuleType('amp_graph'); package.__path__ = [sys.argv.pop(1)]\n"
+        "sys.modules['amp_graph'] = package\n"
+        "from amp_graph.cli.main import main\n"
+        "status = main(['dump', '--help'])\n"
+        "sys.exit(status or not {'torch', 'networkx'}.isdisjoint(sys.modules))\n"
+    )
+    folder = os.path.dirname(os.path.dirname(cli.__file__))
+    done = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_graph", "lists", "gelu"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "aten.gelu: " in done.stdout
+
+
+HOSTILE = (
+    "x=f32[" + "9" * 5000 + "]", "f32[" + ",".join(["99999999"] * 40) + "]", "i64[2]:0.." + "9" * 5000, "f32[\0]",
+    "(" * 9000, "f32[8" + "," * 90_000 + "]", "\ud800=f32[]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_input_is_pointed_at(text):
+    from amp_graph.cli.input_spec import SpecError, make_inputs
+
+    with pytest.raises(SpecError, match=r"(?s)--input: .*legal: .*example: ") as caught:
+        make_inputs([text])
+    assert len(str(caught.value)) < 6000
+
+
+def test_an_input_larger_than_memory_is_refused():
+    from amp_graph.cli.input_spec import SpecError, make_inputs
+
+    with pytest.raises(SpecError, match="cannot be made"):
+        make_inputs(["f64[1099511627776]"])

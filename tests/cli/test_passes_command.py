@@ -1,0 +1,117 @@
+"""``amp-graph passes``: what is on is what runs, and what is off says why."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_graph import Policy
+from amp_graph.cli.main import main
+from amp_graph.cli.pass_states import KEYS, Mode, states
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_skips import GROUPS
+from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.weights.cast_cache import WeightCopies
+
+PAGE = Path(__file__).parent.parent / "docs" / "passes.md"
+MODES = [Mode(), Mode(gradients=False), Mode(step=True), *(Mode(step, "inductor") for step in (False, True))]
+
+
+@pytest.fixture
+def amp(capsys):
+    def run(*words):
+        status = main(["passes", *words])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def why(policy, name, device="cpu", mode=None):
+    """Return why a pass is off; "" where it is on."""
+    (state,) = (s for s in states(Policy.parse(policy), device, mode or Mode()) if s.row.name == name)
+    assert bool(state.why) == (state.phase is None)
+    return state.why
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16,skip=backend"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_is_on_is_what_runs(policy, device, mode):
+    """Passes for another device are built as well, and find nothing in the graph."""
+    read, eager = Policy.parse(policy), mode.compile == "eager"
+    with torch.set_grad_enabled(mode.gradients):
+        copies = WeightCopies(torch.bfloat16) if eager and not mode.step else None
+        options = read.pipeline_options(device, eager=eager, in_step=mode.step, copies=copies)
+        phases = [Phase.CAPTURED, Phase.COPIES]
+        phases += [Phase.STEP] if eager and mode.step else []
+        phases += [] if eager else [Phase.HANDOVER, Phase.INDUCTOR, *([Phase.COMPILED] if device == "cpu" else [])]
+        runs = {one.name for phase in phases for one in pipeline(phase, options)}
+    found = states(read, device, mode)
+    assert [state.row for state in found] == [*TABLE]
+    assert {s.row.name for s in found if s.phase} == {n for n in runs if device in devices_of(n)}
+
+
+def devices_of(name):
+    return next(row.devices for row in TABLE if row.name == name)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "device", "mode", "reason"),
+    [
+        ("bf16", "attention", "cuda", Mode(), "device cuda: for cpu only"),
+        ("bf16", "align-shapes", "cpu", Mode(), "device cpu: for cuda only"),
+        ("bf16,device=cuda", "align-shapes", "cpu", Mode(), ""),
+        ("bf16,skip=attention", "fuse-attention", "cpu", Mode(), "skip=attention in the policy"),
+        ("bf16,skip=backend", "gru-state", "cpu", Mode(), "skip=backend in the policy"),
+        ("bf16,lists=autocast_cpu", "fuse-gelu", "cpu", Mode(), "reproduce torch.autocast"),
+        ("bf16", "fuse-norm", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
+        ("bf16", "fold-norms", "cpu", Mode(), "needs a graph without gradients"),
+        ("bf16", "linears-of-parameters", "cpu", Mode(gradients=False), "needs gradients"),
+        ("bf16,keep_memory=false", "keep-large-results", "cpu", Mode(gradients=False), "keep_memory=false"),
+        ("bf16,weight_copies=false", "keep-weight-copies", "cpu", Mode(), "weight_copies=false"),
+        ("bf16", "fuse-bias", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
+        ("bf16", "fuse-bias", "cpu", Mode(step=True), ""),
+        ("bf16", "keep-weight-copies", "cpu", Mode(step=True), "a training step makes the copies"),
+        ("O0", "insert-casts", "cpu", Mode(), "level O0"),
+    ],
+)
+def test_a_pass_that_is_off_says_why(policy, name, device, mode, reason):
+    found = why(policy, name, device, mode)
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def test_the_text_is_the_table_in_order(amp):
+    status, out, err = amp("--policy", "bf16,skip=attention", "--device", "cpu")
+    assert (status, err) == (0, "")
+    head, columns, *lines = out.splitlines()
+    assert re.fullmatch(r"# policy bf16-O1,skip=attention, cpu, training, eager: \d+ of \d+ passes are on", head)
+    assert columns.split() == ["pass", "stage", "phase", "exactness", "state", "law"]
+    assert [line.split()[0] for line in lines[: len(TABLE)]] == [row.name for row in TABLE]
+    assert re.search(r"^attention +backend +captured +rounding-equal +off: skip=attention in the policy +R", out, re.M)
+    assert re.search(r"^insert-casts +casts +captured +approximate +on \(not optional\) +Inserts", out, re.M)
+    assert f"backend ({len(GROUPS['backend'])})" in lines[-1]
+
+
+def test_json_has_the_documented_keys(amp):
+    status, out, err = amp("--step", "--compile", "inductor", "--format", "json", "--device", "cuda")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["mode"] == {"step": True, "compile": "inductor", "gradients": True}
+    assert [*told] == ["policy", "device", "mode", "groups", "passes"]
+    assert all(isinstance(name, str) for names in told["groups"].values() for name in names)
+    kinds = {"on": bool, "backend": bool, "required": bool, "law": str, "why": str, "phases": list, "after": list}
+    for one in told["passes"]:
+        assert [*one] == [*KEYS]
+        assert all(isinstance(one[key], kind) for key, kind in kinds.items())
+        assert one["on"] == (one["phase"] in one["phases"]) == (one["why"] == "")
+
+
+def test_words_that_do_not_go_together_are_refused(amp):
+    assert amp("--step", "--no-grad")[0] == 2
+    status, out, err = amp("--policy", "bf16,skip=atention")
+    assert (status, out) == (1, "")
+    assert "did you mean 'attention'" in err

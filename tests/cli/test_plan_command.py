@@ -1,0 +1,194 @@
+"""`amp-graph plan`: what a plan comes to, and the curve of error budgets, predicted and measured."""
+
+import pytest
+import torch
+
+from amp_graph.cli.main import main
+from tests.passes.planning import machine
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(128, 16)), torch.randn(256, 128)
+
+def converted():
+    import amp_graph
+    model, x = build()
+    return amp_graph.convert(model, "bf16,keep_fp32=2,accuracy=fast"), x
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = build()[0]
+    def forward(self, x):
+        return {"loss": self.body(x).square().mean()}
+
+def with_loss():
+    return WithLoss(), torch.randn(256, 128)
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.body(x)
+
+class NoGrad(Small):
+    forward = torch.no_grad()(Small.forward)
+
+def no_grad():
+    return NoGrad(), torch.randn(8, 8)
+
+class Untraced(Small):
+    forward = torch.compiler.disable(Small.forward)
+
+def untraced():
+    return Untraced(), torch.randn(8, 8)
+
+class Talks(Small):
+    def forward(self, x):
+        print("from the model")
+        return self.body(x)
+
+def talks():
+    return Talks(), torch.randn(8, 8)
+
+def broken():
+    return nn.Linear(8, 8), torch.randn(8, 9)
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "model.py").write_text(SOURCE)
+    return str(tmp_path / "model.py")
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    for place in ("amp_graph.cli.plan_estimates", "amp_graph.passes.precision.plan_precision"):
+        monkeypatch.setattr(f"{place}.machine_for", lambda device: machine("cpu_amx"))
+
+
+def table(capsys, rows):
+    """The head, and the cells behind the first one of the next lines, by that."""
+    lines = capsys.readouterr().out.splitlines()
+    return lines[0], {line.split()[0]: line.split()[1:] for line in lines[2 : 2 + rows]}
+
+
+def test_a_plan_stands_beside_those_with_names(target, capsys):
+    assert main(["plan", f"{target}:build", "--policy", "bf16,accuracy=1.1"]) == 0
+    head, rows = table(capsys, 4)
+    assert head.startswith("1 graph, bf16-O1,accuracy=1.1, planned for cpu_amx")
+    asked, autocast, fast = (
+        dict(zip(("us", "ratio", "error", "low", "full", "casts"), map(float, rows[name]), strict=True))
+        for name in ("bf16-O1,accuracy=1.1", "accuracy=autocast", "accuracy=fast")
+    )
+    assert (autocast["ratio"], autocast["error"]) == (1, 1)
+    assert asked["ratio"] == pytest.approx(asked["us"] / autocast["us"], abs=1e-3)
+    assert asked["ratio"] <= 1
+    assert asked["error"] <= 1.1
+    assert fast["low"] > autocast["low"]
+    assert fast["casts"] < autocast["casts"]
+    assert rows["full"][1:] == [
+        rows["full"][1],
+        rows["full"][2],
+        "0.000",
+        "0",
+        str(int(fast["low"] + fast["full"])),
+        "0",
+    ]
+
+
+def test_the_figures_are_those_of_the_policy(target, capsys):
+    found = {}
+    for policy in ("bf16", "bf16,accuracy=fast", "bf16,planner=paint", "bf16,deny=gelu"):
+        assert main(["plan", f"{target}:build", "--policy", policy]) == 0
+        _, rows = table(capsys, 4)
+        found[policy] = (next(iter(rows.values())), rows["accuracy=autocast"], rows["accuracy=fast"])
+    assert found["bf16"][0] == found["bf16"][1]
+    assert found["bf16,accuracy=fast"][0] == found["bf16"][2]
+    assert float(found["bf16"][0][0]) <= float(found["bf16,planner=paint"][0][0])
+    assert int(found["bf16,deny=gelu"][0][3]) < int(found["bf16"][0][3])
+
+
+@pytest.mark.parametrize("name", ["converted", "with_loss"])
+def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(target, capsys, name):
+    assert main(["plan", f"{target}:{name}"]) == 0
+    head, rows = table(capsys, 4)
+    assert ("keep_fp32=2" in head) == (name == "converted")
+    assert float(rows["accuracy=fast"][2]) > 1
+
+
+def test_the_sweep_predicts_and_measures(target, capsys):
+    assert main(["plan", f"{target}:build", "--policy", "bf16", "--sweep", "0.01,1,1000"]) == 0
+    _, rows = table(capsys, 5)
+    assert list(rows) == ["autocast", "fast", "0.01", "1", "1000"]
+    cells = {name: [float(cell) for cell in row] for name, row in rows.items()}
+    predicted, error = ({name: row[at] for name, row in cells.items()} for at in (0, 1))
+    assert predicted["0.01"] >= predicted["1"] >= predicted["1000"]
+    assert predicted["1"] <= 1
+    assert predicted["1000"] <= predicted["fast"]
+    assert error["0.01"] <= 0.01
+    assert error["1"] <= 1 < error["fast"]
+    measured = {name: row[5:] for name, row in cells.items()}
+    assert measured["autocast"] == [1, 1, 1]
+    assert all(row[0] > 0 for row in measured.values())
+    assert measured["0.01"][1] < 0.05  # fp32, against fp32
+    assert measured["0.01"][1] < measured["1"][1] <= measured["fast"][1]
+
+
+def test_the_sweep_has_budgets_of_its_own(target, capsys):
+    assert main(["plan", f"{target}:build", "--policy", "fp16", "--sweep"]) == 0
+    _, rows = table(capsys, 11)
+    assert list(rows)[2:] == ["0.5", "0.75", "0.9", "1", "1.1", "1.25", "1.5", "2", "3"]
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_what_the_model_prints_is_no_part_of_the_table(target, capsys):
+    assert main(["plan", f"{target}:talks", "--sweep", "1"]) == 0
+    told = capsys.readouterr()
+    assert "from the model" not in told.out
+    assert "from the model" in told.err
+    assert told.out.splitlines()[2].startswith("autocast")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["build", "--sweep", "1,x"], "'1,x' is not a list of error budgets"),
+        (["build", "--sweep", "0"], "'0' is not a list of error budgets"),
+        (["build", "--policy", "bf16-O0"], "level O0 has no plan to weigh"),
+        (["build", "--policy", "bf16-O2"], "level O2 has no plan to weigh"),
+        (["build", "--policy", "bf16,lists=autocast_cpu"], "are painted, operation by operation"),
+        (["build", "--policy", "bf16,accuracy=0"], "accuracy=0.0 is not an error budget"),
+        (["no_grad"], "does not come from a captured graph, or has no gradient"),
+        (["untraced"], "does not come from a captured graph, or has no gradient"),
+        (["broken"], "RuntimeError"),
+    ],
+)
+def test_errors(target, capsys, words, told):
+    assert main(["plan", f"{target}:{words[0]}", *words[1:]]) == 1
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert "fix:" in shown
+    assert "Traceback" not in shown
+
+
+def test_nothing_of_the_model_changes(target):
+    from amp_graph.cli.capture_target import sampled
+
+    model, loss, _, _ = sampled(f"{target}:build")
+    assert "forward" not in model.__dict__
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(loss(model), loss(model))

@@ -1,0 +1,386 @@
+"""Depthwise convolutions: torch's forward bit for bit, and gradients by compiled C as exact as the kernel's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
+from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
+from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
+from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.native import jit_compiler
+from amp_graph.passes.profitability import conv_thresholds, thresholds
+from amp_graph.passes.profitability.conv_thresholds import depthwise_input_gradient_pays, depthwise_weight_gradient_pays
+from tests.passes.graphs import BF16, Function, capture_function, passes_before, run_step
+
+LAST = torch.channels_last
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Channels, height and width, kernel, stride, padding.
+FORMS = {
+    "7x7": (32, (9, 8), (7, 7), (1, 1), (3, 3)),
+    "5x5 strided": (16, (11, 10), (5, 5), (2, 2), (2, 2)),
+    "3x3 strided": (40, (8, 7), (3, 3), (2, 2), (1, 1)),
+    "a rest of channels": (21, (6, 6), (5, 5), (1, 1), (2, 2)),
+    "few channels": (3, (9, 9), (4, 4), (3, 3), (0, 0)),
+    "uneven": (24, (10, 13), (2, 9), (1, 2), (1, 4)),
+    "strides over rows and places": (20, (13, 12), (2, 2), (4, 3), (0, 1)),
+    "larger than its images": (18, (3, 4), (11, 9), (1, 1), (5, 4)),
+    "one place": (17, (6, 5), (1, 1), (2, 2), (0, 0)),
+    "whole image": (16, (5, 6), (5, 6), (1, 1), (0, 0)),
+}
+
+
+def torchs(x, w, b, stride, padding):
+    return F.conv2d(x, w, b, stride, padding, 1, x.shape[1])
+
+
+def ours(x, w, b, stride, padding):
+    return depthwise_low(x, w, b, stride, padding, True, True)
+
+
+def given_of(form, dtype, images=2):
+    channels, size, kernel, *how = FORMS[form]
+    x = drawn(images, channels, *size, seed=1).to(dtype).contiguous(memory_format=LAST)
+    w, b = (drawn(channels, 1, *kernel, seed=2) / 4).to(dtype), drawn(channels, seed=3).to(dtype)
+    return [t.requires_grad_() for t in (x, w, b)], how
+
+
+def step(function, form, dtype, like=None):
+    """Result, and gradients of input, weight and bias, from numbers of precision ``like``."""
+    given, how = given_of(form, like or dtype)
+    given = [t.detach().to(dtype).requires_grad_() for t in given]
+    out = function(*given, *how)
+    grad = drawn(*out.shape, seed=5).to(like or dtype).to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, given, grad)]
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("low", [BF16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_is_torchs_and_gradients_are_as_exact(form, low):
+    mine, other, exact = step(ours, form, low), step(torchs, form, low), step(torchs, form, torch.float64, low)
+    assert torch.equal(mine[0], other[0])
+    assert mine[1].is_contiguous(memory_format=LAST)
+    for got, torch_got, true in zip(mine[1:], other[1:], exact[1:], strict=True):
+        assert (got.dtype, got.shape) == (torch_got.dtype, torch_got.shape)
+        assert error(got, true) <= 1.05 * error(torch_got, true) + 1e-6
+
+
+@pytest.mark.parametrize("broken", ["padding", "stride"])
+def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
+    real = depthwise_kernel._table
+    at = {"padding": -6, "stride": -8}[broken]  # of the first number, from the end
+
+    def table(*given, **kwargs):
+        made = real(*given, **kwargs)
+        made[at - 1] += 1
+        return made
+
+    monkeypatch.setattr(depthwise_kernel, "_table", table)
+    mine, exact = step(ours, "5x5 strided", BF16), step(torchs, "5x5 strided", torch.float64, BF16)
+    assert max(error(a, b) for a, b in zip(mine[1:3], exact[1:3], strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("form", ["7x7", "5x5 strided", "a rest of channels"])
+def test_the_same_bits_with_several_threads(form, monkeypatch):
+    one = step(ours, form, BF16)
+    monkeypatch.setattr(depthwise_kernel, "threads_for", lambda elements: 3)
+    assert all(torch.equal(a, b) for a, b in zip(step(ours, form, BF16), one, strict=True))
+
+
+def test_contiguous_images_and_gradients_are_taken_too():
+    (x, w, _), (stride, padding) = given_of("5x5 strided", BF16)
+    grad = drawn(*torchs(x, w, None, stride, padding).shape, seed=5).bfloat16()
+    plain, last = (
+        OPS.depthwise_weight_gradient(*(t.contiguous(memory_format=m) for t in (grad, x)), [5, 5], stride, padding)
+        for m in (torch.contiguous_format, LAST)
+    )
+    assert torch.equal(plain, last)
+
+
+@pytest.mark.parametrize("own", [(True, False), (False, True)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_what_nobody_wants_is_not_computed_and_the_rest_is_torchs(wanted, own):
+    given, how = given_of("5x5 strided", BF16)
+    for i, t in enumerate(given):
+        t.requires_grad_(i in wanted)
+    depthwise_low(*given, *how, *own).float().square().sum().backward()
+    mine = [t.grad for t in given]
+    assert [g is not None for g in mine] == [i in wanted for i in range(3)]
+    for t in given:
+        t.grad = None
+    torchs(*given, *how).float().square().sum().backward()
+    for a, b in zip(mine, (t.grad for t in given), strict=True):
+        assert a is None or (a - b).norm() <= 0.01 * b.norm()
+
+
+@pytest.mark.parametrize("form", ["7x7", "3x3 strided"])
+def test_second_derivatives_are_as_exact(form):
+    def penalty(function, dtype):
+        given, how = given_of(form, BF16)
+        given = [t.detach().to(dtype).requires_grad_() for t in given]
+        first = torch.autograd.grad(function(*given, *how).sin().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first[:2]), given)
+
+    exact = penalty(torchs, torch.float64)
+    for a, b, true in zip(penalty(ours, BF16), penalty(torchs, BF16), exact, strict=True):
+        assert error(a, true) <= 1.1 * error(b, true) + 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own decomposition
+def test_without_gradients_and_in_forward_mode_it_is_torchs():
+    given, how = given_of("7x7", BF16)
+    with torch.no_grad():
+        assert torch.equal(ours(*given, *how), torchs(*given, *how))
+    x, w, b = (t.detach() for t in given)
+    mine, other = (
+        torch.func.jvp(lambda x, f=f: f(x, w, b, *how), (x,), (torch.ones_like(x),))[1] for f in (ours, torchs)
+    )
+    assert torch.equal(mine, other)
+
+
+def test_the_operators_fakes_are_truthful():
+    (x, w, _), how = given_of("3x3 strided", BF16)
+    grad = torchs(x, w, None, *how).detach()
+    x, w = x.detach(), w.detach()
+    torch.library.opcheck(OPS.depthwise_weight_gradient.default, (grad, x, [3, 3], *map(list, how)))
+    torch.library.opcheck(OPS.depthwise_input_gradient.default, (grad, w, list(x.shape), *map(list, how)))
+
+
+def test_where_there_is_no_memory_that_is_said(monkeypatch):
+    library = type("Library", (), {"weight_gradient": staticmethod(lambda table, threads: 1)})
+    monkeypatch.setattr(depthwise_kernel, "library", lambda low: library)
+    x = drawn(2, 16, 5, 5).bfloat16()
+    with pytest.raises(MemoryError, match="depthwise"):
+        OPS.depthwise_weight_gradient(x, x, [5, 5], [1, 1], [2, 2])
+
+
+# -- the pass ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    for module in (thresholds, conv_thresholds):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+
+
+def block(kernel=7, stride=1, padding=3, **kwargs):
+    def function(s, x):
+        h = F.conv2d(x, s.w, padding=1)
+        h = F.conv2d(h, getattr(s, f"v{kernel}"), s.b, stride, padding, groups=32, **kwargs)
+        return F.conv2d(h, s.u)
+
+    return function
+
+
+X = drawn(2, 4, 10, 10, seed=1)
+STATE = {"w": drawn(32, 4, 3, 3, seed=2) / 6, "u": drawn(8, 32, 1, 1, seed=4) / 6, "b": drawn(32, seed=5)}
+STATE |= {f"v{k}": drawn(32, 1, k, k, seed=3) / k for k in (3, 4, 5, 7)}
+
+
+def passed(function, x=X, **state):
+    graph = capture_function(function, x, **(STATE | state))
+    plain, mine = (graph.through(passes_before(Depthwise))[0] for _ in range(2))
+    (done,) = run_passes(mine, [Depthwise()], checked=True)
+    return plain, mine, graph.given, done.result
+
+
+TAKEN = {
+    "7x7": (block(), (True, False)),
+    "5x5 strided": (block(5, 2, 2), (True, True)),
+    "3x3 strided": (block(3, 2, 1), (False, True)),
+    "same": (block(5, 1, "same"), (True, False)),
+    "valid": (block(4, 1, "valid"), (True, False)),
+}
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("name", TAKEN)
+def test_those_that_pay_are_replaced(name):
+    function, own = TAKEN[name]
+    plain, mine, given, result = passed(function)
+    assert len(result.changes) == 1
+    (node,) = (n for n in mine.graph.nodes if n.target is depthwise_low)
+    assert node.args[-2:] == own
+    a, b = run_step(mine, given), run_step(plain, given)
+    assert torch.equal(a.outputs[0], b.outputs[0])
+    for one, other in zip(a.grads, b.grads, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one - other).norm() <= 0.01 * other.norm()
+
+
+LEFT_ALONE = {
+    "3x3": (block(3, 1, 1), "gradients of its own"),
+    "dilation": (block(5, 1, 4, dilation=2), None),
+    "no gradient": (lambda s, x: F.conv2d(F.conv2d(x, s.w).detach(), s.v7.detach(), s.b.detach(), groups=32), None),
+}
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_alone(name):
+    function, reason = LEFT_ALONE[name]
+    _, mine, _, result = passed(function)
+    assert not result.changes
+    assert not any(n.target is depthwise_low for n in mine.graph.nodes)
+    assert [reason in skip.reason for skip in result.skips] == [True] * (reason is not None)
+
+
+@pytest.mark.usefixtures("pays")
+def test_groups_of_several_channels_are_left_alone():
+    wide = drawn(32, 2, 7, 7, seed=3)
+    *_, result = passed(lambda s, x: F.conv2d(F.conv2d(x, s.w), s.g, groups=16, padding=3), g=wide)
+    assert not result.changes
+    many = drawn(64, 1, 7, 7, seed=3)  # two results a channel
+    *_, result = passed(lambda s, x: F.conv2d(F.conv2d(x, s.w), s.g, groups=32, padding=3), g=many)
+    assert not result.changes
+
+
+@pytest.mark.usefixtures("pays")
+def test_without_a_compiler_torchs_stay(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv(jit_compiler.FOLDER, "/nonexistent")
+    depthwise_kernel.library.cache_clear()
+    jit_compiler.load.cache_clear()
+    *_, result = passed(block())
+    depthwise_kernel.library.cache_clear()
+    jit_compiler.load.cache_clear()
+    assert "compiling for this CPU" in result.skips[0].reason
+
+
+@pytest.mark.usefixtures("pays")
+def test_the_rules():
+    assert depthwise_weight_gradient_pays("cpu", BF16, (5, 5))
+    assert depthwise_weight_gradient_pays("cpu", BF16, (1, 7))
+    assert not depthwise_weight_gradient_pays("cpu", BF16, (3, 3))
+    assert not depthwise_weight_gradient_pays("cuda", BF16, (7, 7))
+    assert depthwise_input_gradient_pays("cpu", BF16, (1, 2))
+    assert not depthwise_input_gradient_pays("cpu", BF16, (1, 1))
+    assert not depthwise_input_gradient_pays("cpu", torch.float16, (2, 2))
+
+
+# Length, kernel, stride, padding.
+SEQUENCES = {
+    "31": (40, 31, 1, 15),
+    "4 from before": (24, 4, 1, 3),
+    "strided": (30, 5, 3, 2),
+    "same": (20, 15, 1, "same"),
+    "valid": (20, 13, 2, "valid"),
+}
+
+
+def sequences(form):
+    length, kernel, stride, padding = SEQUENCES[form]
+    state = {"v": drawn(24, 1, kernel, seed=3) / kernel, "b": drawn(24, seed=5), "u": drawn(8, 24, 1, seed=4) / 5}
+
+    def function(s, x):
+        h = F.conv1d(x.relu(), s.v, s.b, stride, padding, groups=24)
+        return F.conv1d(h, s.u).flatten(1), h.view(-1)
+
+    return function, drawn(2, 24, length, seed=1), state
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("form", SEQUENCES)
+def test_those_of_sequences_are_images_one_place_high(form):
+    function, x, state = sequences(form)
+    plain, mine, given, _ = passed(function, x, **state)
+    taken = [n for n in mine.graph.nodes if n.target is depthwise_rows]
+    assert len(taken) == 1
+    a, b = run_step(mine, given), run_step(plain, given)
+    for one, other in zip((*a.outputs, *a.grads), (*b.outputs, *b.grads), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.stride() == other.stride() or one.dim() == 1
+            assert (one - other).norm() <= 0.01 * other.norm()
+
+
+@pytest.mark.usefixtures("pays")
+def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
+    for form, wanted in {"31": 1, "4 from before": 0}.items():
+        function, x, state = sequences(form)
+        model = amp_graph.convert(Function(function, **state), "bf16")
+        with torch.no_grad():
+            found = model(x)
+        plain = Function(function, **state)(x)
+        text = conversion_of(model).graphs[0].rewritten.gm.code
+        assert text.count("depthwise_rows") == wanted
+        for a, b in zip(found, plain, strict=True):
+            assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_sequences_that_no_kernel_of_ours_takes_stay():
+    _, x, _ = sequences("31")
+    state = {"v": drawn(24, 2, 31, seed=3), "w": drawn(24, 1, 5, seed=3), "even": drawn(24, 1, 16, seed=3)}
+    for function in (
+        lambda s, x: F.conv1d(x.relu(), s.v, padding=15, groups=12),
+        lambda s, x: F.conv1d(x.relu(), s.w, dilation=2, groups=24),
+        lambda s, x: F.conv1d(x[0].relu(), s.w, groups=24),
+        lambda s, x: F.conv1d(x.relu(), s.even, padding="same", groups=24),
+    ):
+        *_, result = passed(function, x, **state)
+        assert not result.changes
+
+
+class Mixer(nn.Module):
+    """As ConvNeXt and MobileNet have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a = nn.Conv2d(3, 24, 3), nn.Conv2d(24, 24, 7, padding=3, groups=24)
+        self.b, self.norm = nn.Conv2d(24, 24, 3, 2, 1, groups=24, bias=False), nn.BatchNorm2d(24)
+        self.head = nn.Conv2d(24, 5, 1)
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.b(F.gelu(self.a(self.stem(x))))))
+        return self.head(h).mean((2, 3))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast,recompute=all", "bf16-O2"])
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_a_converted_model_trains_as_without(compile, policy):
+    x = drawn(2, 3, 12, 12)
+
+    def grads(policy):
+        torch.manual_seed(0)
+        model = amp_graph.convert(Mixer(), policy, compile=compile)
+        model(x).square().mean().backward()
+        text = conversion_of(model).graphs[0].rewritten.gm.code if compile == "eager" else ""
+        return [p.grad for p in model.parameters()], text
+
+    mine, text = grads(policy)
+    plain, without = grads(f"{policy},skip=depthwise")
+    assert compile != "eager" or (text.count("depthwise_low") >= 2 and "depthwise_low" not in without)
+    for a, b in zip(mine, plain, strict=True):
+        assert a.is_contiguous()
+        assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_a_step_as_one_graph_calls_the_operators(compile):
+    torch.manual_seed(0)
+    model = Mixer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp_graph.TrainStep(model, lambda y: y.square().mean(), optimizer, "bf16", compile=compile)
+    losses = [float(step(drawn(2, 3, 12, 12))) for _ in range(2)]
+    assert losses[1] < losses[0]
+    assert "depthwise_weight_gradient" in step.graph_text()
+    assert "depthwise_input_gradient" in step.graph_text()

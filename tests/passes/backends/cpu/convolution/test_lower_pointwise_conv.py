@@ -1,0 +1,221 @@
+"""1 x 1 convolutions as matrix products: the same gradients to the last rounding, in the same layouts."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.backends.cpu.convolution import pointwise_conv_functions
+from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from amp_graph.passes.profitability import conv_thresholds, thresholds
+
+BF16, LAST = torch.bfloat16, torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    for module in (thresholds, conv_thresholds):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(conv, dtype, stride, size=6, bias=True, exact=False):
+    """The output and the gradients of input, weight and bias."""
+    x, w = drawn(3, 8, size, size + 1, dtype=dtype).to(memory_format=LAST), drawn(16, 8, 1, 1, dtype=dtype, seed=1)
+    given = [x, w, *([drawn(16, dtype=dtype, seed=2)] if bias else [])]
+    given = [(t.double() if exact else t).requires_grad_() for t in given]
+    out = conv(*given, *([] if bias else [None]), stride)
+    grad = drawn(*out.shape, dtype=dtype, seed=3).to(out.dtype).contiguous(memory_format=LAST)
+    return [out.detach(), *torch.autograd.grad(out, given, grad)]
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("size", "bias"), [(6, True), (5, False), (1, True)])
+def test_it_is_the_convolution(few, dtype, stride, size, bias):
+    ours = run(lambda *a: pointwise_conv(*a, few), dtype, stride, size, bias)
+    torchs = run(F.conv2d, dtype, stride, size, bias)
+    exact = run(F.conv2d, dtype, stride, size, bias, exact=True)
+    for a, b, e in zip(ours, torchs, exact, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert error(a, e) <= 1.1 * error(b, e) + 1e-6
+    assert ours[0].is_contiguous(memory_format=LAST)
+    assert ours[1].is_contiguous(memory_format=LAST)
+
+
+def test_rows_in_another_order_are_the_control(monkeypatch):
+    rows = pointwise_conv_functions.rows
+    monkeypatch.setattr(pointwise_conv_functions, "rows", lambda x: rows(x).flip(0))
+    exact = run(F.conv2d, BF16, (1, 1), exact=True)
+    ours = run(lambda *a: pointwise_conv(*a, True), BF16, (1, 1))
+    assert error(ours[0], exact[0]) > 0.1
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
+def test_second_derivatives(few, stride):
+    x, w = drawn(2, 3, 4, 4, dtype=torch.float64), drawn(5, 3, 1, 1, dtype=torch.float64, seed=1)
+    given = (x.to(memory_format=LAST).requires_grad_(), w.requires_grad_())
+    assert torch.autograd.gradgradcheck(lambda x, w: pointwise_conv(x, w, None, stride, few), given)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_result_may_be_written_in_place(few):
+    in_place = run(lambda *a: pointwise_conv(*a, few).relu_(), BF16, (1, 1))
+    plain = run(lambda *a: pointwise_conv(*a, few).relu(), BF16, (1, 1))
+    assert all(map(torch.equal, in_place, plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first jvp
+def test_under_transforms_and_without_gradients():
+    x, w = drawn(2, 3, 4, 4), drawn(5, 3, 1, 1, seed=1)
+    want = F.conv2d(x, w)
+    torch.testing.assert_close(pointwise_conv(x, w, None, (1, 1), True), want)
+    batched = torch.func.vmap(lambda x: pointwise_conv(x, w, None, (1, 1), True))(x[None])
+    torch.testing.assert_close(batched[0], want)
+    _, tangent = torch.func.jvp(lambda x: pointwise_conv(x, w, None, (1, 1), True), (x,), (x,))
+    torch.testing.assert_close(tangent, want)
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-50, with the convolutions that the pass leaves alone beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.reduce, self.conv = nn.Conv2d(16, 8, 1, bias=False), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.expand, self.short = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 1, stride=2)
+        self.grouped, self.padded = nn.Conv2d(16, 16, 1, groups=4), nn.Conv2d(16, 16, 1, padding=1)
+        self.norm, self.squeeze = nn.BatchNorm2d(8), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.reduce(x)))
+        h = F.relu(self.expand(self.conv(h)) + self.short(x))
+        h = h * self.squeeze(F.adaptive_avg_pool2d(h, 1)).sigmoid()
+        return self.padded(self.grouped(h)).mean((2, 3))
+
+
+X = drawn(2, 16, 8, 8, seed=4)
+
+
+def products(model):
+    (graph,) = conversion_of(model).graphs
+    return [n for n in graph.rewritten.gm.graph.nodes if n.target is pointwise_conv]
+
+
+def trained(policy, compile="eager"):
+    torch.manual_seed(0)
+    model = amp_graph.convert(Bottleneck(), policy, compile=compile)
+    out = model(X)
+    out.square().sum().backward()
+    return model, [out.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("policy", "compile", "count"),
+    [
+        ("bf16", "eager", 4),
+        ("bf16,accuracy=fast", "eager", 4),
+        ("bf16-O2", "eager", 4),
+        ("bf16,skip=pointwise-conv", "eager", 0),
+        ("bf16,lists=autocast_cpu", "eager", 0),
+        ("fp16", "eager", 0),
+        ("bf16", "aot_eager", 0),
+    ],
+)
+def test_where_it_runs(policy, compile, count):
+    model, _ = trained(policy, compile)
+    assert len(products(model)) == count
+
+
+def test_strides_are_each_calls_own():
+    assert [n.args[3] for n in products(trained("bf16")[0])] == [(1, 1), (1, 1), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("few", [512, 0])
+def test_a_block_trains_as_without_it(monkeypatch, few):
+    monkeypatch.setattr("amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv.FEW_PLACES", few)
+    torch.manual_seed(0)
+    exact = Bottleneck().double()
+    out = exact(X.double())
+    out.square().sum().backward()
+    want = [out.detach(), *(p.grad for p in exact.parameters())]
+    (_, ours), (_, plain) = trained("bf16"), trained("bf16,skip=pointwise_conv")
+    assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
+
+
+class SqueezeAndExcite(nn.Module):
+    """As EfficientNet and MobileNet have it: what follows each convolution writes into its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.reduce, self.expand = nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        x = self.act(self.conv(x))
+        return x * F.hardsigmoid(self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True)))), inplace=True)
+
+
+def test_activations_in_place_behind_it():
+    torch.manual_seed(0)
+    exact = SqueezeAndExcite()
+    model = amp_graph.convert(copy.deepcopy(exact), "bf16")
+    for m, x in ((exact.double(), X.double()), (model, X)):
+        m(x).square().sum().backward()
+    assert len(products(model)) == 2
+    assert all(error(p.grad, q.grad) < 0.03 for p, q in zip(model.parameters(), exact.parameters(), strict=True))
+
+
+def test_many_places_without_gradients_are_torchs(monkeypatch):
+    monkeypatch.setattr(conv_thresholds, "FEW_PLACES", 0)
+    model = amp_graph.convert(Bottleneck().eval(), "bf16")
+    with torch.no_grad():
+        model(X)
+    assert not products(model)
+    (graph,) = conversion_of(model).graphs
+    assert any("as fast" in s.reason for t in graph.rewritten.passes for s in t.result.skips)
+
+
+@pytest.mark.parametrize("kind", [Bottleneck, SqueezeAndExcite])
+def test_a_whole_step(kind):
+    def losses(policy):
+        torch.manual_seed(0)
+        model = kind()
+        step = amp_graph.TrainStep(
+            model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1), policy
+        )
+        return [step(X).item() for _ in range(5)]
+
+    assert losses("bf16") == pytest.approx(losses("bf16,skip=pointwise_conv"), rel=0.02)
+
+
+def test_convolution_gets_what_is_left():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 48, 1))
+    amp_graph.convert(model, "bf16")(drawn(2, 32, 8, 8)).sum().backward()
+    (graph,) = conversion_of(model).graphs
+    changed = [(t.name, c.node) for t in graph.rewritten.passes for c in t.result.changes]
+    ours = [(name, node) for name, node in changed if name in ("convolution", "pointwise-conv")]
+    assert [name for name, _ in ours] == ["pointwise-conv", "convolution"]
+    assert len({node for _, node in ours}) == 2
+
+
+def test_one_image_without_a_batch_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.Conv2d(32, 48, 1))
+    x = drawn(32, 8, 8)
+    want = model(x)
+    got = amp_graph.convert(model, "bf16", strict=True)(x)
+    assert error(got, want.double()) < 0.02
+    got.sum().backward()

@@ -1,0 +1,349 @@
+"""Batch norms folded into convolutions: as exact as before, never stale, and only in evaluation without gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import VerifyError
+from amp_graph.passes.backends.cpu.inference import fold_batch_norms, folded_conv
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.weights.cast_cache import FOLDED
+
+pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16")
+OFF = "bf16,skip=fold_norms"
+X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """A residual block with every form: relu in place or not, sums in place or not, bias, groups, a norm alone."""
+
+    def __init__(self, in_place=True):
+        super().__init__()
+        self.stem, self.norm0 = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(8, 16, 1, groups=4), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=False)
+        self.conv3, self.norm3 = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.BatchNorm2d(8)
+        self.in_place = in_place
+
+    def forward(self, x):
+        x = F.relu(self.norm0(self.stem(x)), inplace=self.in_place)
+        h = torch.relu(self.norm1(self.conv1(x)))
+        h = self.norm2(self.conv2(h))
+        if self.in_place:
+            h += x
+            h = h.relu_()
+        else:
+            h = torch.relu(x + h)
+        return self.norm3(self.conv3(h)).mean((2, 3))
+
+
+def statistics(model):
+    """Give norms statistics and parameters as training would leave them."""
+    torch.manual_seed(3)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(0, 0.5), part.running_var.uniform_(0.3, 2)
+            if part.affine:
+                nn.init.uniform_(part.weight, 0.5, 1.5), nn.init.normal_(part.bias)
+    return model
+
+
+def pair(kind=Block, on="bf16"):
+    torch.manual_seed(0)
+    plain = statistics(kind()).eval()
+    return amp_graph.convert(copy.deepcopy(plain), on, strict=True), amp_graph.convert(plain, OFF, strict=True)
+
+
+def folded(model):
+    return len(conversion_of(model).copies.packed[FOLDED])
+
+
+@torch.no_grad()
+def called(model, x=X):
+    for _ in range(4):
+        out = model(x)
+    return out
+
+
+def assert_close(a, b):
+    assert a.dtype == b.dtype
+    assert (a - b).norm() <= 2**-6 * b.norm()
+
+
+@pytest.mark.parametrize("verify", ["0", "1"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_form_is_folded(in_place, verify, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", verify)
+    ours, theirs = pair(lambda: Block(in_place))
+    assert_close(called(ours), called(theirs))
+    assert folded(ours) == 4
+    assert folded(theirs) == 0
+    graph = amp_graph.report(ours).graphs[0].text
+    assert graph.count("convolution_with_norm") == 4
+    assert "batch_norm" not in graph
+    assert "relu" not in graph.replace("'relu'", "")
+
+
+def test_nan_goes_through_the_relu():
+    ours, theirs = pair()
+    x = X.clone()
+    x[0, 0, 0, 0] = float("nan")
+    assert called(theirs, x).isnan().any()
+    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan())
+    assert folded(ours) == 4
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 20.0])
+def test_folded_is_as_exact_as_unfolded(offset):
+    ours, theirs = pair()
+    for model in (ours, theirs):
+        with torch.no_grad():
+            model.conv3.bias += offset
+            model.norm3.running_mean += offset
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    errors = [(called(model) - exact).norm() for model in (ours, theirs)]
+    assert folded(ours) == 4
+    assert errors[0] <= 1.1 * errors[1]
+
+
+def train_a_step(model):
+    model.train()(torch.randn(X.shape, generator=torch.Generator().manual_seed(5)))
+    model.eval()
+
+
+def edit_statistics(model):
+    model.norm0.running_mean[3] = 4.0
+
+
+def edit_statistics_secretly(model):
+    model.norm0.running_var.data[2] = 9.0
+
+
+def edit_weight(model):
+    with torch.no_grad():
+        model.conv1.weight[1] = 2.0
+
+
+def edit_norm(model):
+    with torch.no_grad():
+        model.norm1.weight[3] = 5.0
+
+
+def edit_bias(model):
+    with torch.no_grad():
+        model.conv1.bias[1] = 5.0
+
+
+def load(model):
+    model.load_state_dict({k: v * 1.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+
+
+def another_eps(model):
+    model.norm1.eps = 2.0
+
+
+WRITES = [train_a_step, edit_statistics, edit_statistics_secretly, edit_weight, edit_norm, edit_bias, another_eps, load]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+def test_writes_are_seen(write):
+    ours, theirs = pair()
+    before = called(ours)
+    write(ours), write(theirs)
+    with torch.no_grad():
+        first = ours(X)
+    assert_close(first, called(theirs))
+    assert_close(called(ours), called(theirs))
+    assert not torch.allclose(first, before, rtol=1e-3)
+    assert folded(ours) == 4
+
+
+def test_gradients_and_training_are_not_folded():
+    ours, theirs = pair()
+    assert_close(called(ours), called(theirs))
+    for model in (ours, theirs):
+        model(X).square().mean().backward()
+        model.train()
+        with torch.no_grad():
+            model(X)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for graph in amp_graph.report(ours).graphs[1:]:
+        assert "convolution_with_norm" not in graph.text
+
+
+class ReadTwice(nn.Module):
+    """What is between is read by others, or overwritten: nothing to fold, or not all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.n, self.m, self.o = (nn.BatchNorm2d(3) for _ in range(3))
+
+    def forward(self, x):
+        h = self.a(x)
+        y = self.n(h) + h
+        z = self.m(self.b(y))
+        w = self.o(self.c(y))
+        y.mul_(2.0)
+        return (z + z.relu() + torch.relu(w + y)).mean((2, 3))
+
+
+def test_what_others_read_stays():
+    ours, theirs = pair(ReadTwice)
+    assert_close(called(ours), called(theirs))
+    text = amp_graph.report(ours).graphs[0].text
+    assert text.count("batch_norm") >= 1
+    assert "mul_" in text
+
+
+class Depthwise(nn.Module):
+    """A residual sum behind a convolution with groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return torch.relu(self.norm(self.conv(x)) + x).mean((2, 3))
+
+
+def test_a_sum_behind_groups_stays_by_itself():
+    ours, theirs = pair(Depthwise)
+    assert_close(called(ours), called(theirs))
+    assert folded(ours) == 1
+
+
+def test_two_norms_of_one_convolution():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.a, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
+
+    ours, theirs = pair(Shared)
+    assert_close(called(ours), called(theirs))
+    assert_close(called(ours, X[:1]), called(theirs, X[:1]))
+
+
+def test_one_norm_of_two_eps():
+    """By its statistics it is one; what is kept of it is of one eps, whichever call made it."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
+            return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
+
+    ours, theirs = pair(Twice)
+    assert_close(called(ours), called(theirs))
+    assert_close(called(ours, X[:1]), called(theirs, X[:1]))
+
+
+def test_verification_compares_folded_weights(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    ours, _ = pair()
+    called(ours)
+    kept = next(iter(conversion_of(ours).copies.packed[FOLDED].values()))
+    kept.low = (kept.low.to_dense() + 1).to_mkldnn()
+    with torch.no_grad(), pytest.raises(VerifyError, match="was written"):
+        ours(X)
+
+
+def test_memory_is_given_back():
+    ours, _ = pair()
+    called(ours)
+    assert amp_graph.memory.drop_weight_copies(ours) > 0
+    assert folded(ours) == 0
+
+
+class Residual(nn.Module):
+    """Two blocks, the first of which projects; ``late``: what the second adds to is read once more behind it."""
+
+    def __init__(self, late=False):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, 16, k, padding=k // 2, bias=False) for a, k in SIZES)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in SIZES)
+        self.late = late
+
+    def part(self, index, x):
+        return self.norms[index](self.convs[index](x))
+
+    def forward(self, x):
+        x = F.relu(self.part(0, x) + self.part(1, x))
+        h = F.relu(self.part(2, x))
+        y = F.relu(x + self.part(3, h))
+        return (self.part(4, x) if self.late else y).mean((2, 3)) + y.mean((2, 3))
+
+
+SIZES = ((3, 1), (3, 3), (16, 3), (16, 1), (16, 1))
+
+
+def in_place(model):
+    nodes = conversion_of(model).graphs[0].rewritten.gm.graph.nodes
+    sums = [n for n in nodes if n.name.startswith("convolution_with_norm") and len(n.args) >= 5]
+    return [n.args[5:] == (True,) for n in sums]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sums_take_the_place_of_what_is_read_no_more_bit_for_bit(late, monkeypatch):
+    ours, _ = pair(lambda: Residual(late))
+    got = called(ours)
+    assert in_place(ours) == [True, not late]
+    assert folded(ours) == 4 + late, "those of one place, too"
+    monkeypatch.setattr(fold_batch_norms, "_is_last_reader", lambda node, other: False)
+    apart, _ = pair(lambda: Residual(late))
+    assert torch.equal(got, called(apart))
+    assert in_place(apart) == [False, False]
+    monkeypatch.setattr(fold_batch_norms, "_is_last_reader", lambda node, other: True)
+    wrong, _ = pair(lambda: Residual(late))
+    assert torch.equal(got, called(wrong)) is not late, "control: written over what is read later"
+
+
+class Activations(nn.Module):
+    """What EfficientNet, MobileNetV3 and YOLO have behind their norms, the last behind a sum."""
+
+    def __init__(self, activation, in_place):
+        super().__init__()
+        self.activation, self.in_place = activation, in_place
+        self.stem, self.norm0 = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)
+        self.deep, self.norm1 = nn.Conv2d(16, 16, 3, 1, 1, groups=16), nn.BatchNorm2d(16)
+        self.last, self.norm2 = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        x = self.activation(self.norm0(self.stem(x)), inplace=self.in_place)
+        h = self.activation(self.norm1(self.deep(x)), inplace=self.in_place)
+        return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("activation", [F.silu, F.hardswish])
+def test_activations_of_the_kernel_are_folded_too(activation, in_place):
+    ours, theirs = pair(lambda: Activations(activation, in_place))
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    assert (called(ours) - exact).norm() <= 1.1 * (called(theirs) - exact).norm()
+    assert folded(ours) == 3
+    text = amp_graph.report(ours).graphs[0].text
+    assert activation.__name__ not in text.replace(f"'{activation.__name__}'", "")
+    x = X.clone()
+    x[0, 0, 0, 0], x[1, 1, 5, 5] = float("nan"), float("inf")
+    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan())
+
+
+def test_control_another_activation_is_another_result(monkeypatch):
+    monkeypatch.setattr(folded_conv, "KERNELS_OWN", {"silu": "hardswish"})
+    ours, theirs = pair(lambda: Activations(F.silu, True))
+    ours, theirs = called(ours), called(theirs)
+    assert (ours - theirs).norm() > 2**-6 * theirs.norm()

@@ -1,0 +1,362 @@
+"""Weights packed for the kernel: the results of plain copies, never stale, and only without gradients."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import VerifyError
+from amp_graph.passes.backends.cpu.inference import prepack_weights
+from amp_graph.passes.backends.cpu.linear.panel_gemm import library
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.onednn import pack_linear_weight
+from tests.passes.weights.test_cast_cache import OPTIMIZERS
+
+pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16")
+PANELS, ONEDNN = "panels", "oneDNN"
+WIDTH = 48
+X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=[ONEDNN, PANELS], autouse=True)
+def kernel(request, monkeypatch):
+    """By which kernel weights are multiplied that few rows read."""
+    if request.param == ONEDNN:
+        monkeypatch.setattr(prepack_weights, "panels_pay", lambda *sizes: False)
+    elif library() is None:
+        pytest.skip("needs AVX512_BF16 and a C compiler")
+    return request.param
+
+
+class Net(nn.Module):
+    """Every form of a product: linear with and without bias, addmm, matmul, and a weight that two linears read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+        self.added, self.bias = nn.Parameter(torch.randn(WIDTH, 32) / 7), nn.Parameter(torch.randn(32))
+        self.multiplied = nn.Parameter(torch.randn(32, WIDTH) / 6)
+        self.twice = nn.Parameter(torch.randn(WIDTH, WIDTH) / 7)
+        self.one = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.second(torch.relu(self.first(x)))
+        x = torch.addmm(self.bias, x, self.added) @ self.multiplied
+        x = F.linear(torch.tanh(F.linear(x, self.twice)), self.twice)
+        return self.one(x) + x
+
+
+PACKED = {"first.weight", "second.weight", "added", "multiplied", "twice"}
+
+
+def pair(kind=Net, on="bf16", off="weight_copies=true"):
+    """The same model with packed weights and without."""
+    torch.manual_seed(0)
+    plain = kind()
+    ours = amp_graph.convert(copy.deepcopy(plain), on, strict=True)
+    return ours, amp_graph.convert(plain, f"bf16,skip=pack_weights,{off}", strict=True)
+
+
+def packed(model):
+    """How many weights are packed."""
+    return sum(map(len, conversion_of(model).copies.packed))
+
+
+def assert_close(ours, theirs, x=X):
+    """Equal but for the order of sums: far within a rounding to bf16 of the largest result."""
+    a, b = ours(x), theirs(x)
+    assert a.dtype == b.dtype
+    assert (a - b).abs().max() <= 2**-7 * b.abs().max()
+
+
+@torch.no_grad()
+def pack_all(ours, theirs, x=X):
+    for _ in range(4):
+        assert_close(ours, theirs, x)
+
+
+def test_every_form_is_packed_and_gives_what_plain_copies_give():
+    ours, theirs = pair()
+    with torch.no_grad():
+        for call in range(3):
+            assert_close(ours, theirs, X + call)
+            assert packed(ours) == len(PACKED)
+    assert packed(theirs) == 0
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (0, WIDTH), (2, 3, WIDTH), (2, 1, 4, WIDTH)])
+def test_inputs_of_any_shape(shape):
+    ours, theirs = pair(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 32, bias=False)))
+    x = torch.randn(shape)
+    with torch.no_grad():
+        for _ in range(4):
+            a, b = ours(x), theirs(x)
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, atol=2**-8, rtol=2**-7)
+    assert packed(ours) == 2
+
+
+def test_results_are_as_exact_as_those_of_autocast():
+    ours, _ = pair()
+    reference = amp_graph.revert(copy.deepcopy(ours))
+    exact = copy.deepcopy(reference).double()(X.double())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        theirs = reference(X)
+    with torch.no_grad():
+        for _ in range(4):
+            found = ours(X)
+    assert packed(ours)
+    assert (found - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "relu_": torch.relu_,
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x, inplace=True),
+}
+
+
+class Activated(nn.Module):
+    def __init__(self, activation, shared=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.activation, self.shared = activation, shared
+
+    def forward(self, x):
+        before = self.first(x)
+        out = self.second(self.activation(before))
+        return out + before.sum() if self.shared else out
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_goes_into_the_product(kernel, name):
+    ours, theirs = pair(lambda: Activated(ACTIVATIONS[name]))
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    pack_all(ours, theirs)
+    with torch.no_grad():
+        errors = [(model(X) - exact).norm() for model in (ours, theirs)]
+        assert errors[0] <= 1.05 * errors[1]
+        x = X.clone()
+        x[1, 2], x[2, 3] = float("nan"), float("inf")
+        assert torch.equal(ours(x).isnan(), theirs(x).isnan())
+    graph = amp_graph.report(ours).graphs[0].text
+    assert graph.count(f"linear_of_{'panels' if kernel == PANELS else 'packed'}(") == 2
+    behind = sum(f" {word}(" in graph for word in ("gelu", "relu", "relu_", "silu"))
+    assert behind == (kernel == PANELS and "relu" not in name)  # a gelu and a silu are oneDNN's
+    assert packed(ours) == 2
+
+
+@pytest.mark.parametrize("verify", ["0", "1"])
+def test_results_in_fp32_are_not_rounded_before(kernel, verify, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", verify)
+    ours, theirs = pair(lambda: Activated(torch.relu))
+    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
+    with torch.no_grad():
+        first = ours(X)
+        pack_all(ours, theirs)
+        found, rounded = ours(X), theirs(X)
+    assert torch.equal(found, first)
+    assert found.dtype == rounded.dtype == torch.float32
+    assert ("wide=True" in amp_graph.report(ours).graphs[0].text) == (kernel == PANELS)
+    if kernel == PANELS:
+        assert not torch.equal(found, found.bfloat16().float())
+        assert (found - exact).norm() < (rounded - exact).norm()
+    low, _ = pair(lambda: Activated(torch.relu), on="bf16,keep_outputs=false")
+    pack_all(low, low)
+    with torch.no_grad():
+        assert low(X).dtype == torch.bfloat16
+
+
+def test_a_product_that_others_read_too_keeps_its_activation_behind_it():
+    ours, theirs = pair(lambda: Activated(F.gelu, shared=True))
+    pack_all(ours, theirs)
+    assert "gelu(" in amp_graph.report(ours).graphs[0].text
+
+
+def test_gradients_read_no_packed_weight():
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    for model in (ours, theirs):
+        model(X).square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    read = "".join(graph.text for graph in amp_graph.report(ours).graphs if graph.grad)
+    assert "of_packed" not in read
+    assert "panels" not in read
+
+
+class EnablesGradients(nn.Linear):
+    """Called without gradients, records some all the same."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def test_a_region_that_enables_gradients_has_them():
+    ours, theirs = pair(lambda: EnablesGradients(WIDTH, WIDTH), "bf16,keep_outputs=false", "keep_outputs=false")
+    with torch.no_grad():
+        for _ in range(4):
+            results = [model(X) for model in (ours, theirs)]
+    for result in results:
+        result.sum().backward()
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+    assert packed(ours) == 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_seen(name):
+    ours, theirs = pair()
+    optimizers = [OPTIMIZERS[name](model.parameters()) for model in (ours, theirs)]
+    for _ in range(3):
+        pack_all(ours, theirs)
+        before = ours(X).detach()
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(ours(X), before)
+
+
+def edit(model):
+    with torch.no_grad():
+        model.first.weight[3, 5] = 40.0
+
+
+def assign_data(model):
+    model.first.weight.data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def replace(model):
+    model.first.weight = nn.Parameter(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+
+def load(model):
+    model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("write", [edit, assign_data, replace, load], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_writes_are_seen(write, mode):
+    ours, theirs = pair()
+    for turn in range(2):
+        with mode():
+            for _ in range(4):
+                assert_close(ours, theirs)
+            before = ours(X)
+        write(ours), write(theirs)
+        with mode():
+            assert_close(ours, theirs)
+            assert write is not edit or turn or not torch.equal(ours(X), before)
+
+
+def test_a_write_to_data_is_read():
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    for model in (ours, theirs):
+        model.first.weight.data[1, 1] = 9.0
+    with torch.no_grad():
+        found = ours(X)
+        assert packed(ours) == len(PACKED)
+        torch.testing.assert_close(found, theirs(X), atol=2**-6, rtol=2**-6)
+
+
+def test_verification_compares_packed_weights(kernel, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    assert packed(ours) == len(PACKED)
+    kept = next(kept for store in conversion_of(ours).copies.packed for kept in store.values())
+    kept.low = kept.low + 1 if kernel == PANELS else pack_linear_weight(kept.low.to_dense() + 1)
+    with torch.no_grad(), pytest.raises(VerifyError, match="was written"):
+        ours(X)
+
+
+def test_memory_is_that_of_one_copy_and_is_given_back(kernel):
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    sizes = [conversion_of(model).copies.bytes for model in (ours, theirs)]
+    # Panels are whole: of 64 outputs here, or 32, and 32 inputs, or 2.
+    assert sizes[0] == sizes[1] if kernel == ONEDNN else sizes[1] <= sizes[0] < 2 * sizes[1]
+    assert amp_graph.report(ours).memory["weight copies"] == sizes[0]
+    assert amp_graph.memory.drop_weight_copies(ours) == sizes[0]
+    assert packed(ours) == 0
+    pack_all(ours, theirs)
+    assert packed(ours) == len(PACKED)
+
+
+def test_packed_weights_die_with_the_model_and_with_its_weights():
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    low = [weakref.ref(kept.low) for store in conversion_of(ours).copies.packed for kept in store.values()]
+    assert len(low) == len(PACKED)
+    del ours
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(ref() is not None for ref in low)
+
+
+def test_threads():
+    ours, theirs = pair()
+    with torch.no_grad():
+        expected, found = theirs(X), []
+
+    def call():
+        with torch.no_grad():
+            found.extend(ours(X) for _ in range(20))
+
+    with torch.no_grad():
+        ours(X)
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80
+    for one in found:
+        torch.testing.assert_close(one, expected, atol=2**-7, rtol=2**-6)
+
+
+def test_a_copy_of_the_model_packs_its_own():
+    ours, theirs = pair()
+    pack_all(ours, theirs)
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        twin.first.weight.zero_()
+        theirs.first.weight.zero_()
+    pack_all(twin, theirs)
+    assert packed(twin) == len(PACKED)
+
+
+def test_lists_of_autocast_run_what_was_written():
+    ours, theirs = pair(on="bf16,lists=autocast_cpu")
+    with torch.no_grad():
+        for _ in range(4):
+            ours(X), theirs(X)
+    assert packed(ours) == 0
+
+
+def test_parameters_are_no_constants_where_inductor_freezes():
+    plain, _ = pair()
+    with torch._inductor.config.patch(freezing=True):
+        ours, theirs = pair()
+        pack_all(ours, theirs)
+        assert packed(ours) == len(PACKED)
+        edit(ours), edit(theirs)
+        with torch.no_grad():
+            assert_close(ours, theirs)
+    pack_all(plain, plain)
+    texts = [amp_graph.report(model).graphs[0].text for model in (ours, plain)]
+    assert texts[0] == texts[1]

@@ -1,0 +1,530 @@
+"""Products by matrix units: of any size and layout, rounded once, as such or cast to fp32; and who is handed them."""
+
+import contextlib
+import copy
+import os
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_graph
+from amp_graph.passes.backends.cpu.convolution.conv_functions import conv2d_low
+from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from amp_graph.passes.backends.cpu.linear import amx_gemm as kernel
+from amp_graph.passes.backends.cpu.linear import (
+    linear_functions,
+    lower_large_linears,
+    lower_small_linears,
+    lower_weight_gradients,
+    panel_gemm,
+)
+from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_product_and_sums, gradients_of_linear
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_trained
+from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import AmxProducts
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.profitability import gemm_thresholds
+from amp_graph.passes.profitability.gemm_thresholds import (
+    amx_product_pays,
+    one_of_two_threads_idles,
+    training_by_function_pays,
+)
+from amp_graph.passes.torch_compat.autograd import borrow
+from amp_graph.passes.torch_compat.fake import make_fx
+from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ATEN = torch.ops.aten
+
+pytestmark = pytest.mark.skipif(panel_gemm.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+
+@pytest.fixture(params=["matrix units", "emulated units"], autouse=True)
+def _built_for(request, monkeypatch):
+    found = kernel.typed(built(kernel.SOURCE, request.param))
+    for module in (kernel, lower_large_linears, lower_weight_gradients):
+        monkeypatch.setattr(module, "library", lambda: found)
+
+
+# rows, columns, depth: around what is multiplied (32 x 32 by 32), waits (128 rows) and is laid out (384 columns,
+# 256 and 2,048 of the depth) at a time
+SIZES = [
+    (1, 1, 1), (16, 16, 32), (32, 32, 64), (33, 65, 97), (31, 1, 255), (1, 100, 256), (100, 33, 257), (130, 385, 31),
+    (129, 400, 513), (300, 770, 300), (257, 31, 1000), (47, 500, 5), (5, 3, 6145), (290, 390, 8200),
+]  # fmt: skip
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
+
+
+def check(found, a, b, wide, bias=None):
+    """Within a rounding to bf16 of the exact result, and what fp32 sums may be off."""
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    if bias is not None:
+        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+    assert found.dtype == (torch.float32 if wide else BF16)
+    assert found.shape == exact.shape
+    assert found.is_contiguous()
+    assert torch.equal(found, found.to(BF16).to(found.dtype))
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (a.shape[1] + 2) * 2**-24).all()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_size_and_order_of_memory(size, biased):
+    rows, columns, depth = size
+    a, b, bias = drawn(rows, depth), drawn(depth, columns, seed=1), drawn(columns, seed=2) if biased else None
+    found = amx_product(a, b, bias)
+    check(found, a, b, False, bias)
+    for one in (a, a.t().contiguous().t()):
+        for other in (b, b.t().contiguous().t()):
+            assert torch.equal(amx_product(one, other, bias), found)
+            wide = amx_product(one, other, bias, wide=True)
+            assert wide.dtype == torch.float32
+            assert torch.equal(wide, found.float())
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sums_of_what_a_product_reads_anyway(size, threads, wide, monkeypatch):
+    monkeypatch.setattr(kernel, "threads_at_once", lambda count: threads)
+    rows, columns, depth = size
+    a, b = drawn(depth, rows), drawn(depth, columns, seed=1)
+    product, sums = amx_product_and_sums(a, b, wide)
+    assert torch.equal(product, amx_product(a.t(), b, wide=wide))
+    exact, sizes = a.double().sum(0), a.double().abs().sum(0)
+    assert sums.dtype == (torch.float32 if wide else BF16)
+    assert torch.equal(sums, sums.to(BF16).to(sums.dtype)), "rounded in either"
+    assert ((sums.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * depth * 2**-24).all()
+    for other in (a.t().contiguous().t(), torch.cat([a, a], 1)[:, :rows]):
+        assert torch.equal(amx_product_and_sums(other, b, wide)[0], product)
+        assert (
+            (amx_product_and_sums(other, b, wide)[1] - sums).abs().double() <= sums.abs() * 2**-7 + sizes * 1e-5
+        ).all()
+    with pytest.raises(AssertionError):  # control
+        torch.testing.assert_close(sums, a[1:].sum(0), rtol=2**-7, atol=1e-6)
+
+
+def test_any_bias():
+    a, b = drawn(40, 50), drawn(50, 70, seed=1)
+    for bias in (drawn(1), drawn(140)[::2], drawn(1).expand(70)):
+        check(amx_product(a, b, bias), a, b, False, bias)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("size", [(300, 770, 300), (770, 300, 300), (5, 40, 9000)], ids=str)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_give_the_same_bits(size, threads, wide, monkeypatch):
+    a, b = drawn(size[0], size[2]), drawn(size[2], size[1], seed=1)
+    alone = amx_product(a, b, wide=wide)
+    monkeypatch.setattr(kernel, "threads_at_once", lambda count: threads)
+    assert torch.equal(amx_product(a, b, wide=wide), alone)
+
+
+LAYOUTS = {
+    "a part": (drawn(64, 96)[3:50, 5:70], drawn(80, 90)[7:72, 2:60]),
+    "a part in columns": (drawn(96, 64)[5:70, 3:50].t(), drawn(90, 80)[2:60, 7:72].t()),
+    "gaps": (drawn(80, 100)[::2, ::2], drawn(100, 60)[::2, ::2]),
+    "one row for all": (drawn(1, 40).expand(50, 40), drawn(40, 70)),
+    "one column for all": (drawn(50, 40), drawn(40, 1).expand(40, 70)),
+    "one number": (drawn(1, 1).expand(50, 40), drawn(1, 1).expand(40, 70)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_whatever_lies_otherwise(name):
+    a, b = LAYOUTS[name]
+    found = amx_product(a, b, wide=True)
+    check(found, a, b, True)
+    assert torch.equal(found, amx_product(a.contiguous(), b.contiguous(), wide=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
+def test_nothing(shape):
+    a, b = drawn(shape[0], shape[2]), drawn(shape[2], shape[1])
+    assert torch.equal(amx_product(a, b, wide=True), a.float() @ b.float())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_nan_and_infinity_reach_their_row_and_column_alone(wide):
+    a, b = drawn(70, 50), drawn(50, 90, seed=1)
+    a[3, 4], b[7, 8] = torch.nan, torch.inf
+    found, theirs = amx_product(a, b, wide=wide), a.float() @ b.float()
+    assert torch.equal(found.isnan(), theirs.isnan())
+    assert torch.equal(found.isinf(), theirs.isinf())
+    assert torch.equal(amx_product(a[:1] * 0 + 3e38, b[:, :1] * 0 + 3e38, wide=wide).isinf(), torch.tensor([[True]]))
+
+
+def test_control_what_is_wrong_is_found_out():
+    a, b = drawn(64, 300), drawn(300, 70, seed=1)
+    bias = drawn(70, seed=2)
+    parts = amx_product(a[:, :150], b[:150]) + amx_product(a[:, 150:], b[150:], bias)
+    wrong = (amx_product(a.roll(1, 0), b, bias), amx_product(a, b.roll(1, 1), bias), amx_product(a, b), parts)
+    for found in wrong:
+        with pytest.raises(AssertionError):
+            check(found, a, b, False, bias)
+
+
+def test_without_a_compiler_it_is_torchs(monkeypatch):
+    monkeypatch.setattr(kernel, "library", lambda: None)
+    a, b = drawn(64, 96), drawn(96, 70)
+    assert torch.equal(amx_product(a, b, wide=False), a @ b)
+    assert amx_product(a, b, wide=True).dtype == torch.float32
+    product, sums = gradients_of_linear(a.t(), b, True, True)
+    assert torch.equal(product, a @ b)
+    assert torch.equal(sums, a.sum(1))
+
+
+def test_no_memory_is_said(monkeypatch):
+    class Full:
+        @staticmethod
+        def product(_):
+            return 1
+
+    monkeypatch.setattr(kernel, "library", Full)
+    with pytest.raises(MemoryError, match="a product of 64 x 96 by 96 x 70"):
+        amx_product(drawn(64, 96), drawn(96, 70), wide=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_in_threads_and_after_a_fork():
+    a, b = drawn(200, 300), drawn(300, 400, seed=1)
+    wanted, found = amx_product(a, b, wide=True), []
+    others = [threading.Thread(target=lambda: found.append(amx_product(a, b, wide=True))) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    assert all(torch.equal(one, wanted) for one in found)
+    assert len(found) == 3
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(amx_product(a, b, wide=True), wanted) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_oneDNN_finds_its_own_tiles_afterwards():
+    a, b = drawn(128, 256), drawn(256, 128, seed=1)
+    before = a @ b
+    for _ in range(3):
+        amx_product(a, b, wide=True)
+        assert torch.equal(a @ b, before)
+
+
+# -- under autograd -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def it_always_pays(monkeypatch):
+    for module in (kernel, lower_large_linears, lower_weight_gradients):
+        monkeypatch.setattr(module, "amx_product_pays", lambda device, dtype, *sizes: dtype == BF16)
+    monkeypatch.setattr(lower_large_linears, "training_by_function_pays", lambda *sizes: True)
+    monkeypatch.setattr(lower_small_linears, "small_linear_pays", lambda *form: False)
+    monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
+
+
+def errors(weight_gradient, x, grad):
+    exact = grad.double().flatten(0, -2).t() @ x.double().flatten(0, -2)
+    return float((weight_gradient.double() - exact).norm() / exact.norm())
+
+
+def linear_operands(shape, biased):
+    """Input, weight, bias and the result's gradient of a linear of 50 outputs."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(50, shape[-1]).to(BF16).requires_grad_()
+    bias, grad = torch.randn(50).to(BF16).requires_grad_() if biased else None, torch.randn(*shape[:-1], 50).to(BF16)
+    return x, weight, bias, grad
+
+
+@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
+def test_gradients_are_as_near_as_torchs(shape, biased):
+    x, weight, bias, grad = linear_operands(shape, biased)
+    wanted = [t for t in (x, weight, bias) if t is not None]
+    ours, theirs = (torch.autograd.grad(f(x, weight, bias), wanted, grad) for f in (linear_trained, F.linear))
+    assert torch.equal(ours[0], theirs[0])
+    assert [g.dtype for g in ours] == [BF16] * len(wanted), "of what is bf16"
+    rows = (x.detach().view(-1, shape[-1]), grad.view(-1, 50))
+    assert errors(ours[1], *rows) <= 1.02 * errors(theirs[1], *rows) + 1e-6
+    if biased:
+        assert (ours[2] - grad.view(-1, 50).double().sum(0)).abs().max() <= 0.05
+        torch.testing.assert_close(ours[2], theirs[2], rtol=2**-7, atol=2**-7)
+
+
+def image(*shape):
+    return drawn(*shape).contiguous(memory_format=torch.channels_last)
+
+
+HANDED = {
+    "linear_trained": (linear_trained, drawn(96, 64), (50, 64), ()),
+    "linear_low": (linear_functions.linear_low, drawn(96, 64), (50, 64), ()),
+    "pointwise_conv": (pointwise_conv, image(2, 32, 6, 6), (48, 32, 1, 1), (None, (1, 1), True)),
+    "conv2d_low": (conv2d_low, image(2, 32, 6, 6), (48, 32, 3, 3), (None, (1, 1), (1, 1))),
+}
+
+
+class Casts(TorchDispatchMode):
+    """What is cast meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ATEN._to_copy.default:
+            self.seen.append((args[0].dtype, kwargs["dtype"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.parametrize("name", HANDED)
+def test_a_parameter_is_handed_fp32_that_nothing_casts(name):
+    """With the bits of a cast; and what is bf16, or was cast, is handed bf16."""
+    function, x, shape, more = HANDED[name]
+    weight = torch.nn.Parameter(drawn(*shape).float())
+    low = weight.detach().to(BF16)
+    plain = low.clone().requires_grad_()
+    made = function(x, plain, *more)
+    grad = drawn(*made.shape, seed=3)
+    made.backward(grad)
+    assert plain.grad.dtype == BF16
+    for given, casts in ((borrow(weight, low), []), (weight.to(BF16), [(BF16, torch.float32)])):
+        weight.grad = None
+        made = function(x, given, *more)
+        with Casts() as seen:
+            made.backward(grad)
+        assert weight.grad.dtype == torch.float32
+        assert torch.equal(weight.grad, plain.grad.float())
+        assert seen.seen == casts
+
+
+@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.parametrize("kept", [True, False])
+def test_every_mode_of_autograd(kept):
+    x, weight = torch.randn(6, 32).to(BF16).requires_grad_(), torch.randn(48, 32).to(BF16).requires_grad_()
+    grad = torch.randn(6, 48).to(BF16)
+    if kept:
+        of = weight.detach().float().requires_grad_()
+        weight = borrow(of, weight.detach())
+
+    def second(function, x, weight, grad, of):
+        first = torch.autograd.grad(function(x, weight), (x, of), grad, create_graph=True)
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), (x, of))
+
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    ours = second(linear_trained, x, weight, grad, of if kept else weight)
+    for one, true in zip(ours, second(F.linear, *wide, grad.double(), wide[1]), strict=True):
+        assert (one - true).norm() <= 0.02 * true.norm()
+    many = torch.stack([grad, -grad])
+    (together,) = torch.autograd.grad(linear_trained(x, weight), of if kept else weight, many, is_grads_batched=True)
+    torch.testing.assert_close(together[1], -together[0])
+
+
+# -- flat graphs --------------------------------------------------------------------------------------------------
+
+
+def passed(function, *given):
+    plain, ours = (make_fx(function, tracing_mode="fake")(*given) for _ in range(2))
+    (done,) = run_passes(ours, [AmxProducts()], checked=True)
+    return plain, ours, [c.action for c in done.result.changes]
+
+
+G, X = torch.randn(24, 40).to(BF16), torch.randn(24, 32).to(BF16)
+
+
+@pytest.mark.usefixtures("it_always_pays")
+def test_products_of_a_flat_graph():
+    plain, ours, actions = passed(lambda g, x: (torch.mm(t := g.t(), x), torch.mm(t, x * 2), t.sum()), G, X)
+    assert actions == ["own kernel", "own kernel"]
+    assert sum(n.target is OPS.amx_product.default for n in ours.graph.nodes) == 2
+    for one, other in zip(ours(G, X), plain(G, X), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-2)
+
+
+def with_bias(g, x):
+    return torch.mm(g.t(), x), g.sum(0), g.sum(0, keepdim=True), g.sum(1), torch.mm(g.t(), x * 2)
+
+
+@pytest.mark.usefixtures("it_always_pays")
+def test_sums_of_a_flat_graph():
+    """One with each product; what adds up otherwise, or before it, is torch's."""
+    plain, ours, _ = passed(with_bias, G, X)
+    targets = [n.target for n in ours.graph.nodes]
+    assert targets.count(OPS.amx_product_and_sums.default) == 1
+    assert targets.count(OPS.amx_product.default) == 1
+    for one, other in zip(ours(G, X), plain(G, X), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-2)
+    for first in (lambda g, x: (g.sum(0), torch.mm(g.t(), x)), lambda g, x: (torch.mm(g.t(), x), (g * 2).sum(0))):
+        assert OPS.amx_product.default in [n.target for n in passed(first, G, X)[1].graph.nodes]
+
+
+LEFT = {
+    "in rows": (torch.mm, (G.t().contiguous(), X)),
+    "fp32": (lambda g, x: torch.mm(g.t(), x), (G.float(), X.float())),
+    "two transposed": (lambda g, x: torch.mm(g.t(), x.t()), (G, torch.randn(32, 24).to(BF16))),
+    "gaps": (lambda g, x: torch.mm(g[:, ::2].t(), x), (G, X)),
+    "one row": (lambda g, x: torch.mm(g[:, :1].t(), x), (G, X)),
+}
+
+
+@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.parametrize("name", LEFT)
+def test_all_else_is_left_alone(name):
+    function, given = LEFT[name]
+    assert not passed(function, *given)[2]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_a_step_trains_as_the_loop(compile):
+    torch.manual_seed(0)
+    base, x = Net(), torch.randn(24, 32)
+    losses = {}
+    for policy in ("bf16", "bf16,skip=amx_products"):
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = amp_graph.TrainStep(model, F.mse_loss, optimizer, policy, compile=compile)
+        losses[policy] = torch.stack([step(x, x) for _ in range(3)])
+        if compile == "eager":
+            assert ("amx_product" in step.graph_text()) == ("skip" not in policy)
+    torch.testing.assert_close(*losses.values(), rtol=2**-8, atol=0)
+    loop = amp_graph.convert(copy.deepcopy(base), "bf16")
+    optimizer = torch.optim.SGD(loop.parameters(), lr=0.1)
+    for expected in losses["bf16"]:
+        optimizer.zero_grad()
+        loss = F.mse_loss(loop(x), x)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss.detach(), expected, rtol=2**-7, atol=0)
+    assert "linear_trained" in amp_graph.report(loop).graphs[0].text
+
+
+@pytest.mark.usefixtures("it_always_pays")
+def test_a_converted_model_casts_no_gradient_of_a_weight():
+    """In an update's first and later backwards; nor of a bias, which comes with it."""
+    torch.manual_seed(0)
+    model = amp_graph.convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 600)), "bf16")
+    x = torch.randn(20, 256)
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for batches in (1, 1, 2, 1):
+        for _ in range(batches):
+            loss = model(x).square().mean()
+            with Casts() as casts:
+                loss.backward()
+            counts.append(casts.seen.count((BF16, torch.float32)))
+        optimizer.step()
+    assert counts == [0] * 5
+    text = amp_graph.report(model).graphs[0].text
+    assert text.count("wide=True") == 4, "weights and biases"
+    assert "linear_trained" in text
+
+
+@pytest.fixture
+def a_thread_idles(monkeypatch):
+    for module in (linear_functions, lower_weight_gradients):
+        monkeypatch.setattr(module, "one_of_two_threads_idles", lambda device, dtype, *sizes: dtype == BF16)
+
+
+@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
+def test_products_whose_second_thread_would_idle(shape, biased):
+    x, weight, bias, grad = linear_operands(shape, biased)
+    with profiled() as names:
+        out = linear_trained(x, weight, bias)
+        (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+    assert names.count("amp_graph::product_low") == 2
+    assert "aten::mm" not in names
+    rows = x.detach().view(-1, shape[-1])
+    check(out.detach().view(-1, 50), rows, weight.detach().t(), False, None if bias is None else bias.detach())
+    check(of_x.view(-1, shape[-1]), grad.view(-1, 50), weight.detach(), False)
+    (again,) = torch.autograd.grad(out, x, grad, create_graph=True)
+    torch.testing.assert_close(again, of_x, rtol=2**-7, atol=2**-5)
+
+
+@contextlib.contextmanager
+def profiled():
+    """What runs meanwhile, by name, as often as it does."""
+    names = []
+    with torch.profiler.profile() as profile:
+        yield names
+    names += [event.name for event in profile.events()]
+
+
+@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+def test_a_step_leaves_no_thread_idle():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(24, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16")
+    found = torch.stack([step(x, x) for _ in range(3)]).detach()
+    assert not [name for name in ("aten.mm.", "aten.addmm.", "linear_bias") if name in step.graph_text()]
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16,skip=amx_products|fuse_bias|small_linears")
+    torch.testing.assert_close(found, torch.stack([plain(x, x) for _ in range(3)]).detach(), rtol=2**-7, atol=0)
+
+
+def test_where_a_thread_idles(monkeypatch):
+    idles = one_of_two_threads_idles
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert idles("cpu", BF16, 1024, 768, 3072)
+    assert idles("cpu", BF16, 512, 384, 768)
+    assert not idles("cpu", BF16, 512, 768, 3072), "more columns than rows are spread"
+    assert not idles("cpu", BF16, 1536, 768, 3072), "several blocks of rows are"
+    assert not idles("cpu", BF16, 256, 256, 3072)
+    assert not idles("cpu", FP16, 1024, 768, 3072)
+    assert not idles("cuda", BF16, 1024, 768, 3072)
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
+    assert not idles("cpu", BF16, 1024, 768, 3072), "ours would have one thread, too"
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert not idles("cpu", BF16, 1024, 768, 3072), "not timed, or none to idle"
+
+
+def test_a_function_around_small_linears_is_seen(monkeypatch):
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    assert training_by_function_pays(1024, 768, 768)
+    assert not training_by_function_pays(512, 384, 384)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
+    assert training_by_function_pays(512, 384, 384)
+    assert not lower_large_linears.TrainLinears().in_step
+
+
+def test_sizes_that_pay(monkeypatch):
+    pays = amx_product_pays
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    assert pays("cpu", BF16, 1024, 768, 768)
+    assert pays("cpu", BF16, 32, 64, 64)
+    assert not pays("cpu", BF16, 8, 32, 32)
+    assert not pays("cpu", BF16, 8192, 1, 256), "a tile has 32 rows"
+    assert not pays("cpu", torch.float32, 1024, 768, 768)
+    assert not pays("cpu", FP16, 1024, 768, 768)
+    assert not pays("cuda", BF16, 1024, 768, 768)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
+    assert not pays("cpu", BF16, 1024, 768, 768)

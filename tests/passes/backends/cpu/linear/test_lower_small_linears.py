@@ -1,0 +1,435 @@
+"""Linears that train over few rows: gradients rounded once, in every mode of autograd; only where it pays."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_large_linears, lower_small_linears
+from amp_graph.passes.backends.cpu.linear import linear_functions as low
+from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import SmallLinears
+from amp_graph.passes.casts.layer_norm_fp32_gradients import ProtectNorms
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.profitability import gemm_thresholds
+from amp_graph.passes.profitability.gemm_thresholds import bias_in_trained_linear_pays, small_linear_pays
+from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
+from tests.passes.graphs import BF16, capture_function, passes_until
+
+pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
+
+
+SHAPES = [((2, 32), 33), ((5, 64), 32), ((16, 96), 130), ((31, 33), 40), ((32, 256), 64), ((3, 7, 40), 50), ((40,), 36)]
+
+
+def operands(shape, outputs, biased=True):
+    given = [drawn(*shape), drawn(outputs, shape[-1], seed=1), *([drawn(outputs, seed=2)] if biased else [])]
+    return [t.requires_grad_() for t in given], drawn(*shape[:-1], outputs, seed=3)
+
+
+def gradients(function, given, grad, **options):
+    out = function(*given)
+    return [out, *torch.autograd.grad(out, given, grad, **options)]
+
+
+def check(found, given, grad):
+    """Each within a rounding to bf16 of what fp64 gives, and what fp32 sums of so many may be off."""
+    wide = [t.detach().double().requires_grad_() for t in given]
+    exact = gradients(F.linear, wide, grad.double())
+    sizes = gradients(F.linear, [t.detach().abs().requires_grad_() for t in wide], grad.double().abs())
+    for one, true, size in zip(found, exact, sizes, strict=True):
+        assert one.dtype == BF16
+        assert one.shape == true.shape
+        assert ((one.double() - true).abs() <= true.abs() * 2**-8 + size * 300 * 2**-24).all()
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
+def test_results_and_gradients_are_rounded_once(shape, outputs, biased):
+    given, grad = operands(shape, outputs, biased)
+    check(gradients(linear_low, given, grad), given, grad)
+
+
+@pytest.mark.parametrize("wrong", ["the weight turned", "rows rolled", "rounded twice"])
+def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
+    plain = low.product_low
+
+    def broken(a, b, bias=None, wide=False):
+        if wrong == "rounded twice":
+            made = plain(a, b)
+            return made if bias is None else made + bias
+        if wrong == "rows rolled" and bias is None:
+            return plain(a, b).roll(1, 0)
+        return plain(a, b.t() if wrong == "the weight turned" and b.shape[0] == b.shape[1] else b, bias)
+
+    monkeypatch.setattr(low, "product_low", broken)
+    given, grad = operands((64, 64), 64)
+    with pytest.raises(AssertionError):
+        check(gradients(linear_low, given, grad), given, grad)
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+def test_gradients_of_any_layout(layout):
+    given, _ = operands((16, 64), 48)
+    grad = drawn(48, 16).t() if layout == "transposed" else drawn(16, 96)[:, ::2]
+    grad = drawn(1, 48).expand(16, 48) if layout == "expanded" else grad
+    check(gradients(linear_low, given, grad), given, grad)
+
+
+def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
+    counted = []
+    plain = low.product_low
+    monkeypatch.setattr(amx_gemm, "library", lambda: None)
+    monkeypatch.setattr(low, "product_low", lambda *args: counted.append(len(args)) or plain(*args))
+    (x, weight, bias), grad = operands((8, 64), 48)
+    linear_low(x.detach(), weight, bias).backward(grad)
+    assert len(counted) == 2  # the result, and the gradient of the weight
+    with torch.no_grad():
+        linear_low(x, weight, bias)
+    assert len(counted) == 3
+
+
+def test_second_derivatives():
+    given, grad = operands((4, 32), 32)
+
+    def second(function, given, grad):
+        first = gradients(function, given, grad, create_graph=True)[1:]
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
+
+    wide = [t.detach().double().requires_grad_() for t in given]
+    for one, true in zip(second(linear_low, given, grad), second(F.linear, wide, grad.double()), strict=True):
+        assert (one - true).norm() <= 0.02 * true.norm()
+
+
+def test_several_gradients_at_once():
+    given, grad = operands((6, 32), 48)
+    many = torch.stack([grad, -grad, 2 * grad])
+    together = torch.autograd.grad(linear_low(*given), given, many, is_grads_batched=True)
+    for i, one in enumerate(many):
+        for found, true in zip(together, gradients(linear_low, given, one)[1:], strict=True):
+            torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_transforms_and_modes_get_torchs_own():
+    (x, weight, bias), _ = operands((6, 32), 32)
+    with torch.no_grad():
+        each = torch.vmap(lambda row: linear_low(row, weight, bias))(x)
+        torch.testing.assert_close(each, F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
+        made = linear_low(dual, weight.detach())
+        assert torch.autograd.forward_ad.unpack_dual(made).tangent is not None
+
+
+# -- the pass -----------------------------------------------------------------------------------------------
+
+
+def through(function, *inputs, **state):
+    gm, _ = capture_function(function, *inputs, **state).through(passes_until(ProtectNorms))
+    (done,) = run_passes(gm, [SmallLinears()], checked=True)
+    return gm, done.result
+
+
+W, B = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
+
+
+@pytest.mark.parametrize(("rows", "small"), [(8, True), (1, False), (1 << 13, False)])
+def test_only_where_it_pays(rows, small):
+    gm, result = through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(rows, 64), w=W, b=B)
+    assert result.modified == small
+    assert any(n.target is linear_low for n in gm.graph.nodes) == small
+
+
+def test_what_needs_no_gradient_is_left_to_packing():
+    with torch.no_grad():
+        assert not through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(8, 64), w=W, b=B)[1].modified
+
+
+def with_bias(of):
+    """Return a model whose second linear has the bias that ``of`` makes of the first one's result and parameters."""
+
+    def forward(m, x):
+        h = F.linear(x, m.w, m.b)
+        return F.linear(h, m.w, of(m, h))
+
+    return forward
+
+
+BIASES = {
+    "one for all": lambda m, h: m.b[:1],
+    "a scalar": lambda m, h: m.b[0],
+    "expanded": lambda m, h: m.b[:1].expand(64),
+    "a row for each": lambda m, h: h * 2,
+    "the input itself": lambda m, h: h,
+    "strided": lambda m, h: F.linear(h, m.w).view(-1, 64, 2)[0, :, 0],
+    "a row of results expanded": lambda m, h: h[0, :1].expand(64),
+}
+
+
+def train(model, x):
+    out = model(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))]
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def check_like_torchs_kernels(function, x):
+    exact = train(Called(function), x)
+    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=small_linears")]
+    for true, one, theirs in zip(exact, *given, strict=True):
+        assert one.shape == true.shape
+        assert (one - true).norm() <= 1.1 * (theirs - true).norm()
+        assert (theirs - true).norm() <= 0.02 * true.norm()
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_is_broadcast_as_torch_does_it(bias):
+    check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
+
+
+EDITS = {
+    "relu": lambda y: y.relu_(),
+    "sum": lambda y: y.add_(1),
+    "row": lambda y: y.index_fill_(0, torch.tensor([0]), 0.5),
+    "columns": lambda y: (y[..., :32].mul_(2), y)[1],
+}
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_results_may_be_written_in_place(edit, shape):
+    check_like_torchs_kernels(
+        lambda m, x: F.linear(EDITS[edit](F.linear(x, m.w, m.b)), m.w, m.b), drawn(*shape).float()
+    )
+
+
+@pytest.mark.parametrize(("x_trains", "weight_trains"), [(True, False), (False, True), (True, True)])
+def test_what_no_gradient_needs_is_not_saved(x_trains, weight_trains):
+    x, weight = drawn(32, 64).requires_grad_(x_trains), drawn(64, 64).requires_grad_(weight_trains)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        linear_low(x, weight)
+    assert len(saved) == x_trains + weight_trains
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.third(F.gelu(self.second(torch.relu(self.first(x)))))
+
+
+X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
+
+
+def test_errors_are_those_of_torchs_products():
+    torch.manual_seed(0)
+    base = Net()
+    exact = copy.deepcopy(base).double()
+    exact(X.double()).square().mean().backward()
+    errors = {}
+    for policy in ("bf16", "bf16,skip=small_linears"):
+        model = amp_graph.convert(copy.deepcopy(base), policy)
+        model(X).square().mean().backward()
+        assert ("linear_of_parameters" in amp_graph.report(model).graphs[0].text) == ("skip" not in policy)
+        errors[policy] = [
+            (p.grad - q.grad).norm() / q.grad.norm()
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+        ]
+    for ours, torchs in zip(*errors.values(), strict=True):
+        assert ours <= 1.1 * torchs + 1e-4
+
+
+def test_a_step_has_the_bits_of_the_loop():
+    torch.manual_seed(0)
+    base = Net()
+    loop, whole = amp_graph.convert(copy.deepcopy(base), "bf16"), copy.deepcopy(base)
+    optimizer = torch.optim.SGD(loop.parameters(), lr=0.1, momentum=0.9)
+    step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), "bf16")
+    for turn in range(4):
+        optimizer.zero_grad()
+        loss = F.mse_loss(loop(X + turn), X)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(X + turn, X), loss)
+    for p, q in zip(whole.parameters(), loop.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_results_whose_bias_pays_in_the_product(monkeypatch):
+    monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
+    pays = bias_in_trained_linear_pays
+    assert pays("cpu", BF16, 1024, 768, 768)
+    assert not pays("cpu", BF16, 32, 768, 768), "a call is seen"
+    assert not pays("cpu", BF16, 2048, 8192, 512), "mapped anew at each call"
+    assert not pays("cuda", BF16, 1024, 768, 768)
+
+
+def test_sizes_that_pay(monkeypatch):
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
+    pays = small_linear_pays
+    assert pays("cpu", BF16, 32, 256, 256)
+    assert not pays("cuda", BF16, 32, 256, 256)
+    assert not pays("cpu", torch.float16, 32, 256, 256)
+    assert not pays("cpu", BF16, 32, 512, 512)
+    assert not pays("cpu", BF16, 2048, 512, 13)
+    assert not pays("cpu", BF16, 1024, 256, 256)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for shared in (True, False):
+        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
+        assert pays("cpu", BF16, 32, 256, 256) is shared
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    for shared in (True, False):
+        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
+        assert pays("cpu", BF16, 32, 256, 256) is shared
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+    assert not pays("cpu", BF16, 32, 512, 256), "oneDNN's threads win sooner"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert pays("cpu", BF16, 64, 512, 512)
+    assert not pays("cpu", BF16, 2048, 512, 256)
+    assert not pays("cpu", BF16, 32, 1024, 1024)
+    assert lower_small_linears.small_linear_pays is pays
+
+
+# -- many rows: the bias in the product -------------------------------------------------------------------------
+
+
+NAMES = ("x", "weight", "bias")
+
+
+@pytest.fixture
+def many_are_few(monkeypatch):
+    monkeypatch.setattr(lower_small_linears, "small_linear_pays", lambda *form: False)
+    monkeypatch.setattr(lower_large_linears, "training_by_function_pays", lambda *sizes: True)
+    for module in (lower_large_linears, low):
+        monkeypatch.setattr(module, "bias_in_trained_linear_pays", lambda *form: True)
+
+
+@pytest.mark.usefixtures("many_are_few")
+@pytest.mark.parametrize("trains", ["x", "weight", "bias", "all"])
+@pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
+def test_with_the_bias_in_the_product_it_is_rounded_once(shape, outputs, trains):
+    given, grad = operands(shape, outputs)
+    check(gradients(linear_trained, given, grad), given, grad)
+    kept = [t.detach().requires_grad_(trains in (name, "all")) for t, name in zip(given, NAMES, strict=True)]
+    linear_trained(*kept).backward(grad)
+    wanted = [t for t in kept if t.requires_grad]
+    assert all(map(torch.equal, [t.grad for t in wanted], torch.autograd.grad(linear_trained(*kept), wanted, grad)))
+    assert all(t.grad is None for t in kept if not t.requires_grad)
+
+
+@pytest.mark.usefixtures("many_are_few")
+@pytest.mark.parametrize("wrong", ["no bias", "rows rolled"])
+def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
+    def broken(x, weight, bias, *more):
+        made = F.linear(x, weight, None if wrong == "no bias" else bias)
+        return made if wrong == "no bias" else made.roll(1, 0)
+
+    monkeypatch.setattr(low, "linear_pointwise", broken)
+    given, grad = operands((64, 64), 64)
+    with pytest.raises(AssertionError):
+        check(gradients(linear_trained, given, grad), given, grad)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("many_are_few")
+def test_with_the_bias_in_the_product_every_mode_of_autograd():
+    given, grad = operands((6, 32), 48)
+
+    def second(function, given, grad):
+        first = gradients(function, given, grad, create_graph=True)[1:]
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
+
+    wide = [t.detach().double().requires_grad_() for t in given]
+    for one, true in zip(second(linear_trained, given, grad), second(F.linear, wide, grad.double()), strict=True):
+        assert (one - true).norm() <= 0.02 * true.norm()
+    many = torch.stack([grad, -grad, 2 * grad])
+    together = torch.autograd.grad(linear_trained(*given), given, many, is_grads_batched=True)
+    for i, one in enumerate(many):
+        for found, true in zip(together, gradients(linear_trained, given, one)[1:], strict=True):
+            torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
+    x, weight, bias = (t.detach() for t in given)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        assert torch.autograd.forward_ad.unpack_dual(linear_trained(dual, weight, bias)).tangent is not None
+
+
+@pytest.mark.usefixtures("many_are_few")
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_of_many_rows_is_broadcast_as_torch_does_it(bias):
+    check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
+
+
+@pytest.mark.usefixtures("many_are_few")
+@pytest.mark.parametrize("edit", EDITS)
+def test_results_of_many_rows_may_be_written_in_place(edit):
+    x = drawn(4, 8, 64).float()
+    check_like_torchs_kernels(lambda m, x: F.linear(EDITS[edit](F.linear(x, m.w, m.b)), m.w, m.b), x)
+
+
+@pytest.mark.usefixtures("many_are_few")
+@pytest.mark.parametrize("more", ["", ",recompute=all"])
+def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
+    torch.manual_seed(0)
+    base, found = Net(), []
+    for policy in ("bf16" + more, "bf16,skip=train_linears" + more):
+        loop = amp_graph.convert(copy.deepcopy(base), policy)
+        loss = F.mse_loss(loop(X), X)
+        loss.backward()
+        assert ("linear_trained" in amp_graph.report(loop).graphs[0].text) == ("skip" not in policy)
+        found.append([loss.detach(), *(p.grad for p in loop.parameters())])
+    whole = copy.deepcopy(base)
+    step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1), "bf16" + more)
+    assert torch.equal(step(X, X), found[0][0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.usefixtures("many_are_few")
+def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
+    x, errors = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1)), {}
+    exact = Attends().double()
+    exact(x.double()).square().sum().backward()
+    for policy in ("bf16", "bf16,skip=train_linears"):
+        model = amp_graph.convert(Attends(), policy)
+        model(x).square().sum().backward()
+        assert amp_graph.report(model).graphs[0].text.count("linear_trained(") == (2 if "skip" not in policy else 0)
+        errors[policy] = [
+            (p.grad - q.grad).norm() / q.grad.norm()
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+        ]
+    for ours, torchs in zip(*errors.values(), strict=True):
+        assert ours <= 1.1 * torchs + 1e-4

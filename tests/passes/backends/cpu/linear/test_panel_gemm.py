@@ -1,0 +1,224 @@
+"""A linear over few rows in compiled C: any size and layout, sums in fp32 rounded once, NaN through the relu."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from amp_graph.passes.backends.cpu.inference import prepacked_linear
+from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
+from amp_graph.passes.profitability import gemm_thresholds
+from amp_graph.passes.profitability.gemm_thresholds import panels_pay
+from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.graphs import BF16
+
+pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+
+
+@pytest.fixture(params=BUILDS, autouse=True)
+def _built_for(request, monkeypatch):
+    found = kernel.typed(built(kernel.SOURCE, request.param))
+    monkeypatch.setattr(kernel, "library", lambda: found)
+
+
+# rows, inputs, outputs: around what is multiplied at a time (4 or 32 rows, 2 or 32 inputs, 64 or 32 outputs)
+SIZES = [
+    (1, 1, 1), (1, 64, 64), (2, 7, 5), (3, 33, 31), (4, 32, 64), (5, 34, 65), (16, 31, 33), (17, 96, 130), (32, 64, 32),
+    (33, 65, 96), (64, 128, 63), (100, 13, 200),
+]  # fmt: skip
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
+
+
+def operands(rows, inputs, outputs):
+    return drawn(rows, inputs), drawn(outputs, inputs, seed=1), drawn(outputs, seed=2)
+
+
+def ours(x, weight, bias=None, relu=False):
+    return kernel.linear_by_panels(x, kernel.panels_of(weight), bias, relu, len(weight))
+
+
+def check(found, x, weight, bias=None, relu=False):
+    """Within a rounding to bf16 of the exact result, and what fp32 sums may be off."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    sizes = F.linear(x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs())
+    exact = exact.relu() if relu else exact
+    assert found.dtype == BF16
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (x.shape[-1] + 2) * 2**-24).all()
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_size_is_rounded_once(size, biased, relu):
+    x, weight, bias = operands(*size)
+    bias = bias if biased else None
+    check(ours(x, weight, bias, relu), x, weight, bias, relu)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_wide_results_are_the_sums_that_are_rounded_otherwise(size, relu):
+    x, weight, bias = operands(*size)
+    x.view(-1)[0] = torch.nan
+    panels = kernel.panels_of(weight)
+    wide = kernel.linear_by_panels(x, panels, bias, relu, len(weight), wide=True)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.to(BF16), ours(x, weight, bias, relu), rtol=0, atol=0, equal_nan=True)
+    if size[0] * size[2] > 100:  # control: it was not rounded itself
+        assert not torch.equal(wide[1:], wide[1:].to(BF16).float())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, w, b: ours(x, w.roll(1, 0), b),
+        lambda x, w, b: ours(x, w, b.roll(1, 0)),
+        lambda x, w, b: ours(x, w, None),
+        lambda x, w, b: (ours(x, w).float() + b.float()).to(BF16),  # rounded twice
+    ],
+    ids=["another output", "another bias", "no bias", "rounded twice"],
+)
+def test_control_what_is_wrong_is_found_out(wrong):
+    x, weight, bias = operands(64, 32, 130)
+    with pytest.raises(AssertionError):
+        check(wrong(x, weight, bias * 8), x, weight, bias * 8)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_panels_hold_the_weight(size):
+    _, weight, _ = operands(*size)
+    assert torch.equal(kernel.dense_of(kernel.panels_of(weight), *weight.shape), weight)
+    turned = drawn(size[1], size[2], seed=1)
+    assert torch.equal(kernel.dense_of(kernel.panels_of(turned.t()), size[2], size[1]), turned.t())
+
+
+def test_any_layout_gives_the_same_bits():
+    x, weight, bias = operands(12, 40, 70)
+    expected = ours(x, weight, bias)
+    wide = torch.full((12, 57), float("nan"), dtype=BF16)
+    wide[:, 9:49] = x
+    for same in (wide[:, 9:49], x.t().contiguous().t(), x.repeat_interleave(2, 0)[::2]):
+        assert torch.equal(ours(same, weight, bias), expected)
+    assert torch.equal(ours(x.view(2, 3, 2, 40), weight, bias), expected.view(2, 3, 2, 70))
+    assert torch.equal(ours(x[0], weight, bias), expected[0])
+    assert ours(x[:0], weight, bias).shape == (0, 70)
+
+
+def test_rows_that_are_no_numbers_stay_alone_and_go_through_the_relu():
+    x, weight, bias = operands(7, 33, 66)
+    expected = ours(x, weight, bias, relu=True)
+    x[3, 5], x[4, 32] = float("nan"), float("inf")
+    found = ours(x, weight, bias, relu=True)
+    assert found[3].isnan().all()
+    assert torch.equal(found[4].isinf(), weight[:, 32] > 0)
+    others = [0, 1, 2, 5, 6]
+    assert torch.equal(found[others], expected[others])
+
+
+def test_threads_have_memory_of_their_own():
+    sizes = [(9, 35, 40), (40, 70, 33), (3, 129, 64), (33, 31, 90)]
+    given = [operands(*size) for size in sizes]
+    expected, found = [ours(*one) for one in given], {}
+
+    def call(at):
+        for _ in range(50):
+            one = ours(*given[at])
+            found[at] = found.get(at, True) and torch.equal(one, expected[at])
+
+    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(len(sizes)), True)
+
+
+def test_what_has_no_memory_to_read_is_multiplied_by_torch():
+    x, weight, bias = operands(4, 32, 48)
+    panels = kernel.panels_of(weight)
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Mode.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    plain = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    with Mode():
+        seen = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    assert Mode.calls
+    torch.testing.assert_close(seen, plain, rtol=2**-7, atol=2**-7)
+
+
+def test_a_profile_shows_what_is_run():
+    x, weight, bias = operands(4, 32, 48)
+    panels = kernel.panels_of(weight)
+    plain = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    with torch.profiler.profile() as profile:
+        seen = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    names = {event.key for event in profile.key_averages()}
+    assert "amp_graph::linear_by_panels" in names
+    assert not {"aten::addmm", "aten::linear"} & names
+    assert torch.equal(seen, plain)
+
+
+def test_where_it_pays(monkeypatch):
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert not panels_pay("cuda", BF16, 32, 256, 256)
+    assert not panels_pay("cpu", torch.float16, 32, 256, 256)
+    assert not panels_pay("cpu", BF16, 1024, 768, 768)
+    assert panels_pay("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
+    assert not panels_pay("cpu", BF16, 17, 3072, 768)
+    assert not panels_pay("cpu", BF16, 0, 256, 256)
+    with monkeypatch.context() as with_units:
+        with_units.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+        assert panels_pay("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
+        assert not panels_pay("cpu", BF16, 33, 3072, 768)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert panels_pay("cpu", BF16, 16, 3072, 768)
+    assert not panels_pay("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
+    assert panels_pay("cpu", BF16, 32, 256, 256)
+    assert not panels_pay("cpu", BF16, 16, 3072, 768)
+    assert not panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
+
+
+@pytest.mark.parametrize("threads", [2, 3, 64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_threads_have_columns_of_their_own_and_change_no_bit(size, threads, monkeypatch):
+    x, weight, bias = operands(*size)
+    alone = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
+    monkeypatch.setattr(kernel, "threads_at_once", lambda elements: threads)
+    together = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="asks Linux how much memory is held")
+def test_memory_of_threads_ends_with_them():
+    def held():  # bytes
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def multiply():
+        kernel.product(x, weight.t())
+
+    x, weight = torch.randn(64, 2047).to(BF16), torch.randn(64, 2047).to(BF16)  # which is laid out: 0.3 MB
+    multiply()
+    before = held()
+    for _ in range(200):
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    assert held() - before < 20e6

@@ -1,0 +1,262 @@
+"""The pass that takes a language model's loss from low-precision logits: where it applies, and that it is exact."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
+from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_pays
+from amp_graph.passes.weights.cache_weight_casts import KeepWeightCopies
+from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES, drawn, error
+from tests.passes.graphs import BF16, capture_function, differences, run_step, standard_passes
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 1)
+    monkeypatch.setattr(runtime, "CHUNK", 7 * CLASSES)
+
+
+X, W = drawn(3, 12, WIDTH, seed=5), drawn(CLASSES, WIDTH, seed=6) / 2
+IDS = torch.randint(CLASSES, (3, 12), generator=torch.Generator().manual_seed(7))
+IDS[0, :5] = -100
+
+
+def head(s, x):
+    return F.linear(x.sin(), s.w)
+
+
+def hugging_face(s, x, items=None):
+    """``ForCausalLMLoss`` of transformers: labels are shifted, not the logits."""
+    logits = head(s, x)
+    labels = F.pad(s.ids, (0, 1), value=-100)[..., 1:].contiguous()
+    wide = logits.float().view(-1, CLASSES)
+    loss = F.cross_entropy(wide, labels.view(-1), ignore_index=-100, reduction="sum" if items else "mean")
+    return loss / items if items else loss, logits
+
+
+def shifted(s, x, widen=torch.Tensor.float):
+    """The older form, which cuts the logits."""
+    cut = widen(head(s, x))[..., :-1, :].contiguous()
+    return F.cross_entropy(cut.view(-1, CLASSES), s.ids[..., 1:].reshape(-1))
+
+
+FOUND = {
+    "nanogpt": lambda s, x: (h := head(s, x), F.cross_entropy(h.view(-1, h.size(-1)), s.ids.view(-1))),
+    "the loss alone": lambda s, x: F.cross_entropy(head(s, x).flatten(0, 1), s.ids.flatten()),
+    "two dimensions": lambda s, x: F.cross_entropy(head(s, x[0]), s.ids[0]),
+    "hugging face": hugging_face,
+    "hugging face, a number of items": lambda s, x: hugging_face(s, x, 29),
+    "shifted": shifted,
+    "shifted, without a cast of the user": lambda s, x: shifted(s, x, lambda logits: logits),
+    "a module, weighted and smoothed": lambda s, x: torch.nn.CrossEntropyLoss(s.c.detach().abs(), label_smoothing=0.1)(
+        head(s, x).view(-1, CLASSES), s.ids.view(-1)
+    ),
+    "without reduction": lambda s, x: F.cross_entropy(head(s, x).view(-1, CLASSES), s.ids.view(-1), reduction="none"),
+    "the view is returned": lambda s, x: (v := head(s, x).view(-1, CLASSES), F.cross_entropy(v, s.ids.view(-1)), v + 1),
+}
+
+
+def passed(function, x=X):
+    graph = capture_function(function, x, w=W, ids=IDS, c=drawn(CLASSES, seed=8))
+    plain, found = (graph.through(standard_passes())[0] for _ in range(2))
+    (done,) = run_passes(found, [LinearCrossEntropy()], checked=True)
+    return plain, found, graph.given, done.result
+
+
+def close(a, b):
+    return a is b is None or error(a, b) < 1e-4 or not (a.any() or b.any())
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_pass(name):
+    plain, found, given, result = passed(FOUND[name])
+    assert [c.action for c in result.changes] == ["in parts"]
+    assert not any(n.target is F.cross_entropy for n in found.graph.nodes)
+    a, b = run_step(found, given), run_step(plain, given)
+    assert [t.dtype for t in a.outputs] == [t.dtype for t in b.outputs]
+    assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
+    (again,) = run_passes(found, [LinearCrossEntropy()], checked=True)
+    assert not again.result.changes
+
+
+def test_two_losses_on_the_same_logits():
+    def function(s, x):
+        wide = head(s, x).float().view(-1, CLASSES)
+        return F.cross_entropy(wide, s.ids.view(-1)) + F.cross_entropy(wide, s.ids.roll(1, 1).view(-1)), wide
+
+    plain, found, given, result = passed(function)
+    assert len(result.changes) == 1
+    a, b = run_step(found, given), run_step(plain, given)
+    assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
+
+
+def cut_and_returned(s, x):
+    h = head(s, x).float()
+    return F.cross_entropy(h[..., :-1, :].reshape(-1, CLASSES), s.ids[..., 1:].reshape(-1)), h
+
+
+LEFT = {
+    "written in place": lambda s, x: F.cross_entropy(head(s, x).view(-1, CLASSES).mul_(2), s.ids.view(-1)),
+    "labels that are chances": lambda s, x: F.cross_entropy(head(s, x)[0], s.c.softmax(0).expand(12, CLASSES)),
+    "cut, and returned": cut_and_returned,
+    "read before": lambda s, x: (
+        (h := head(s, x).float()).exp().sum() + F.cross_entropy(h.view(-1, CLASSES), s.ids.view(-1))
+    ),
+    "images": lambda s, x: F.cross_entropy(head(s, x).transpose(1, 2), s.ids),
+    "full precision": lambda s, x: F.cross_entropy((x * s.w[0]).exp().view(-1, WIDTH), s.ids.view(-1) % WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone(name):
+    plain, found, given, result = passed(LEFT[name])
+    assert not result.changes
+    assert result.skips or name == "full precision"
+    assert not differences(run_step(found, given), run_step(plain, given))
+
+
+def test_each_loss_ignores_its_own_index():
+    """Identities are shared by calls that differ in numbers alone: the numbers may not be."""
+
+    first = int(IDS.clamp(min=0).view(-1)[0])
+    several = lambda s, x: tuple(  # noqa: E731
+        F.cross_entropy(head(s, c * x).view(-1, CLASSES), s.ids.clamp(min=0).view(-1), ignore_index=i)
+        for c, i in ((1, -100), (2, first))
+    )
+    plain, found, given, result = passed(several)
+    assert len(result.changes) == 2
+    a, b = run_step(found, given), run_step(plain, given)
+    assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
+
+
+def test_small_logits_are_left_alone(monkeypatch):
+    monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 36 * CLASSES + 1)
+    assert "as fast" in passed(FOUND["nanogpt"])[3].skips[0].reason
+    assert cross_entropy_in_parts_pays("cpu", BF16, 37, CLASSES)
+    assert not cross_entropy_in_parts_pays("cuda", BF16, 37, CLASSES)
+    assert not cross_entropy_in_parts_pays("cpu", torch.float16, 37, CLASSES)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "the loss alone"])
+def test_half_of_what_is_kept_of_the_logits_goes(name):
+    def saved(gm, given):
+        seen = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.setdefault(t.data_ptr(), t), lambda t: t):
+            kept = gm(*given)
+        return sum(t.numel() * t.itemsize for t in seen.values() if t.numel() == 36 * CLASSES), kept
+
+    plain, found, given, _ = passed(FOUND[name])
+    assert saved(plain, given)[0] == 36 * CLASSES * 4
+    assert saved(found, given)[0] == 36 * CLASSES * 2
+
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = torch.nn.Embedding(CLASSES, WIDTH), torch.nn.Linear(WIDTH, CLASSES)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        logits = self.head(self.words(ids).sin())
+        return F.cross_entropy(logits.view(-1, CLASSES), ids.roll(1, 1).view(-1)), logits
+
+
+def grads(model, context=torch.enable_grad):
+    ids = IDS.clamp(min=0)
+    with context():
+        loss = model(ids)[0]
+    (3 * loss).backward()
+    return [p.grad.double() for p in model.parameters()]
+
+
+def test_gradients_are_as_exact_as_autocasts():
+    exact = grads(Words().double())
+    theirs = grads(Words(), lambda: torch.autocast("cpu", BF16))
+    converted = grads(amp_graph.convert(Words(), "bf16"))
+    assert all(error(a, e) <= 1.1 * error(b, e) for a, b, e in zip(converted, theirs, exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "compile", "count"),
+    [
+        ("bf16", "eager", 1),
+        ("bf16,skip=linear_cross_entropy", "eager", 0),
+        ("bf16,lists=autocast_cpu", "eager", 0),
+        ("fp16", "eager", 0),
+        ("bf16,accuracy=fast", "eager", 1),
+        ("bf16,planner=paint", "eager", 1),
+        ("bf16,keep_outputs=false", "eager", 1),
+        ("bf16-O2", "eager", 1),
+        ("bf16", "aot_eager", 0),
+    ],
+)
+def test_where_it_runs(policy, compile, count):
+    model = amp_graph.convert(Words(), policy, compile=compile)
+    model(IDS.clamp(min=0))
+    (graph,) = conversion_of(model).graphs
+    found = [n for n in graph.rewritten.gm.graph.nodes if n.target in (cross_entropy_low, cross_entropy_and_logits)]
+    assert len(found) == count
+    assert "cross_entropy_loss" in amp_graph.report(model).text()
+    names = [p.name for p in graph.rewritten.passes]
+    assert names.index("linear-cross-entropy") < names.index(KeepWeightCopies.name) if count else True
+
+
+def test_without_gradients_torchs_stays():
+    model = amp_graph.convert(Words(), "bf16")
+    with torch.no_grad():
+        model(IDS.clamp(min=0))
+    (graph,) = conversion_of(model).graphs
+    assert not any(n.target is cross_entropy_and_logits for n in graph.rewritten.gm.graph.nodes)
+
+
+def checkpointed(s, x):
+    return torch.utils.checkpoint.checkpoint(lambda x: FOUND["the loss alone"](s, x), x, use_reentrant=False)
+
+
+def in_autocast(s, x):
+    with torch.autocast("cpu", BF16):
+        return FOUND["the loss alone"](s, x)
+
+
+@pytest.mark.parametrize("function", [checkpointed, in_autocast])
+def test_a_region_has_its_say(function):
+    plain, found, given, result = passed(function)
+    assert not result.changes
+    assert not differences(run_step(found, given), run_step(plain, given))
+
+
+def test_lengths_that_change_are_one_graph():
+    model = amp_graph.convert(Words(), "bf16", dynamic=True)
+    plain = amp_graph.convert(Words(), "bf16,skip=linear-cross-entropy", dynamic=True)
+    for length in (12, 7, 9):
+        ids = IDS[:, :length].clamp(min=0)
+        assert all(map(close, model(ids), plain(ids)))
+    (graph,) = conversion_of(model).graphs
+    assert any(n.target is cross_entropy_and_logits for n in graph.rewritten.gm.graph.nodes)
+
+
+def test_the_whole_step_has_a_node_for_each_direction():
+    def trained(policy):
+        model = Words()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = amp_graph.TrainStep(model, lambda out: out[0], optimizer, policy)
+        losses = [step(IDS.clamp(min=0)).item() for _ in range(3)]
+        return losses, step.graph_text()
+
+    losses, text = trained("bf16")
+    assert text.count("cross_entropy_rows") == text.count("cross_entropy_backward") == 1
+    assert losses[2] < losses[0]
+    expected, text = trained("bf16,skip=linear_cross_entropy")
+    assert "cross_entropy_rows" not in text
+    assert losses == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,465 @@
+"""A batch norm that trains and its relu as one operation: as exact as torch's by fp64, computed again or not."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from amp_graph.passes.backends.cpu.norm import batch_norm_kernel
+from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
+from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import OPS
+from amp_graph.passes.backends.cpu.norm.batch_norm_recompute import (
+    norm_add_relu_computed_again,
+    norm_add_relu_kept,
+    norm_and_relu_computed_again,
+)
+from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNorm
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
+from amp_graph.passes.memory.recompute_functions import KEY
+from amp_graph.passes.native import jit_compiler
+from amp_graph.passes.profitability import conv_thresholds, recompute_thresholds, thresholds
+from amp_graph.policy import Policy
+from tests.passes.graphs import capture, differences, passes_for, run_step
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAST, EPS = torch.channels_last, 1e-5
+WITHOUT = ",skip=fuse_batch_norm"
+# Images, channels, height, width: around vectors (16 channels), rows at a time (4), and blocks (128 rows).
+SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 20, 21), (4, 15, 8, 4))
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setattr(recompute_thresholds, "FEWEST_COMPUTED_AGAIN", 1)
+
+
+def drawn(*shape, seed=0, dtype=FP32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(shape, low=BF16, away=0.0):
+    """x, running mean and variance, weight, bias; channels lie ``away`` deviations from zero."""
+    x = (drawn(*shape) + away).to(low).contiguous(memory_format=LAST)
+    channels = shape[1]
+    return (
+        x,
+        drawn(channels, seed=1),
+        drawn(channels, seed=2).square(),
+        drawn(channels, seed=3) + 1,
+        drawn(channels, seed=4),
+    )
+
+
+def torchs(x, mean, var, weight, bias, momentum, eps, relu):
+    out = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
+    return F.relu(out) if relu else out
+
+
+def step(function, given, relu=True, dtype=None, momentum=0.2):
+    """Result, gradients of x, weight and bias, and the running statistics, for a cotangent in low precision."""
+    cotangent = drawn(*given[0].shape, seed=9, dtype=given[0].dtype)
+    copies = [t.clone().to(dtype or t.dtype) for t in given]
+    leaves = [copies[i].requires_grad_() for i in (0, 3, 4)]
+    out = function(*copies, momentum, EPS, relu)
+    grads = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+    return [out.detach(), *grads, *copies[1:3]]
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def assert_as_exact(mine, other, exact):
+    """Each tensor is of torch's dtype and shape, and no farther from fp64."""
+    for got, torch_got, true in zip(mine, other, exact, strict=True):
+        assert (got.dtype, got.shape) == (torch_got.dtype, torch_got.shape)
+        assert error(got, true) <= 1.05 * error(torch_got, true) + 1e-6, (error(got, true), error(torch_got, true))
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_gradients_and_running_statistics_are_as_exact_as_torchs(shape, low, relu):
+    given = inputs(shape, low)
+    mine, other = step(norm_and_relu, given, relu), step(torchs, given, relu)
+    assert_as_exact(mine, other, step(torchs, given, relu, torch.float64))
+    assert mine[0].is_contiguous(memory_format=LAST)
+
+
+def sum_step(function, given, dtype=None):
+    """Result, and gradients of x, what is added, weight and bias."""
+    x, *_, weight, bias = given
+    other = drawn(*x.shape, seed=8, dtype=x.dtype).contiguous(memory_format=LAST)
+    leaves = [t.clone().to(dtype or t.dtype).requires_grad_() for t in (x, other, weight, bias)]
+    out = function(*leaves[:2], None, None, *leaves[2:], 0.1, EPS)
+    return [out.detach(), *torch.autograd.grad(out, leaves, drawn(*x.shape, seed=9, dtype=x.dtype).to(out.dtype))]
+
+
+def torchs_sum(x, other, mean, var, weight, bias, momentum, eps):
+    return F.relu(F.batch_norm(x, mean, var, weight, bias, True, momentum, eps) + other)
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_behind_the_norm_is_as_exact_as_torchs(shape, low):
+    given = inputs(shape, low)
+    assert_as_exact(
+        sum_step(norm_add_relu, given), sum_step(torchs_sum, given), sum_step(torchs_sum, given, torch.float64)
+    )
+
+
+def test_control_what_is_added_counts():
+    given = inputs((2, 16, 3, 3))
+    wrong = sum_step(lambda x, other, *rest: norm_add_relu(x, other * 0.9, *rest), given)
+    with pytest.raises(AssertionError):
+        assert_as_exact(wrong, sum_step(torchs_sum, given), sum_step(torchs_sum, given, torch.float64))
+
+
+def test_a_sum_moves_running_statistics_and_keeps_nan_as_torchs_does():
+    given = inputs((2, 8, 5, 5))
+    other = drawn(2, 8, 5, 5, seed=8, dtype=BF16)
+    other[0, 3, 1, 1] = float("nan")
+    outs, statistics = [], []
+    for function in (norm_add_relu, torchs_sum):
+        x, mean, var, weight, bias = (t.clone() for t in given)
+        outs.append(function(x, other, mean, var, weight, bias, 0.2, EPS))
+        statistics += [mean, var]
+    assert torch.equal(outs[0].isnan(), outs[1].isnan())
+    assert outs[0].isnan().sum() == 1
+    assert torch.allclose(statistics[0], statistics[2])
+    assert torch.allclose(statistics[1], statistics[3])
+
+
+@pytest.mark.parametrize("away", [8.0, 100.0])
+def test_channels_far_from_zero_keep_their_variance(away):
+    given = inputs((2, 20, 16, 16), FP16, away)
+    assert_as_exact(step(norm_and_relu, given), step(torchs, given), step(torchs, given, dtype=torch.float64))
+
+
+def test_control_a_wrong_epsilon_is_seen():
+    given = inputs((2, 20, 16, 16))
+    wrong = step(lambda *a: norm_and_relu(*a[:6], 3e-2, a[7]), given)
+    with pytest.raises(AssertionError):
+        assert_as_exact(wrong, step(torchs, given), step(torchs, given, dtype=torch.float64))
+
+
+def test_nan_and_infinity_come_through_the_relu():
+    given = inputs((2, 3, 4, 4))
+    given[0][0, 1, 0, 0] = float("nan")
+    given[0][0, 2, 0, 0] = float("inf")
+    out, other = (f(*given, 0.1, EPS, True).isnan() for f in (norm_and_relu, torchs))
+    assert torch.equal(out, other)
+    assert out[:, 1:].all()
+    assert not out[:, 0].any()
+
+
+def test_the_same_bits_again_and_with_several_threads():
+    x, _, _, weight, bias = inputs((4, 40, 100, 40))
+    out, stats = batch_norm_kernel.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)
+    assert torch.equal(batch_norm_kernel.batch_norm_relu_again(x, None, weight, bias, stats, True), out)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(batch_norm_kernel.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)[0], out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_contiguous_images_and_gradients_are_taken_too():
+    given = inputs((2, 8, 6, 6))
+    plain = [given[0].contiguous(), *given[1:]]
+    assert all(map(torch.equal, step(norm_and_relu, given), step(norm_and_relu, plain)))
+
+
+def test_second_derivatives_are_torchs():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    other = drawn(*x.shape, seed=8, dtype=BF16)
+
+    def second(function, *given):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(function(leaf, *given).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((grad * drawn(*x.shape, seed=5, dtype=BF16)).sum(), leaf)[0]
+
+    rest = (mean, var, weight, bias, 0.1, EPS)
+    assert torch.equal(second(norm_and_relu, *rest, True), second(torchs, *rest, True))
+    assert torch.equal(second(norm_add_relu, other, *rest), second(torchs_sum, other, *rest))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own forward mode
+def test_forward_mode_without_gradients_and_one_place_are_torchs():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        out = norm_and_relu(dual, None, None, weight, bias)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+    with torch.no_grad():
+        plain = norm_and_relu(x, None, None, weight, bias)
+    assert torch.equal(plain, step(norm_and_relu, (x, mean, var, weight, bias))[0])
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm_and_relu(x[:1, :, :1, :1], mean, var, weight, bias)
+
+
+def test_the_operators_fakes_are_truthful():
+    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
+    _, stats = batch_norm_kernel.batch_norm_relu(x, None, None, weight, bias, 0.1, EPS, True)
+    for wants_x in (True, False):
+        torch.library.opcheck(OPS.batch_norm_relu_backward.default, (x, x, weight, bias, stats, True, wants_x))
+    torch.library.opcheck(OPS.batch_norm_relu.default, (x, mean, var, weight, bias, 0.1, EPS, True))
+    torch.library.opcheck(OPS.batch_norm_add_relu.default, (x, x + 1, mean, var, weight, bias, 0.1, EPS))
+    for wants_x in (True, False):
+        torch.library.opcheck(OPS.batch_norm_add_relu_backward.default, (x, x, x, weight, bias, stats, wants_x))
+    for other in (None, x):
+        torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, other, weight, bias, stats, True))
+
+
+# -- the pass ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A stem and a residual block; ``inplace`` as torchvision writes it."""
+
+    def __init__(self, inplace=True, channels=32):
+        super().__init__()
+        self.stem, self.norm1 = nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv3, self.norm3 = nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels)
+        self.conv4 = nn.Conv2d(channels, channels, 1, bias=False)
+        self.relu, self.head = nn.ReLU(inplace), nn.Linear(channels, 4)
+
+    def forward(self, x):
+        x = self.relu(self.norm1(self.stem(x)))
+        h = self.norm3(self.conv3(self.relu(self.norm2(self.conv2(x)))))
+        h += x
+        return self.head(self.conv4(self.relu(h)).mean((2, 3)))
+
+
+IMAGES = drawn(4, 3, 12, 12, seed=7)
+
+
+def made(inplace=True):
+    torch.manual_seed(0)
+    return Net(inplace)
+
+
+def graphs(model, policy="bf16", images=IMAGES):
+    captured = capture(model, images)
+    found = []
+    for skip in ("", WITHOUT):
+        gm = captured.fresh()
+        found.append((gm, run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)))
+    (ours, done), (plain, _) = found
+    return ours, plain, captured.given, next((t.result for t in done if t.name == "fuse-batch-norm"), None)
+
+
+def targets(gm):
+    return [n.target for n in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])  # for which so few channels are not computed again
+@pytest.mark.parametrize("inplace", [True, False])
+def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
+    gm, plain, given, result = graphs(made(inplace), policy)
+    assert len(result.changes) == 3
+    assert targets(gm).count(norm_add_relu) == 1
+    assert sum(t in (norm_and_relu, norm_and_relu_computed_again) for t in targets(gm)) == 2
+    mine, other = run_step(gm, given), run_step(plain, given)
+    for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):
+        assert (a is None) is (b is None)
+        assert a is None or error(a, b.double()) < 0.04, "bf16, some layers"
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,recompute=all", "bf16,accuracy=fast,recompute=all"])
+def test_computed_again_no_bit_changes(policy):
+    captured = capture(made(), IMAGES)
+    steps = []
+    for skip in ("", ",skip=recompute_activations"):
+        gm = captured.fresh()
+        run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)
+        steps.append(run_step(gm, captured.given))
+        assert (norm_and_relu_computed_again in targets(gm)) is (skip == "")
+        assert (norm_add_relu_computed_again in targets(gm)) is (skip == "" and policy != "bf16")
+    assert not differences(*steps), "running statistics are among the inputs"
+
+
+def two_sums(made):
+    """Gradients of two sums in a row before a convolution: twice of the same graph, and of a gradient."""
+    shape = (2, 32, 6, 6)
+    leaves = [drawn(*shape, seed=k, dtype=BF16).contiguous(memory_format=LAST).requires_grad_() for k in range(3)]
+    weight, bias = (drawn(32, seed=k).requires_grad_() for k in (3, 4))
+    kernel = drawn(8, 32, 1, 1, seed=5, dtype=BF16).requires_grad_()
+    x, y, z = leaves
+    first = made(x, F.relu(z), None, None, weight, bias)
+    second = made(y, first, None, None, weight, bias)
+    out = computing_again(F.conv2d)(second, kernel).float().square().sum()
+    wanted = [*leaves, weight, bias, kernel]
+    found = [torch.autograd.grad(out, wanted, retain_graph=True) for _ in range(2)]
+    by_torch = torch.autograd.grad(out, wanted, create_graph=True)
+    again = torch.autograd.grad(sum(g.float().square().sum() for g in by_torch), wanted, retain_graph=True)
+    return first, second, [*found[0], *found[1], *by_torch, *again]
+
+
+def test_a_sum_computed_again_changes_no_bit_of_any_derivative_and_is_not_saved():
+    _, _, plain = two_sums(norm_add_relu)
+    first, second, found = two_sums(norm_add_relu_computed_again)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    for out in (first, second):
+        assert out.grad_fn.saved_tensors[4] is None
+        assert out.grad_fn.metadata[KEY].made is None, "the last to ask lets it go"
+    assert any(g.float().norm() > 0 for g in found[-6:]), "control: there is a second derivative"
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_sum_that_is_kept_serves_the_one_behind_it_whoever_saves_it(hooks):
+    one_each = iter([norm_add_relu_kept, norm_add_relu_computed_again])
+    with hooks():
+        _, _, plain = two_sums(norm_add_relu)
+        first, second, found = two_sums(lambda *given: next(one_each)(*given))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert torch.equal(first.grad_fn.saved_tensors[4], first)
+    assert second.grad_fn.saved_tensors[4] is None
+
+
+def test_a_sum_with_what_nobody_can_compute_again_is_saved():
+    x, other = (drawn(2, 32, 6, 6, seed=k, dtype=BF16).requires_grad_() for k in range(2))
+    weight, bias = drawn(32, seed=3), drawn(32, seed=4)
+    out = norm_add_relu_computed_again(x, other * 2, None, None, weight, bias)
+    assert torch.equal(out.grad_fn.saved_tensors[4], out)
+
+
+@pytest.mark.parametrize(
+    ("in_step", "wanted"), [(True, {norm_and_relu, norm_add_relu, pointwise_conv}), (False, set())]
+)
+def test_a_whole_step_has_kernels_of_ours_whoever_compiles_it(in_step, wanted, monkeypatch):
+    for module in (thresholds, conv_thresholds):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    gm = capture(made(), IMAGES).fresh()
+    run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", in_step=in_step), checked=True)
+    assert {norm_and_relu, norm_add_relu, pointwise_conv} & set(targets(gm)) == wanted
+
+
+def test_running_twice_changes_nothing():
+    gm, *_ = graphs(made())
+    assert not run_passes(gm, [FuseBatchNorm()], checked=True)[0].result.changes
+
+
+def left_alone():
+    yield "statistics", made().eval(), "those of the batch"
+    model = made()
+    model.norm1, model.norm2, model.norm3 = (nn.BatchNorm2d(32, affine=False) for _ in range(3))
+    yield "no parameters", model, "no weight and bias"
+
+
+@pytest.mark.parametrize(("model", "reason"), [pytest.param(m, r, id=name) for name, m, r in left_alone()])
+def test_what_is_left_alone_says_why(model, reason):
+    *_, result = graphs(model)
+    assert not result.changes
+    assert [reason in skip.reason for skip in result.skips] == [True, True, True]
+
+
+class Sums(nn.Module):
+    """Ends of residual blocks that are not what they look like."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.conv, self.branch = nn.Conv2d(3, 32, 1, bias=False), nn.Conv2d(3, 32, 1, bias=False)
+        self.norm, self.form = nn.BatchNorm2d(32), form
+
+    def forward(self, x):
+        other = self.conv(x)
+        n = self.norm(self.branch(x))
+        if self.form == "twice":
+            return (n + n).relu()
+        if self.form == "alpha":
+            return torch.add(n, other, alpha=2).relu()
+        if self.form == "written meanwhile":
+            total = n + other
+            other.mul_(3)
+            return total.relu() + other
+        if self.form == "read":
+            total = n + other
+            return total.relu() + total
+        if self.form == "broadcast":
+            return (n + other.mean((2, 3), keepdim=True)).relu()
+        if self.form == "into the other":
+            other += n
+            return other.relu()
+        return (other + n).relu()
+
+
+@pytest.mark.parametrize(
+    ("form", "fused"),
+    [
+        ("twice", 0),
+        ("alpha", 0),
+        ("written meanwhile", 0),
+        ("read", 0),
+        ("broadcast", 0),
+        ("into the other", 0),
+        ("behind", 1),
+    ],
+)
+def test_only_sums_that_a_relu_alone_reads_are_fused(form, fused):
+    torch.manual_seed(0)
+    gm, plain, given, _ = graphs(Sums(form))
+    assert targets(gm).count(norm_add_relu) == fused
+    mine, other = run_step(gm, given), run_step(plain, given)
+    for a, b in zip(mine.outputs + mine.grads, other.outputs + other.grads, strict=True):
+        assert (a is None) is (b is None)
+        assert a is None or error(a, b.double()) < 0.04, "bf16; a sum that reads what was written is off by 2"
+
+
+def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
+    monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
+    *_, result = graphs(made())
+    assert "as fast" in result.skips[0].reason
+    monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", 1)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv(jit_compiler.FOLDER, "/nonexistent")
+    batch_norm_kernel.library.cache_clear()
+    jit_compiler.load.cache_clear()
+    *_, result = graphs(made())
+    batch_norm_kernel.library.cache_clear()
+    jit_compiler.load.cache_clear()
+    assert "compiling for this CPU" in result.skips[0].reason
+
+
+def trained(policy, how):
+    """Losses of three steps, the state after them and the text of the step's graph: "convert", or a whole step."""
+    model = made().to(memory_format=LAST)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    loss = lambda out: out.square().mean()  # noqa: E731
+    if how != "convert":
+        step = amp_graph.TrainStep(model, loss, optimizer, policy, compile=how)
+        losses = [float(step(IMAGES)) for _ in range(3)]
+        return losses, dict(model.state_dict()), step.graph_text()
+    amp_graph.convert(model, policy)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss(model(IMAGES)))
+        losses[-1].backward()
+        optimizer.step()
+    return [float(one.detach()) for one in losses], dict(model.state_dict()), ""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
+@pytest.mark.parametrize("how", ["convert", "eager", "inductor"])
+def test_training_moves_running_statistics_and_weights_as_without(how):
+    losses, state, text = trained("bf16", how)
+    others = how.replace("inductor", "eager")
+    plain_losses, plain, _ = trained("bf16" + WITHOUT, others)
+    _, exact, _ = trained("bf16-O0", others)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(plain_losses), rtol=0.02)
+    assert ("batch_norm_relu_backward" in text) is (how != "convert")
+    for name, value in plain.items():
+        if "num_batches" in name:
+            assert torch.equal(state[name], value)
+        else:
+            mine, other = (error(t, exact[name].double()) for t in (state[name], value))
+            assert mine <= 1.1 * other + 0.002, name

@@ -1,0 +1,149 @@
+"""GRU layers in low precision: as exact as torch.autocast's, which carry their state in fp32."""
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.lists import load
+from amp_graph.passes.backends.recurrent import gru_functions as module
+from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
+from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
+from amp_graph.passes.native.operator_library import OPS
+from tests.passes.graphs import BF16
+
+LENGTH, BATCH, WIDTH, SIZE = 40, 4, 24, 32
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def built(**options):
+    torch.manual_seed(0)
+    return nn.GRU(WIDTH, SIZE, **options)
+
+
+def step(call, layers, x):
+    """Output, last state, and gradients of the input and parameters."""
+    x = x.clone().requires_grad_()
+    out, last = call(x)
+    loss = (out.double() * drawn(*out.shape, seed=5)).sum() + (last.double() * drawn(*last.shape, seed=6)).sum()
+    return [out.detach(), last.detach(), *torch.autograd.grad(loss, [x, *layers.parameters()])]
+
+
+def by_autocast(layers):
+    def call(x):
+        with torch.autocast("cpu", BF16):
+            return layers(x)
+
+    return call
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+FORMS = {
+    "one layer": {},
+    "two": {"num_layers": 2},
+    "both ways": {"bidirectional": True, "num_layers": 2},
+    "batch first": {"batch_first": True},
+    "without biases": {"bias": False},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_less_exact_than_under_autocast(form):
+    layers, x = built(**FORMS[form]), drawn(LENGTH, BATCH, WIDTH, seed=1)
+    double = built(**FORMS[form]).double()
+    exact = step(double, double, x.double())
+    other = step(by_autocast(layers), layers, x)
+    model = amp_graph.convert(built(**FORMS[form]), "bf16")
+    mine = step(model, model, x)
+    assert conversion_of(model).runs == 1
+    for got, autocast, true in zip(mine, other, exact, strict=True):
+        assert got.shape == true.shape
+        assert error(got, true) <= 1.1 * error(autocast, true)
+
+
+def test_control_a_state_that_is_rounded_is_less_exact():
+    x = drawn(200, BATCH, WIDTH, seed=1)
+    exact = built().double()(x.double())[0]
+    mine = amp_graph.convert(built(), "bf16")(x)[0]
+    low = built().bfloat16()
+    with torch.no_grad():
+        rounded = low(x.bfloat16())[0]
+    assert error(mine, exact) < 0.75 * error(rounded, exact)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_without_gradients_the_bits_are_the_same(reverse):
+    x, h = drawn(9, BATCH, WIDTH, seed=1).bfloat16(), drawn(BATCH, SIZE, seed=2).bfloat16()
+    w = [p.detach().bfloat16() for p in built().parameters()]
+    plain = gru_layer(x, *w, h, reverse)
+    trained = gru_layer(x.requires_grad_(), *w, h, reverse)
+    assert all(torch.equal(a, b) for a, b in zip(plain, trained, strict=True))
+
+
+def test_where_cpus_do_not_multiply_bf16_products_are_plain(monkeypatch):
+    x = drawn(LENGTH, BATCH, WIDTH, seed=1)
+    monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
+    model = amp_graph.convert(built(), "bf16")
+    mine = step(model, model, x)
+    monkeypatch.undo()
+    model = amp_graph.convert(built(), "bf16")
+    for a, b in zip(mine, step(model, model, x), strict=True):
+        assert (a - b).norm() <= 0.01 * b.norm()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_second_derivatives(reverse):
+    given = [drawn(5, 2, 6, seed=1), *(drawn(*s, seed=i) / 3 for i, s in enumerate(((12, 6), (12, 4), (12,), (12,))))]
+    given = [t.double().requires_grad_() for t in (*given, drawn(2, 4, seed=9))]
+
+    def penalty(call):
+        out, last = call(*given)
+        first = torch.autograd.grad(out.sin().sum() + last.sum(), given, create_graph=True)
+        return first, torch.autograd.grad(sum(g.square().sum() for g in first), given)
+
+    def torchs(x, *rest):
+        *w, h = rest
+        x = x.flip(0) if reverse else x
+        out, last = torch.gru(x, h[None], list(w), True, 1, 0.0, True, False, False)
+        return out.flip(0) if reverse else out, last[0]
+
+    mine, other = penalty(lambda *g: gru_layer(*g, reverse)), penalty(torchs)
+    for a, b in zip((*mine[0], *mine[1]), (*other[0], *other[1]), strict=True):
+        assert error(a.detach(), b.detach()) < 1e-5  # states are fp32
+
+
+def test_the_operators_fakes_are_truthful():
+    x, h = drawn(5, BATCH, WIDTH, seed=1).bfloat16(), drawn(BATCH, SIZE, seed=2).bfloat16()
+    w = [p.detach().bfloat16() for p in built().parameters()]
+    for reverse in (False, True):
+        torch.library.opcheck(OPS.gru_output.default, (x, *w, h, reverse))
+        torch.library.opcheck(OPS.gru_forward.default, (x, *w, h, reverse))
+        out, last, states, gates = OPS.gru_forward(x, *w, h, reverse)
+        torch.library.opcheck(OPS.gru_backward.default, (out, last, x, *w[:2], states, gates, reverse))
+
+
+def test_of_other_precisions_layers_are_torchs_and_packed_sequences_stay_full():
+    double, x = built().double(), drawn(7, 3, WIDTH, seed=1).double()
+    hidden = [torch.zeros(1, 3, SIZE, dtype=torch.float64)]
+    whole = recurrent_whole("gru", x, hidden, list(double.parameters()), True, 1, 0.0, True, False, False)[0]
+    assert torch.equal(whole, double(x)[0])
+    ours = load("default", dtype="bfloat16", device="cpu")
+    assert ours.lookup(torch.ops.aten.gru.input, {}).cls == "allow"
+    assert ours.lookup(torch.ops.aten.gru.data, {}).cls == "follow"  # the kernel for these rounds the state
+
+
+def test_a_step_as_one_graph_has_a_call_a_layer():
+    model = built(num_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    step = amp_graph.TrainStep(model, lambda out: out[0].square().mean(), optimizer, "bf16")
+    losses = [float(step(drawn(6, BATCH, WIDTH, seed=1))) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert step.graph_text().count("gru_backward") == 2

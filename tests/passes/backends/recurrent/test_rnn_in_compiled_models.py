@@ -1,0 +1,384 @@
+"""Recurrent layers in compiled models: whole calls, whose results and gradients are those of the eager model."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.backends.recurrent import lstm_functions, lstm_gradients, lstm_kernel, rnn_functions
+from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.profitability import gemm_thresholds
+from amp_graph.passes.profitability.gemm_thresholds import lstm_kernel_pays
+from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
+from tests.measure import DtypeLog
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+KINDS = {
+    "LSTM": (nn.LSTM, {}),
+    "LSTM both ways": (nn.LSTM, {"bidirectional": True}),
+    "LSTM without biases": (nn.LSTM, {"bias": False}),
+    "LSTM with projections": (nn.LSTM, {"proj_size": 4}),
+    "GRU": (nn.GRU, {}),
+    "GRU both ways": (nn.GRU, {"bidirectional": True}),
+    "RNN": (nn.RNN, {}),
+    "RNN of relus": (nn.RNN, {"nonlinearity": "relu"}),
+}
+WHOLE = (
+    OPS.recurrent.default,
+    OPS.mkldnn_rnn_layer.default,
+    OPS.recurrent_backward.default,
+    torch.ops.aten.mkldnn_rnn_layer_backward.default,
+    OPS.lstm_forward.default,
+    OPS.lstm_backward_of_sums.default,
+    OPS.gru_output.default,
+    OPS.gru_forward.default,
+    OPS.gru_backward.default,
+)
+NO_KERNEL = lstm_kernel.library() is None or not lstm_kernel_pays("cpu", torch.bfloat16, 1, 8)
+needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
+
+
+class Net(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layers = kind(8, 8, 2, batch_first=True, **options)
+        self.head = nn.Linear(8 * (2 if self.layers.bidirectional else 1) if not self.layers.proj_size else 4, 3)
+
+    def forward(self, x):
+        out, last = self.layers(x)
+        return self.head(out), last
+
+
+def built(kind):
+    torch.manual_seed(0)
+    made, options = KINDS[kind]
+    return Net(made, **options)
+
+
+def step(model, x):
+    x = x.clone().requires_grad_()
+    out, last = model(x)
+    (out.square().mean() + (last if isinstance(last, torch.Tensor) else last[1]).sum()).backward()
+    states = [last] if isinstance(last, torch.Tensor) else list(last)
+    return [out.detach(), *(s.detach() for s in states), x.grad, *(p.grad for p in model.parameters())]
+
+
+def counted(graphs):
+    """How many whole calls of recurrent layers there are, and how many nodes, in all graphs."""
+    nodes = [n for gm in graphs for n in gm.graph.nodes if n.op == "call_function"]
+    return sum(n.target in WHOLE for n in nodes), len(nodes)
+
+
+def watching(graphs):
+    """A backend that keeps the flat graphs of both passes."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(gm, _):
+        graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+X = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["as here", "by onednn"])
+def anyhow(request, monkeypatch):
+    """LSTMs by compiled C where that pays, and as where it does not."""
+    if request.param == "by onednn":
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
+    return request.param
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
+    wanted = step(amp_graph.convert(built(kind), "bf16"), X)
+    graphs = []
+    got = step(amp_graph.convert(built(kind), "bf16", compile=watching(graphs)), X)
+    assert torch.equal(got[0], wanted[0])
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm(), "more than another order of two summands"
+    whole, nodes = counted(graphs)
+    layers = 2 * (2 if "both" in kind else 1)
+    of_lstm = kind.startswith("LSTM") and "proj" not in kind and is_taken_by_layers(anyhow)
+    one_a_layer = of_lstm or kind.startswith("GRU")
+    assert whole == 2 * (layers if one_a_layer else 1)
+    assert nodes < 20 * layers * 8, "the layers were taken apart"
+
+
+def is_taken_by_layers(anyhow):
+    return keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_without_gradients_all_layers_are_one_call_and_those_of_a_gru_one_each(kind):
+    wanted = amp_graph.convert(built(kind), "bf16").eval()
+    graphs = []
+    compiled = amp_graph.convert(built(kind), "bf16", compile=watching(graphs)).eval()
+    with torch.no_grad():
+        for length in (20, 7, 11):
+            given = X[:, :length]
+            assert torch.equal(compiled(given)[0], wanted(given)[0])
+    assert counted(graphs)[0] == len(graphs) * (2 if kind == "GRU" else 1)
+
+
+def test_without_the_pass_the_steps_are_taken_apart():
+    graphs = []
+    step(amp_graph.convert(built("LSTM"), "bf16,skip=keep_recurrent|lstm_backward", compile=watching(graphs)), X)
+    whole, nodes = counted(graphs)
+    assert whole == 0
+    assert nodes > 20 * 8
+
+
+def test_dropout_between_the_layers_is_drawn():
+    """Torch's decomposition, which a compiler takes layers apart by, leaves it out."""
+    torch.manual_seed(0)
+    model = Net(nn.LSTM, dropout=0.5)
+    graphs = []
+    wanted, got = copy.deepcopy(model), amp_graph.convert(model, "bf16", compile=watching(graphs))
+    amp_graph.convert(wanted, "bf16")
+    found = []
+    for one in (wanted, got):
+        torch.manual_seed(1)
+        found.append(step(one, X))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_inductor_compiles_them(kind):
+    wanted = step(amp_graph.convert(built(kind), "bf16"), X)
+    got = step(amp_graph.convert(built(kind), "bf16", compile="inductor"), X)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_compiled_training_step(kind, anyhow):
+    found = []
+    for compile in ("eager", "aot_eager"):
+        model = built(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        train = amp_graph.TrainStep(
+            model, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16,skip=accumulate_in_place", compile=compile
+        )
+        losses = [train(X, torch.ones(2, 20, 3)).item() for _ in range(3)]
+        found.append(losses)
+        if compile != "eager":
+            assert counted([train.captured[0].steps[True].gm])[0] == (
+                4 if kind == "GRU" or is_taken_by_layers(anyhow) else 2
+            )
+    torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)
+    assert found[0][2] < found[0][0]
+
+
+def test_our_backend_keeps_them_whole_as_well():
+    graphs = []
+    options = {"policy": "bf16", "compile": watching(graphs)}
+    step(torch.compile(built("GRU"), backend="amp_graph", options=options), X)
+    assert len(graphs) in (0, 2), "Dynamo leaves recurrent layers out of graphs, unless it is told otherwise"
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch._dynamo.reset()
+        step(torch.compile(built("GRU"), backend="amp_graph", options=options), X)
+    assert counted(graphs)[0] == 4
+
+
+def test_gradients_of_gradients():
+    torch.manual_seed(0)
+    model, x = nn.GRU(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def whole(x, *params):
+        hidden = torch.zeros(1, 2, 4, dtype=torch.float64)
+        return rnn_functions.recurrent_whole("gru", x, [hidden], params, True, 1, 0.0, True, False, False)[0]
+
+    assert torch.autograd.gradcheck(whole, (x, *model.parameters()))
+    assert torch.autograd.gradgradcheck(whole, (x, *model.parameters()))
+
+
+def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
+    """What an LSTM layer of ours makes, what torch's kernel does, and in fp64: results, and the gradients of all."""
+    torch.manual_seed(seed)
+    length, batch, width, size = sizes
+    model = nn.LSTM(width, size, bidirectional=reverse).to(dtype)
+    weights = list(model.parameters())[4:] if reverse else list(model.parameters())
+    x, h, c = (torch.randn(*shape).to(dtype) for shape in ((length, batch, width), (batch, size), (batch, size)))
+    given = [x, *weights, h, c]
+    seeds = [torch.randn(*shape).to(dtype) for shape in ((length, batch, size), (batch, size), (batch, size))]
+
+    def by(layer, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        outs = layer(*leaves)
+        return [*outs, *torch.autograd.grad(outs, leaves, [t.to(dtype) for t in seeds])]
+
+    def wide(x, w_ih, w_hh, b_ih, b_hh, h, c):
+        x = x.flip(0) if reverse else x
+        out, h, c = torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)
+        return out.flip(0) if reverse else out, h[0], c[0]
+
+    def ours(layer):
+        return lambda *leaves: layer.apply(*leaves, reverse, True, reverse)
+
+    return by(ours(kind), dtype), by(ours(lstm_functions._LstmLayer), dtype), by(wide, torch.float64)
+
+
+LAYERS = [lstm_functions._LstmByProducts, pytest.param(lstm_functions._LstmByKernel, marks=needs_kernel)]
+
+
+def is_near(ours, torchs, exact):
+    error = (ours - exact).norm()
+    return error <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm() and error <= 6e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(kind, reverse, seed):
+    for ours, torchs, exact in zip(*gradients(kind, torch.bfloat16, reverse, seed), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert ours.shape == torchs.shape
+        assert is_near(ours, torchs, exact)
+
+
+@needs_kernel
+@pytest.mark.parametrize("sizes", [(1, 1, 9, 3), (3, 2, 7, 5), (2, 9, 33, 17), (4, 3, 64, 80), (20, 4, 1, 130)])
+def test_a_compiled_layer_takes_any_size(sizes):
+    for ours, torchs, exact in zip(*gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes), strict=True):
+        assert is_near(ours, torchs, exact)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 64])
+@pytest.mark.parametrize("sizes", [(3, 2, 7, 5), (4, 9, 64, 80)])
+def test_threads_of_a_compiled_layer_change_no_bit(sizes, threads, monkeypatch):
+    alone, *_ = gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes)
+    monkeypatch.setattr(lstm_kernel, "threads_at_once", lambda elements: threads)
+    together, *_ = gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes)
+    assert all(map(torch.equal, alone, together))
+
+
+def test_where_a_compiled_layer_pays(monkeypatch):
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
+    for threads in (1, 2, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512) is (threads == 1)
+    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
+    assert not lstm_kernel_pays("cpu", torch.float16, 32, 512)
+    assert not lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
+    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
+    for shared in (True, False):
+        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
+        assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512) is shared
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
+    assert not lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+
+
+@needs_kernel
+@pytest.mark.parametrize("broken", ["bias", "cells"])
+def test_control_a_layer_without_its_bias_or_first_cells_is_seen(broken, monkeypatch):
+    def without(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse):
+        lost = (b_ih * 0, b_hh * 0, h, c) if broken == "bias" else (b_ih, b_hh, h, c * 0)
+        return lstm_kernel.lstm_forward(x, w_ih, w_hh, *lost, reverse)
+
+    monkeypatch.setattr(lstm_functions, "OPS", SimpleNamespace(**{**vars_of(OPS), "lstm_forward": without}))
+    found = zip(*gradients(lstm_functions._LstmByKernel, torch.bfloat16), strict=True)
+    assert not all(is_near(*one) for one in found)
+
+
+def vars_of(operators):
+    return {name: getattr(operators, name) for name in ("lstm_backward_of_sums", "mkldnn_rnn_layer", "lstm_backward")}
+
+
+@needs_kernel
+def test_a_compiled_layer_gives_infinities_and_nans_on():
+    x = torch.randn(3, 2, 16).bfloat16()
+    given = [torch.randn(s).bfloat16() for s in ((64, 16), (64, 16), (64,), (64,), (2, 16), (2, 16))]
+    for value in (float("inf"), float("nan")):
+        x[1, 0, 3] = value
+        ours, torchs = (
+            layer.apply(x, *given, False, True, False)[0]
+            for layer in (lstm_functions._LstmByKernel, lstm_functions._LstmLayer)
+        )
+        assert torch.equal(ours.isnan(), torchs.isnan())
+        torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", ["products", pytest.param("kernel", marks=needs_kernel)])
+def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
+    """What stands for absent biases has the shape of the weights."""
+    if by == "products":
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
+        monkeypatch.setattr(lstm_functions, "lstm_backward_pays", lambda *given: True)
+    torch.manual_seed(0)
+    model = Net(nn.LSTM, bias=False)
+    model.layers = nn.LSTM(12, 8, 2, batch_first=True, bias=False)
+    x = torch.randn(2, 20, 12)
+    wanted, got = step(copy.deepcopy(model), x), step(amp_graph.convert(model, "bf16"), x)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_by_products_are_right(reverse, monkeypatch):
+    monkeypatch.setattr(lstm_gradients, "linear_of_packed_weight", lambda x, packed, bias: F.linear(x, packed, bias))
+    monkeypatch.setattr(lstm_gradients, "pack_linear_weight", lambda weight: weight)
+    for ours, _, exact in zip(*gradients(lstm_functions._LstmByProducts, torch.float32, reverse), strict=True):
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])
+@pytest.mark.parametrize("name", ["lstm_backward", pytest.param("lstm_backward_of_sums", marks=needs_kernel)])
+def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile, monkeypatch):
+    if name == "lstm_backward":
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
+    backward = getattr(OPS, name).default
+    monkeypatch.setattr(gemm_thresholds, "FEWEST_OF_A_STATE", 1)
+    monkeypatch.setattr(gemm_thresholds, "STATES_OF_A_BATCH", 1)
+    monkeypatch.setattr(gemm_thresholds, "STATES_BY_UNITS", 1)
+    monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
+    calls = []
+    torch.manual_seed(0)
+    plain = Net(nn.LSTM)
+    wanted = step(copy.deepcopy(plain), X)
+    with DtypeLog() as log:
+        if compile == "step":
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+            train = amp_graph.TrainStep(plain, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16")
+            train(X, torch.ones(2, 20, 3))
+            calls = [n for n in train.captured[0].steps[True].gm.graph.nodes if n.target is backward]
+        else:
+            got = step(amp_graph.convert(plain, "bf16", compile=compile), X)
+            for a, b in zip(got, wanted, strict=True):
+                assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
+            calls = [called for called, _ in log.entries if called.split(".")[1] == name]
+    assert len(calls) == 2
+
+
+def test_gradients_of_the_gradients_by_products():
+    for layer in (lstm_functions._LstmByProducts, lstm_functions._LstmLayer):
+        torch.manual_seed(0)
+        given = [
+            torch.randn(s, requires_grad=True) for s in ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))
+        ]
+
+        def second(run, given=given):
+            (first,) = torch.autograd.grad(run(*given).square().sum(), given[0], create_graph=True)
+            return torch.autograd.grad(first.square().sum(), given)
+
+        def torchs(x, w_ih, w_hh, b_ih, b_hh, h, c):
+            return torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)[0]
+
+        ours = second(lambda *t, layer=layer: layer.apply(*t, False, True, False)[0])
+        for a, b in zip(ours, second(torchs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,268 @@
+"""EliminateCasts is bit-exact, gradients included; the same checks find variants that go further."""
+
+from functools import cache
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.casts import eliminate_casts
+from amp_graph.passes.casts.eliminate_casts import EliminateCasts
+from amp_graph.passes.graph.aliasing import Memory
+from amp_graph.passes.manager import run_passes
+from tests.passes.graphs import BF16, capture, capture_function, differences, passes_before, run_step
+from tests.passes.programs import program
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+
+
+class RemovesRoundings(EliminateCasts):
+    """Wrong: takes full -> low -> full for redundant."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "_widens", return_value=True):
+            return super().run(gm)
+
+
+class IgnoresOtherReaders(EliminateCasts):
+    """Wrong: removes low -> full -> low where another reader's gradient is summed in full precision."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "captured", return_value=SimpleNamespace(requires_grad=False)):
+            return super().run(gm)
+
+
+class IgnoresWrites(EliminateCasts):
+    """Wrong: removes the copy of a storage that is written."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "observe", return_value=Memory({}, {}, {})):
+            return super().run(gm)
+
+
+def effect_of(graph, one, policy="bf16"):
+    """Return (how many conversions ``one`` removed, what differs afterwards)."""
+    gm, _ = graph.through(passes_before(EliminateCasts, policy))
+    before = run_step(gm, graph.given)
+    (done,) = run_passes(gm, [one], checked=True)
+    return len(done.result.changes), differences(run_step(gm, graph.given), before)
+
+
+@cache
+def captured(seed):
+    model, inputs = program(seed)
+    return capture(model, *inputs)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+@pytest.mark.parametrize("seed", range(24))
+def test_outputs_gradients_and_inputs_are_bit_for_bit_the_same(seed, policy):
+    _, wrong = effect_of(captured(seed), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_the_random_programs_have_something_to_remove():
+    assert sum(effect_of(captured(seed), EliminateCasts())[0] > 0 for seed in range(24)) >= 6
+
+
+def round_trip(self, x):
+    return (x @ self.w).float().bfloat16() @ self.w.bfloat16()
+
+
+def rounding(self, x):
+    return torch.exp((x * 1.1).bfloat16().float() * self.w[0])
+
+
+def two_readers(self, x):
+    h = (x @ self.w).bfloat16()
+    wide = h.float()
+    return wide.bfloat16() * 3.3, torch.exp(wide) * 1.7
+
+
+def written_copy(self, x):
+    h = (x @ self.w).bfloat16()
+    copy = h.float().bfloat16()
+    copy.add_(1.0)
+    return h * 2, copy
+
+
+def written_source(self, x):
+    h = (x @ self.w).bfloat16()
+    copy = h.float().bfloat16()
+    h.mul_(2.0)
+    return h * 2, copy.relu()
+
+
+MODELS = (round_trip, rounding, two_readers, written_copy, written_source)
+
+
+@pytest.mark.parametrize("function", MODELS)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
+def test_each_kind_of_round_trip_is_kept_exact(function, policy):
+    _, wrong = effect_of(capture_function(function, X, w=W), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_a_round_trip_of_low_precision_goes():
+    removed, wrong = effect_of(capture_function(round_trip, X, w=W), EliminateCasts())
+    assert removed >= 1
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "variant"),
+    [
+        (rounding, RemovesRoundings),
+        (two_readers, IgnoresOtherReaders),
+        (written_copy, IgnoresWrites),
+        (written_source, IgnoresWrites),
+    ],
+)
+def test_negative_control_wrong_variants_are_found(function, variant):
+    graph = capture_function(function, X.clone().requires_grad_(), w=W)
+    removed, wrong = effect_of(graph, variant())
+    assert removed >= 1, "the variant did nothing: the control controls nothing"
+    assert wrong
+
+
+def test_what_is_kept_has_a_reason():
+    graph = capture_function(rounding, X, w=W)
+    gm, _ = graph.through(passes_before(EliminateCasts))
+    (done,) = run_passes(gm, [EliminateCasts()], checked=True)
+    assert any("rounds: kept" in skip.reason for skip in done.result.skips)
+
+
+def test_a_conversion_that_copies_or_moves_is_no_cast():
+    def copies(self, x):
+        h = (x @ self.w).bfloat16()
+        twin = h.to(BF16, copy=True)
+        return twin * 2, h
+
+    graph = capture_function(copies, X, w=W)
+    gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
+    assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)
+
+
+class HoldsAnything(EliminateCasts):
+    """Wrong: makes a constant in another dtype whatever it is filled with."""
+
+    def run(self, gm):
+        with mock.patch.object(eliminate_casts, "_holds", return_value=True):
+            return super().run(gm)
+
+
+def sums_into_zeros(self, x):
+    h = x @ self.w
+    return torch.zeros_like(h).index_add(0, self.rows, torch.exp(h)), h @ self.w
+
+
+def fills(self, x):
+    h = x @ self.w
+    fill = h.new_full((4, 8), 0.1).bfloat16().float()  # not a number of bf16: stays rounded
+    return torch.full_like(h, 0.5).bfloat16().float() + fill + torch.exp(h)
+
+
+def written_zeros(self, x):
+    h = (x @ self.w).bfloat16()
+    made = torch.zeros_like(h)
+    wide = made.float()
+    made.add_(1.0)
+    other = torch.ones_like(h).float()
+    other.mul_(torch.exp(h))
+    return wide + 1, made, other
+
+
+ROWS = torch.tensor([0, 0, 3, 1])
+
+
+def casts_of_constants(gm):
+    made = ("zeros", "full", "ones")
+    return [n for n in gm.graph.nodes if n.args and any(m in str(getattr(n.args[0], "target", "")) for m in made)]
+
+
+@pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros])
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
+def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, policy):
+    _, wrong = effect_of(capture_function(function, X, w=W, rows=ROWS), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
+    before = passes_before(EliminateCasts, "bf16,planner=paint")
+    gm, _ = capture_function(sums_into_zeros, X, w=W, rows=ROWS).through(before)
+    assert any(n.target == "float" for n in casts_of_constants(gm))
+    run_passes(gm, [EliminateCasts()], checked=True)
+    assert not any(n.target == "float" for n in casts_of_constants(gm))
+
+
+def test_negative_control_constants():
+    removed, wrong = effect_of(capture_function(fills, X, w=W), HoldsAnything())
+    assert removed >= 1, "the variant did nothing: the control controls nothing"
+    assert wrong
+
+
+def test_a_number_that_python_reads_is_not_widened():
+    def scaled(self, x):
+        return x * (x @ self.w).amax().item()
+
+    graph = capture_function(scaled, X, w=W)
+    gm, _ = graph.through(passes_before(EliminateCasts))
+    before = run_step(gm, graph.given)
+    (done,) = run_passes(gm, [EliminateCasts()], checked=True)
+    assert any("number that is read" in change.reason for change in done.result.changes)
+    assert not differences(run_step(gm, graph.given), before)
+
+
+def returned_beside(self, x):
+    h = x.sum(0)
+    return h.double().float().expand(4, -1), h
+
+
+def returned_of_an_input(self, x):
+    return x.double().float(), x.sum(0)
+
+
+@pytest.mark.parametrize("function", [returned_beside, returned_of_an_input])
+def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
+    model = type("Model", (nn.Module,), {"forward": function})()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        copied, source = amp_graph.convert(model, "bf16")(x)
+        before = (source.clone(), x.clone())
+        copied[0].zero_()
+    assert torch.equal(source, before[0])
+    assert torch.equal(x, before[1])
+
+
+class TakesLow(nn.Module):
+    """Is given low precision, and computes in fp32, by the user's word."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.float())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_backward_does_not_read_what_the_caller_may_write_until_then(trained):
+    model = TakesLow()
+    leaf = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=trained)
+
+    def gradient():
+        given = leaf * 1
+        out = model(given)
+        with torch.no_grad():
+            given.zero_()
+        return torch.autograd.grad(out.square().sum(), model.layer.weight)[0]
+
+    want = gradient()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        assert (gradient() - want).norm() <= 0.02 * want.norm()

@@ -1,0 +1,313 @@
+"""InsertCasts: one cast per (value, dtype), none across a write or out of no_grad, and retreats."""
+
+import operator
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from amp_graph.passes.base import VerifyError
+from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.meta_keys import CAST, GRAD
+from amp_graph.passes.manager import run_passes
+from tests.passes.graphs import BF16, FP16, FP32, capture_function, passes_before, passes_until, run_step
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
+
+
+def inserted(function, *inputs, policy="bf16", **state):
+    """Return (graph after InsertCasts, its casts, the capture)."""
+    graph = capture_function(function, *(inputs or (X,)), **(state or {"w": W}))
+    gm, _ = graph.through(passes_until(InsertCasts, policy))
+    return gm, [n for n in gm.graph.nodes if CAST in n.meta], graph
+
+
+def is_near(gm, graph, bound=0.05):
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    return all((a - b).norm() <= bound * (b.norm() + 1e-6) for a, b in zip(low.outputs, plain.outputs, strict=True))
+
+
+def test_one_cast_per_value_and_dtype():
+    gm, casts, graph = inserted(lambda s, x: F.linear(h := x.exp(), s.w) + F.linear(h, s.w) * (h @ s.w))
+    pairs = Counter((c.args[0].name, value(c).dtype) for c in casts)
+    assert set(pairs.values()) == {1}
+    assert len([p for p in pairs if p[1] == BF16]) == 2
+    assert is_near(gm, graph)
+
+
+@pytest.mark.parametrize("planner", ["", ",planner=paint"])
+def test_on_cuda_a_batch_norm_stays_low_and_a_softmax_is_full_as_under_autocast(planner):
+    def function(s, x):
+        h = F.batch_norm(x @ s.w, None, None, training=True)
+        return h.tanh(), (x @ s.w).softmax(-1).tanh(), F.layer_norm(x @ s.w, (8,)).tanh()
+
+    gm, _, graph = inserted(function, policy="bf16,device=cuda,keep_outputs=false" + planner)
+    found = {
+        name: value(n).dtype for n in gm.graph.nodes for name in names_of(n) if "norm" in name or "softmax" in name
+    }
+    assert found == {"aten.batch_norm": BF16, "aten.softmax": FP32, "aten.layer_norm": FP32}
+    assert is_near(gm, graph)
+
+
+def test_an_activation_is_cast_right_after_its_producer_and_a_weight_next_to_its_first_use():
+    def function(s, x):
+        h = x.exp()
+        a = h * 2 + h.sum()
+        return (a.tanh() - h) @ s.w
+
+    gm, casts, _ = inserted(function)
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for cast in casts:
+        source = cast.args[0]
+        if source.op == "placeholder":
+            assert order[min(cast.users, key=order.get)] - order[cast] <= 2
+        elif value(cast).dtype == BF16:
+            assert order[cast] == order[source] + 1
+
+
+def write_between(s, x):
+    h, w = x.exp(), s.w.detach()
+    a = h @ w
+    h.mul_(0.5)
+    return a, h @ w
+
+
+def write_to_view_between(s, x):
+    h, w = x.exp(), s.w.detach()
+    a = h @ w
+    h[:2].add_(1.0)
+    return a, h @ w
+
+
+def write_to_weight(s, x):
+    a = x @ s.w
+    with torch.no_grad():
+        s.w.mul_(0.5)
+    return a.detach(), (x @ s.w).detach()
+
+
+@pytest.mark.parametrize("function", [write_between, write_to_view_between, write_to_weight])
+def test_no_cast_is_shared_across_a_write(function):
+    gm, _, graph = inserted(function)
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    for a, b in zip(low.outputs, plain.outputs, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+    for a, b in zip(low.inputs, plain.inputs, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def noop_float(s, x):
+    h = F.linear(x, s.w)
+    h.float().add_(1.0)
+    return h.relu()
+
+
+def noop_to(s, x):
+    h = F.linear(x, s.w)
+    y = h.to(FP32)
+    h.add_(1.0)
+    return y.relu()
+
+
+def noop_type_as(s, x):
+    h = F.linear(x, s.w)
+    h.type_as(x).mul_(3.0)
+    return h.relu()
+
+
+@pytest.mark.parametrize("function", [noop_float, noop_to, noop_type_as])
+def test_a_conversion_that_was_an_alias_at_capture_stays_one_where_it_is_written(function):
+    gm, _, graph = inserted(function)
+    assert is_near(gm, graph)
+
+
+def test_a_weight_that_no_grad_and_training_read_is_cast_once_with_gradients():
+    """pytorch#158232: autocast's cache hands out the cast without a graph, and the weight gets no gradient."""
+
+    def function(s, x):
+        with torch.no_grad():
+            first = x @ s.w
+        return x @ s.w + first
+
+    gm, casts, graph = inserted(function)
+    weights = [c for c in casts if c.args[0].op == "placeholder" and value(c.args[0]).shape == W.shape]
+    assert [c.meta[GRAD] for c in weights] == [True], "one, made before gradients are switched off"
+    step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    (got,), (want,) = step.grads, plain.grads
+    assert got is not None
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+def masked(s, x):
+    scores = x @ s.w
+    return scores.masked_fill(s.mask, torch.finfo(FP32).min).softmax(-1)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16,accuracy=fast"])
+def test_the_constant_of_a_mask_stays_finite_in_low_precision(policy):
+    mask = torch.ones(4, 8, dtype=torch.bool).triu(1)
+    gm, _, graph = inserted(masked, X, policy=policy, w=W, mask=mask)
+    for node in gm.graph.nodes:
+        for constant in (a for a in node.args if isinstance(a, float)):
+            assert abs(constant) <= torch.finfo(value(node).dtype).max, node
+    step = run_step(gm, graph.given)
+    assert step.outputs[0].isfinite().all()
+    assert not step.outputs[0][mask].any()
+    assert all(g.isfinite().all() for g in step.grads)
+
+
+def test_a_mask_that_is_added_stays_finite():
+    def function(s, x):
+        bias = torch.where(s.mask, torch.finfo(FP32).min, 0.0)
+        return (x @ s.w + bias).softmax(-1) @ s.w
+
+    mask = torch.ones(4, 8, dtype=torch.bool).triu(1)
+    for policy in ("bf16", "fp16"):
+        gm, _, graph = inserted(function, X, policy=policy, w=W, mask=mask)
+        assert run_step(gm, graph.given).outputs[0].isfinite().all()
+        assert is_near(gm, graph)
+
+
+def assigns(number, where=lambda m: m):
+    def function(s, x):
+        h = x @ s.w
+        h[where(x > 0)] = number
+        return h @ s.w
+
+    return function
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,lists=autocast_cpu"])
+def test_a_number_assigned_by_a_mask_is_written_in_the_precision_of_the_rest(policy):
+    """As wav2vec2 does where its padding is: the stream behind it would be full precision to the end."""
+    gm, casts, graph = inserted(assigns(0.0), policy=policy)
+    low = FP16 if policy == "fp16" else BF16
+    assert [value(n).dtype for n in gm.graph.nodes if is_product(n)] == [low, low]
+    assert not [c for c in casts if is_product(c.args[0]) and c.users.keys() - output_of(gm)]
+    assert is_near(gm, graph)
+
+
+@pytest.mark.parametrize("number", [-1e9, -(10**9)])
+def test_a_large_number_assigned_by_a_mask_is_written_in_full_precision(number):
+    gm, _, graph = inserted(assigns(number), policy="fp16")
+    (written,) = (n.args[0] for n in gm.graph.nodes if n.target is operator.setitem)
+    assert value(written).dtype == FP32
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    assert not torch.equal(low.outputs[0], plain.outputs[0])  # the control: products are low
+    gm, _, _ = inserted(assigns(number), policy="bf16")  # which holds it
+    (written,) = (n.args[0] for n in gm.graph.nodes if n.target is operator.setitem)
+    assert value(written).dtype == BF16
+
+
+def assign(h, s, rows):
+    h[rows > 0] = s.row
+
+
+def add_in(h, s, rows):
+    h.index_add_(0, (rows > 0).long(), s.row.exp().expand(4, 8))
+
+
+def add_at(h, s, rows):
+    h.index_put_((rows > 0,), s.row, accumulate=True)
+
+
+def assign_to_a_view(h, s, rows):
+    h.view(2, 2, 8)[rows.view(2, 2) > 0] = s.row
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,lists=autocast_cpu"])
+@pytest.mark.parametrize("write", [assign, add_in, add_at, assign_to_a_view])
+def test_a_product_reads_what_was_written_in_full_precision(write, policy):
+    """The written value stands in full precision for the low one: nobody may go back to that."""
+
+    def function(s, x):
+        h = x @ s.w
+        write(h, s, x.sum(1))
+        return h @ s.w
+
+    gm, _, graph = inserted(function, policy=policy, w=W, row=torch.randn(8))
+    low = FP16 if policy == "fp16" else BF16
+    assert [value(n).dtype for n in gm.graph.nodes if is_product(n)] == [low, low]
+    assert is_near(gm, graph)
+    ours, theirs = run_step(gm, graph.given).grads, run_step(graph.gm, graph.given).grads
+    assert all((a - b).norm() <= 0.05 * b.norm() for a, b in zip(ours, theirs, strict=True))
+
+
+def is_product(node):
+    return node.target in (operator.matmul, torch.matmul)
+
+
+def output_of(gm):
+    return {n for n in gm.graph.nodes if n.op == "output"}
+
+
+def test_a_large_constant_that_masks_nothing_is_not_saturated():
+    gm, _, graph = inserted(lambda s, x: (x @ s.w).clamp(max=1e30).exp() * 1e-30, policy="fp16")
+    assert any(1e30 in (*n.args, *n.kwargs.values()) for n in gm.graph.nodes)
+    assert is_near(gm, graph)
+
+
+def test_a_kernel_that_refuses_two_precisions_gets_full_precision():
+    def function(s, x):
+        return torch.lerp(x @ s.w, x.exp(), 0.5)
+
+    gm, _, graph = inserted(function)
+    node = next(n for n in gm.graph.nodes if n.target is torch.lerp)
+    assert {value(s).dtype for s in node.all_input_nodes} == {FP32}
+    assert is_near(gm, graph)
+
+
+def test_outputs_keep_their_dtypes_unless_told_otherwise():
+    def function(s, x):
+        return x @ s.w, x.double(), (x @ s.w).half(), x > 0
+
+    gm, _, graph = inserted(function)
+    want = [FP32, torch.float64, FP16, torch.bool]
+    assert [t.dtype for t in run_step(gm, graph.given).outputs] == want
+    gm, _, graph = inserted(function, policy="bf16,keep_outputs=false")
+    assert [t.dtype for t in run_step(gm, graph.given).outputs] == [BF16, *want[1:]]
+
+
+class SkipsOneOperand(InsertCasts):
+    """Wrong: leaves one operand of a matrix product as it was."""
+
+    def run(self, gm):
+        result = super().run(gm)
+        reader = next(
+            n for n in gm.graph.nodes if CAST not in n.meta and any(CAST in s.meta for s in n.all_input_nodes)
+        )
+        cast = next(s for s in reversed(reader.all_input_nodes) if CAST in s.meta)
+        reader.replace_input_with(cast, cast.args[0])
+        return result
+
+
+@pytest.mark.parametrize("function", [lambda s, x: x @ s.w, lambda s, x: F.linear(x.exp(), s.w).sum()])
+def test_negative_control_an_insertion_that_skips_one_operand_is_found(function):
+    graph = capture_function(function, X, w=W)
+    gm, _ = graph.through(passes_before(InsertCasts))
+    with pytest.raises(VerifyError, match="after pass insert-casts: "):
+        run_passes(gm, [SkipsOneOperand(BF16)], checked=True)
+
+
+class SharesOutOfNoGrad(InsertCasts):
+    """Wrong: lets a cast made inside no_grad serve readers that train."""
+
+    def run(self, gm):
+        for node in gm.graph.nodes:
+            node.meta[GRAD] = False
+        return super().run(gm)
+
+
+def test_negative_control_a_cast_out_of_no_grad_loses_the_gradient():
+    def function(s, x):
+        with torch.no_grad():
+            first = x @ s.w
+        return x @ s.w + first
+
+    graph = capture_function(function, X, w=W)
+    gm, _ = graph.through([*passes_before(InsertCasts), SharesOutOfNoGrad(BF16)])
+    assert all(grad is None for grad in run_step(gm, graph.given).grads)

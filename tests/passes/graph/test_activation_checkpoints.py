@@ -1,0 +1,145 @@
+"""Activation checkpointing: really drops activations in eager mode, and gives the gradients it should."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
+from amp_graph.passes.graph.meta_keys import CHECKPOINT
+from tests.measure_casts import saved_bytes
+from tests.passes.graphs import capture
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.down(self.dropout(torch.tanh(torch.sigmoid(self.up(self.norm(x))))))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed, dropout=0.0, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+def pair(dropout=0.0, policy="bf16"):
+    """Return the same model converted with and without checkpoints, and an input."""
+    torch.manual_seed(0)
+    plain, dropping = Model(False, dropout), Model(True, dropout)
+    dropping.load_state_dict(plain.state_dict())
+    x = torch.randn(16, WIDTH)
+    return amp_graph.convert(plain, policy), amp_graph.convert(dropping, policy), x
+
+
+def step(model, x, seed=3):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    out = model(x)
+    out.square().sum().backward()
+    return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+def test_activations_are_really_dropped(policy):
+    plain, dropping, x = pair(policy=policy)
+    plain(x), dropping(x)  # captured outside of the measurement
+    everything = saved_bytes(lambda: plain(x), plain, weight_copies=False)
+    kept = saved_bytes(lambda: dropping(x), dropping, weight_copies=False)
+    assert kept <= 0.35 * everything, (kept, everything)
+
+
+def test_no_weight_copies_are_held_between_forward_and_backward():
+    plain, dropping, x = pair()
+    plain(x), dropping(x)
+    kept = saved_bytes(lambda: dropping(x), dropping)
+    assert kept <= 0.2 * saved_bytes(lambda: plain(x), plain)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+def test_recomputation_gives_equal_gradients(policy):
+    plain, dropping, x = pair(policy=policy)
+    (a, grads), (b, regrads) = step(plain, x), step(dropping, x)
+    assert torch.equal(a, b)
+    for name in grads:
+        assert torch.equal(grads[name], regrads[name]), name
+
+
+def test_dropout_draws_the_same_again():
+    plain, dropping, x = pair(dropout=0.5)
+    (a, grads), (b, regrads) = step(plain, x), step(dropping, x)
+    assert torch.equal(a, b)
+    for name in grads:
+        assert torch.equal(grads[name], regrads[name]), name
+    other, _ = step(dropping, x, seed=4)
+    assert not torch.equal(other, b)
+
+
+def test_the_graph_calls_each_checkpoint_once():
+    _, dropping, x = pair()
+    dropping(x)
+    (graph,) = conversion_of(dropping).graphs
+    calls = [n for n in graph.rewritten.gm.graph.nodes if n.target is run_checkpoint]
+    assert len(calls) == 3
+
+
+def test_inlined_nodes_know_their_checkpoint():
+    gm = capture(Model(True), torch.randn(4, WIDTH)).fresh()
+    numbers = {n.meta[CHECKPOINT] for n in gm.graph.nodes if CHECKPOINT in n.meta}
+    assert numbers == {0, 1, 2}
+    assert not any(getattr(n.target, "__name__", "") == "tag_activation_checkpoint" for n in gm.graph.nodes)
+
+
+def test_the_conversion_has_the_same_results_as_without_conversion_within_low_precision():
+    _, dropping, x = pair()
+    own = amp_graph.revert(copy.deepcopy(dropping))
+    (a, grads), (b, plain) = step(dropping, x), step(own, x)
+    assert (a - b).norm() <= 0.02 * b.norm()
+    for name, grad in plain.items():
+        assert (grads[name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+def test_a_nested_and_a_multi_output_checkpoint():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def inner(self, x):
+            h = torch.tanh(self.a(x))
+            return h, h * 2
+
+        def outer(self, x):
+            h, twice = checkpoint(self.inner, x, use_reentrant=False)
+            return self.b(h) + twice
+
+        def forward(self, x):
+            return checkpoint(self.outer, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = Nested()
+    own, x = copy.deepcopy(model), torch.randn(4, 8)
+    (a, grads), (b, plain) = step(amp_graph.convert(model, "bf16"), x), step(own, x)
+    assert (a - b).norm() <= 0.02 * b.norm()
+    for name, grad in plain.items():
+        assert (grads[name] - grad).norm() <= 0.05 * grad.norm(), name

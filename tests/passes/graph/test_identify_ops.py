@@ -1,0 +1,272 @@
+"""Every spelling of an operation is the operation; what cannot be known is said, not guessed."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.lists import OpClass, effective
+from amp_graph.passes.graph import identify_ops, node_info
+from amp_graph.passes.graph.fake_values import fake_mode_of
+from amp_graph.passes.graph.identify_ops import Identity, identify, is_part, is_tensor_call, operation_of, tensor_inputs
+from amp_graph.passes.graph.node_info import is_higher_order
+from amp_graph.passes.graph.own_number import OWN_NUMBER
+from amp_graph.passes.graph.propagate_fake_values import record_values
+from amp_graph.passes.precision.classify import classify
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from tests.passes.graphs import BF16, capture
+
+X, W, B = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4)
+
+
+def traced(function, *inputs):
+    """Return the last computing node of a symbolic trace, with its identity."""
+    gm = torch.fx.symbolic_trace(function)
+    record_values(gm, inputs)
+    nodes = [n for n in gm.graph.nodes if is_tensor_call(n)]
+    return nodes[-1], identify(nodes[-1], fake_mode_of(gm))
+
+
+SPELLINGS = [
+    (lambda x, w: x @ w, ("aten.matmul",)),
+    (lambda x, w: torch.matmul(x, w), ("aten.matmul",)),
+    (lambda x, w: x.matmul(w), ("aten.matmul",)),
+    (lambda x, w: x.__matmul__(w), ("aten.matmul",)),
+    (lambda x, w: F.linear(x, w), ("aten.linear",)),
+    (lambda x, w: torch.mm(x, w), ("aten.mm",)),
+    (lambda x, w: x.mm(w), ("aten.mm",)),
+    (lambda x, w: torch.ops.aten.mm.default(x, w), ("aten.mm",)),
+    (lambda x, w: torch.ops.aten.mm(x, w), ("aten.mm",)),
+    (lambda x, w: torch.einsum("ij,jk->ik", x, w), ("aten.einsum",)),
+    (lambda x, w: torch.relu(x), ("aten.relu",)),
+    (lambda x, w: x.relu(), ("aten.relu",)),
+    (lambda x, w: F.softmax(x, dim=-1), ("aten.softmax",)),
+    (lambda x, w: x.softmax(-1), ("aten.softmax",)),
+    (lambda x, w: x + 1, ("aten.add",)),
+    (lambda x, w: 1 + x, ("aten.add",)),
+    (lambda x, w: -x, ("aten.neg",)),
+    (lambda x, w: x.add_(1), ("aten.add_",)),
+    (lambda x, w: operator.iadd(x, 1.0), ("aten.add",)),  # a proxy has no __iadd__: torch.fx records add
+    (lambda x, w: F.relu(x, inplace=True), ("aten.relu_",)),
+    (lambda x, w: x[0], ("aten.select",)),
+    (lambda x, w: x[:, 1:], ("aten.slice",)),
+    (lambda x, w: torch.stack([x, w[:3]]), ("aten.stack",)),
+    (lambda x, w: x.bfloat16(), ("aten.to",)),
+    (lambda x, w: x.to(torch.bfloat16), ("aten.to",)),
+]
+
+
+def cut(stop):
+    return lambda x, w: x[:, :stop]
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_tensor_that_is_contiguous_does_not_speak_for_others(rows_first):
+    """It is no operation, and what was identified once is remembered."""
+    identify_ops._CACHE.clear()
+    given = {True: X.clone(), False: torch.randn(4, 3).mT}
+    order = (rows_first, not rows_first)
+    found = {rows: traced(lambda x, w: x.contiguous(), given[rows], W)[1].names for rows in order}
+    assert found == {True: (), False: ("aten.contiguous",)}
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_a_slice_of_a_whole_dimension_does_not_speak_for_others(whole_first):
+    """It is no operation, and what was identified once is remembered."""
+    identify_ops._CACHE.clear()
+    found = {n: traced(cut(n), X.clone(), W)[1].names for n in ((4, 3) if whole_first else (3, 4))}
+    assert found[3] == ("aten.slice",)
+    assert found[4] != ("aten.slice",)
+
+
+@pytest.mark.parametrize(("function", "names"), SPELLINGS)
+def test_each_spelling_is_its_operation(function, names):
+    _, found = traced(function, X.clone(), W)
+    assert isinstance(found, Identity), found
+    assert set(names) <= set(found.names)
+
+
+def test_operands_are_traced_back_to_the_inputs_of_the_node():
+    node, found = traced(lambda x, w, b: F.linear(x, w, b), X, W, B)
+    (one,) = found.operations
+    assert [s.name for s in tensor_inputs(node)] == ["x", "w", "b"]
+    assert [one.operands(a) for a in ("input", "weight", "bias")] == [[0], [1], [2]]
+
+
+def test_operands_in_lists_and_behind_views():
+    _, found = traced(lambda x, w: torch.cat([x, w, x]), X, W)
+    assert found.operations[0].operands("tensors") == [0, 1, 0]
+    _, found = traced(lambda x, w: torch.nn.functional.bilinear(x, x, w, None), X, torch.randn(2, 4, 4))
+    assert found.operations[0].operands("weight") == [1]
+
+
+def test_the_same_tensor_twice_is_one_operand():
+    for function in (lambda x: torch.mul(x, x), lambda x: x @ x.transpose(0, 1), lambda x: torch.cat([x, x])):
+        node, found = traced(function, X)
+        assert isinstance(found, Identity)
+        assert len(tensor_inputs(node)) in (1, 2)
+    node, found = traced(lambda x: torch.mul(x, x), X)
+    assert found.operations[0].operands("self") == found.operations[0].operands("other") == [0]
+
+
+def test_a_function_that_asks_whether_arguments_are_the_same_object():
+    def picky(a, b):
+        return a.exp() if a is b else a + b
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    same, other = graph.call_function(picky, (x, x)), graph.call_function(picky, (x, y))
+    graph.output((same, other))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    record_values(gm, (X, X.clone()))
+    mode = fake_mode_of(gm)
+    assert identify(same, mode).names == ("aten.exp",)
+    assert identify(other, mode).names == ("aten.add",)
+
+
+def test_setitem_is_a_write():
+    index = torch.tensor([0])
+    gm = capture(lambda x, v, i: (x * 2).index_put_((i,), v), X, torch.ones(4), index).fresh()
+    mode = fake_mode_of(gm)
+    names = [identify(n, mode).names for n in gm.graph.nodes if is_tensor_call(n)]
+    assert ("aten.index_put_",) in names
+
+    def writes(x):
+        y = x * 2
+        y[0] = 1.0
+        return y
+
+    graph = capture(writes, X).fresh()
+    node = next(n for n in graph.graph.nodes if n.target is operator.setitem)
+    found = identify(node, fake_mode_of(graph))
+    assert any(o.op._schema.is_mutable for o in found.operations)
+
+
+def test_attention_of_torch_nn_is_seen_to_its_parts():
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    graph = capture(lambda x: model(x, x, x)[0], torch.randn(2, 3, 8)).fresh()
+    mode = fake_mode_of(graph)
+    names = {n for node in graph.graph.nodes if is_tensor_call(node) for n in identify(node, mode).names}
+    assert "aten.linear" in names
+    assert names & {"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"}
+
+
+def test_symbolic_sizes_are_identified_without_guards():
+    def function(x, w):
+        return (x @ w).reshape(x.shape[0] * 2, -1)[: x.shape[0]].expand(x.shape[0], 2).sum()
+
+    graph = capture(function, torch.randn(6, 4), torch.randn(4, 4), dynamic=True).fresh()
+    mode = fake_mode_of(graph)
+    guards = len(mode.shape_env.guards)
+    found = {n.name: identify(n, mode) for n in graph.graph.nodes if is_tensor_call(n)}
+    sizes = {name for name, f in found.items() if isinstance(f, str)}
+    assert not sizes, {n: found[n] for n in sizes}
+    names = {n for f in found.values() if isinstance(f, Identity) for n in f.names}
+    assert {"aten.matmul", "aten.reshape", "aten.sum"} <= names
+    assert len(mode.shape_env.guards) == guards
+
+
+def test_python_that_depends_on_data_is_a_reason_not_a_crash():
+    def branches(x):
+        return x.exp() if x.sum() > 0 else x.log()
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(branches, (x,))
+    graph.output(out)
+    mode = FakeTensorMode()
+    x.meta["val"] = out.meta["val"] = mode.from_tensor(X)
+    found = identify(out, mode)
+    assert isinstance(found, str)
+    assert found.startswith("cannot be traced alone: ")
+    assert "\n" not in found
+
+
+def test_integers_only_carry_no_floats_and_dtypes_part_identities():
+    _, found = traced(lambda i: i + 1, torch.arange(3))
+    assert not found.operations[0].floating
+    _, low = traced(lambda x: x.float(), X.to(BF16))
+    assert low.operations[0].floating
+
+
+def test_parts_and_higher_order_nodes_are_no_tensor_calls():
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x.chunk(2)[0] * 1, use_reentrant=False)
+
+    graph = capture(function, X[:2]).gm
+    for node in graph.graph.nodes:
+        node.meta["val"] = node.meta.get("example_value")
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    kinds = {n.name: (is_part(n), is_higher_order(n), is_tensor_call(n)) for n in calls}
+    assert sum(higher for _, higher, _ in kinds.values()) == 1
+    assert all(not call for part, higher, call in kinds.values() if part or higher)
+
+
+@pytest.mark.parametrize("power", [lambda x, n: x**n, torch.pow, lambda x, n: x.pow(n)])
+def test_powers_are_told_apart_by_their_exponents(power):
+    """Lists have small whole exponents of their own, and identities are shared by calls that differ in numbers."""
+    found = [traced(lambda x, n=n: power(x, n), X)[1] for n in (2, 7)]
+    assert [identity.operations[0].arguments["exponent"] for identity in found] == [2, 7]
+
+
+# -- integers, which an identity that is shared does not have ---------------------------------------------
+
+
+NUMBERED = {
+    "a dim": lambda x, w: x.cumsum(1),
+    "a keyword": lambda x, w: torch.softmax(x, dim=1),
+    "in a list": lambda x, w: x.permute(1, 0),
+    "a size": lambda x, w: x.view(2, -1),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_an_integer_of_another_node_cannot_be_read_by_mistake(name):
+    node, found = traced(NUMBERED[name], X.clone(), W)
+    numbers = [a for o in found.operations for a in tree_leaves(list(o.arguments.values())) if a is OWN_NUMBER]
+    assert numbers
+    for read in (bool, int, range, lambda n: n == 1, lambda n: n != 1, lambda n: n < 0, lambda n: n + 1, lambda n: -n):
+        with pytest.raises(TypeError):
+            read(numbers[0])
+    own = operation_of(node, fake_mode_of(node.graph.owning_module))
+    assert not any(a is OWN_NUMBER for a in tree_leaves(list(own.arguments.values())))
+    assert any(type(a) is int for a in tree_leaves(list(own.arguments.values())))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("rule", "function"),
+    [
+        ("aten.cumsum, dim = 1", torch.cumsum),
+        ("aten.unsqueeze, dim = 1", torch.unsqueeze),
+        ("aten.logcumsumexp, dim = 1", torch.logcumsumexp),
+        ("aten.softmax.int, dim = 1", torch.softmax),
+    ],
+)
+def test_a_rule_that_asks_for_an_integer_is_told_the_nodes_own(first, rule, function, tmp_path):
+    """Two calls of one identity, in either order, and a list that names one of them."""
+    op, condition = rule.split(", ")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        f'[list]\nname = "own"\ndtype = "bfloat16"\ndevice = "cpu"\ndescription = "own"\n\n[[op]]\nop = "{op}"\n'
+        f'class = "deny"\nwhy = "of columns"\nsource = "a test"\nwhen = {{ {condition} }}\n'
+    )
+    lists = effective((str(own),), dtype="bfloat16", device="cpu")
+    identify_ops._CACHE.clear()
+    classes = {}
+    for dim in (first, 1 - first):
+        node, _ = traced(lambda x, w, dim=dim: function(x, dim), X.clone(), W)
+        classes[dim] = classify(node, lists, fake_mode_of(node.graph.owning_module)).cls
+    assert {dim: cls is OpClass.DENY for dim, cls in classes.items()} == {0: False, 1: True}
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_dropout_of_probability_zero_in_integers_does_not_speak_for_others(zero_first):
+    identify_ops._CACHE.clear()
+    q = torch.randn(1, 2, 4, 8)
+    for p in (0, 1) if zero_first else (1, 0):
+        _, found = traced(lambda x, w, p=p: F.scaled_dot_product_attention(q, q, q, None, p), X.clone(), W)
+        assert [node_info.draws(o.op, o.arguments) for o in found.operations] == [p != 0]

@@ -1,0 +1,172 @@
+"""Averages over whole images: torch's bits, and gradients that take no memory and no layout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.layout.global_avg_pool_gradient import GlobalPool, pooled
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.profitability import conv_thresholds, thresholds
+from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step
+
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    for module in (thresholds, conv_thresholds):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(function, dtype, seed=1):
+    x = drawn(3, 8, 5, 7, seed=seed).to(dtype).contiguous(memory_format=LAST).requires_grad_()
+    out = function(x)
+    return out.detach(), *torch.autograd.grad(out, x, drawn(*out.shape, seed=5).to(out.dtype))
+
+
+AVERAGES = {
+    "pool": (lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: pooled(x, True, x.dtype)),
+    "mean": (lambda x: x.mean((2, 3)), lambda x: pooled(x, False, x.dtype)),
+    "kept": (lambda x: x.mean((-1, -2), True), lambda x: pooled(x, True, x.dtype)),
+    "widened": (lambda x: x.mean((2, 3), dtype=torch.float32), lambda x: pooled(x, False, torch.float32)),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_the_same_bits_and_a_gradient_without_memory_of_its_own(name, dtype):
+    torchs, ours = AVERAGES[name]
+    for mine, other in zip(step(ours, dtype), step(torchs, dtype), strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+    gradient = step(ours, dtype)[1]
+    assert gradient.untyped_storage().nbytes() == 3 * 8 * dtype.itemsize
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_second_derivatives(name):
+    def penalty(function):
+        x = drawn(2, 3, 4, 5).double().requires_grad_()
+        first = torch.autograd.grad(function(x * x).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    torchs, ours = AVERAGES[name]
+    torch.testing.assert_close(penalty(ours), penalty(torchs))
+
+
+def squeezed(pool):
+    """A block that weighs its channels by their averages (Hu et al., "Squeeze-and-Excitation Networks", 2018)."""
+
+    def function(s, x):
+        h = F.silu(F.conv2d(x, s.w, padding=1))
+        return F.conv2d(h * torch.sigmoid(F.conv2d(pool(h).view(h.shape[0], -1, 1, 1), s.v)), s.v)
+
+    return function
+
+
+X = drawn(2, 4, 6, 6, seed=1)
+STATE = {"w": drawn(8, 4, 3, 3, seed=2) / 6, "v": drawn(8, 8, 1, 1, seed=3) / 3}
+POOLS = {
+    "adaptive": lambda h: F.adaptive_avg_pool2d(h, (1, 1)),
+    "module": nn.AdaptiveAvgPool2d(1),
+    "method": lambda h: h.mean((2, 3), keepdim=True),
+    "negative": lambda h: torch.mean(h, dim=[-2, -1]),
+}
+
+
+def passed(function, x=X):
+    graph = capture_function(function, x, **STATE)
+    plain, ours = (graph.through(passes_before(GlobalPool))[0] for _ in range(2))
+    (done,) = run_passes(ours, [GlobalPool()], checked=True)
+    return plain, ours, graph.given, done.result
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_no_bit_of_a_block_changes(name):
+    plain, ours, given, result = passed(squeezed(POOLS[name]))
+    assert len(result.changes) == 1
+    ours_step, plain_step = run_step(ours, given), run_step(plain, given)
+    assert torch.equal(ours_step.outputs[0], plain_step.outputs[0])
+    for mine, other in zip(ours_step.grads, plain_step.grads, strict=True):  # products sum up another layout
+        assert (mine is None) == (other is None)
+        assert mine is None or (mine - other).norm() <= 0.005 * other.norm()
+
+
+def test_gradients_stay_channels_last_where_torchs_do_not():
+    def layouts(pool):
+        x = drawn(2, 8, 6, 6).bfloat16().contiguous(memory_format=LAST).requires_grad_()
+        h, seen = x * 2, []
+        h.register_hook(lambda g: seen.append(g.is_contiguous(memory_format=LAST)))
+        y = h * torch.sigmoid(pool(h))
+        y.backward(torch.randn_like(y))
+        return seen
+
+    assert layouts(lambda h: pooled(h, True, h.dtype)) == [True]
+    assert layouts(lambda h: F.adaptive_avg_pool2d(h, 1)) in ([False], [True]), "by the order of the sum"
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda h: F.adaptive_avg_pool2d(h, 2)[:, :, :1, :1],
+        lambda h: h.mean((1, 2))[:, None, None, :1].expand(-1, 8, 1, 1),
+        lambda h: h.contiguous().mean((2, 3)),
+        lambda h: h.detach().mean((2, 3)),
+    ],
+    ids=["more places", "channels", "contiguous", "no gradient"],
+)
+def test_left_alone(pool):
+    plain, ours, given, result = passed(squeezed(pool))
+    assert not result.changes
+    assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+def test_control_a_share_of_another_size_is_seen():
+    wrong = lambda x: pooled(x, False, x.dtype) * 1.01  # noqa: E731
+    torchs, _ = AVERAGES["mean"]
+    assert not torch.equal(step(wrong, BF16)[1], step(torchs, BF16)[1])
+
+
+class Squeeze(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 1)
+        self.norm, self.pool = nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        h = F.silu(self.norm(self.a(x)))
+        return self.c(h * torch.sigmoid(self.b(self.pool(h)))).mean((2, 3))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast,recompute=all", "bf16-O2"])
+def test_a_converted_model_trains_as_without_and_so_does_a_step(policy):
+    def grads(policy):
+        torch.manual_seed(0)
+        model = amp_graph.convert(Squeeze(), policy)
+        model(X).square().mean().backward()
+        return [p.grad for p in model.parameters()], conversion_of(model).graphs[0].rewritten.gm.code
+
+    ours, text = grads(policy)
+    plain, without = grads(f"{policy},skip=global_pool")
+    assert text.count("global_pool_pooled") == 2
+    assert "pooled" not in without
+    for a, b in zip(ours, plain, strict=True):
+        assert (a - b).norm() <= 0.01 * b.norm() + 1e-6
+    model = Squeeze()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp_graph.TrainStep(model, lambda y: y.square().mean(), optimizer, policy)
+    assert torch.isfinite(step(X))
+
+
+def test_sizes_that_vary_are_not_guarded():
+    model = amp_graph.convert(Squeeze(), "bf16", dynamic=True)
+    for batch in (2, 3, 5):
+        model(drawn(batch, 4, 6, 6)).sum().backward()
+    assert len(conversion_of(model).graphs) == 1

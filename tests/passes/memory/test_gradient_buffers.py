@@ -1,0 +1,323 @@
+"""Gradients of tables in memory that is used again: the same numbers, and nobody's gradient is written over."""
+
+import copy
+import gc
+import threading
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.memory import gradient_buffers
+from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.profitability.thresholds import reusing_gradients_pays
+from tests.memory_holders import SEEN
+
+ROWS, WIDTH = 512, 16
+IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
+OFF = "bf16,skip=keep_gradient_memory"
+
+
+@pytest.fixture(autouse=True)
+def _any_table_is_large(monkeypatch):
+    monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
+
+
+class Tables(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, **({"mode": "sum"} | options))
+        self.words, self.head = nn.Embedding(ROWS, WIDTH, padding_idx=3), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids):
+        return self.head(self.bag(ids) + self.words(ids[:, 0]) + self.words(ids[:, 1]))
+
+
+def converted(policy="bf16", **options):
+    return amp_graph.convert(Tables(**options), policy, strict=True)
+
+
+def rewritten(model):
+    return [c for g in conversion_of(model).graphs for c in g.rewritten.gm.code.split() if "table_rows" in c]
+
+
+def step(model, ids=IDS):
+    model(ids).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def trained(policy, **how):
+    model = converted(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for turn in range(4):
+        step(model, (IDS + turn) % ROWS)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(**how)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("how", [{}, {"set_to_none": False}])
+def test_it_trains_as_without(how):
+    for ours, plain in zip(trained("bf16", **how), trained(OFF, **how), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_gradients_are_as_exact_as_torchs():
+    exact = Tables().double()
+    exact(IDS).square().sum().backward()
+    ours, plain = converted(), converted(OFF)
+    ids = torch.cat([IDS, IDS, IDS + 3]).clamp(max=ROWS - 1)
+    exact.zero_grad()
+    exact(ids).square().sum().backward()
+    for a, b, p in zip(step(ours, ids), step(plain, ids), exact.parameters(), strict=True):
+        assert (a - p.grad).norm() <= 1.01 * (b - p.grad).norm() + 1e-6
+    assert rewritten(ours)
+    assert not rewritten(plain)
+
+
+@pytest.mark.parametrize("padding", [-1, 5])
+@pytest.mark.parametrize("bags", [False, True])
+def test_rows_are_added_place_by_place_or_written_out(bags, padding, monkeypatch):
+    ids = IDS % 8
+    grad = torch.randn(*ids.shape, WIDTH, generator=torch.Generator().manual_seed(2))
+    grad = grad[:, 0] if bags else grad
+    rows = grad[:, None].expand(*ids.shape, -1) if bags else grad
+    expected = torch.ops.aten.embedding_dense_backward(rows.contiguous(), ids, 9, padding, False)
+    spread = gradient_buffers.spread
+    for least in (0, 1 << 60):
+        monkeypatch.setattr(thresholds, "LEAST_BY_PLACE", least)
+        written = Mock(wraps=spread)
+        monkeypatch.setattr(gradient_buffers, "spread", written)
+        found = gradient_buffers.add_rows(torch.zeros(9, WIDTH), grad, ids, padding)
+        torch.testing.assert_close(found, expected)
+        assert not found[8].any()
+        assert written.called == (least > 0 or not bags)
+
+
+def test_the_padding_has_no_gradient():
+    model = converted()
+    step(model, torch.full_like(IDS, 3))
+    assert not model.words.weight.grad.any()
+    assert model.bag.weight.grad[3].any()
+
+
+def test_memory_is_used_again_and_cleared():
+    model = converted()
+    first = step(model)[0].data_ptr()
+    model.bag.weight.grad.add_(1)
+    model.zero_grad()
+    assert step(model, IDS + 1)[0].data_ptr() == first
+    torch.testing.assert_close(model.bag.weight.grad, step(converted(OFF), IDS + 1)[0])
+
+
+HELD = {
+    "the gradient": lambda g: g,
+    "a view of it": lambda g: g[3:5],
+    "its values in numpy": lambda g: torch.from_numpy(g.numpy()),
+    "its storage": lambda g: torch.empty(0).set_(g.untyped_storage(), 0, g.shape),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_gradient_that_is_held_is_left_alone(held):
+    model = converted()
+    kept = HELD[held](step(model)[0])
+    before = kept.clone()
+    model.zero_grad()
+    gc.collect()
+    step(model, IDS + 1)
+    assert torch.equal(kept, before)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("hold", SEEN.values(), ids=SEEN)
+def test_a_gradient_whose_memory_is_held_without_a_tensor_is_left_alone(hold):
+    model = converted()
+    grad = step(model)[0]
+    place, kept = grad.data_ptr(), hold(grad.detach())
+    del grad
+    model.zero_grad()
+    assert step(model, IDS + 1)[0].data_ptr() != place
+    del kept
+
+
+def test_control_memory_that_somebody_has_is_seen(monkeypatch):
+    monkeypatch.setattr(gradient_buffers, "is_free", lambda own: True)
+    model = converted()
+    kept = step(model)[0]
+    before = kept.clone()
+    model.zero_grad()
+    step(model, IDS + 1)
+    assert not torch.equal(kept, before)
+
+
+def test_gradients_add_up():
+    model, plain = converted(), converted(OFF)
+    for one in (model, plain):
+        loss = one(IDS).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        step(one, IDS + 1)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_shared_or_resized_memory_is_not_taken():
+    model = converted()
+    grad = step(model)[0]
+    grad.share_memory_()
+    shared = grad.data_ptr()
+    del grad
+    model.zero_grad()
+    assert step(model)[0].data_ptr() != shared
+    model.bag.weight.grad.untyped_storage().resize_(0)
+    model.zero_grad()
+    torch.testing.assert_close(step(model)[0], step(converted(OFF))[0])
+
+
+@pytest.mark.parametrize("bags", [True, False])  # of bags torch has none
+def test_second_derivatives(bags):
+    rows, table = gradient_buffers.GradientMemory().rows, torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 2], [2, 4]])
+    assert torch.autograd.gradgradcheck(lambda w: rows(w, ids, 4, bags).pow(3), (table,))
+    first = torch.autograd.grad(rows(table, ids, 4, bags).pow(3).sum(), table, create_graph=True)[0]
+    table.grad = None
+    plain = F.embedding_bag(ids, table, mode="sum", padding_idx=4) if bags else F.embedding(ids, table, 4)
+    assert torch.equal(first, torch.autograd.grad(plain.pow(3).sum(), table)[0])
+
+
+def test_a_table_may_be_updated_before_the_backward():
+    model = converted()
+    loss = model(IDS).square().sum()
+    with torch.no_grad():
+        model.bag.weight.mul_(2)
+    loss.backward()
+    torch.testing.assert_close(model.bag.weight.grad, step(converted(OFF))[0])
+
+
+def test_threads_do_not_share_memory():
+    model = converted()
+    want = [g.clone() for g in step(model)]
+    model.zero_grad()
+    wrong = []
+
+    def run():
+        for _ in range(20):
+            found = torch.autograd.grad(model(IDS).square().sum(), list(model.parameters()))
+            if not all(torch.equal(a, b) for a, b in zip(found, want, strict=True)):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_it_is_given_back():
+    model = converted()
+    step(model)
+    model.zero_grad()
+    kept = conversion_of(model).copies.gradients
+    assert [t.numel() for t in kept.tensors] == [ROWS * WIDTH] * 2
+    assert not conversion_of(copy.deepcopy(model)).copies
+    assert amp_graph.memory.drop_weight_copies(model) >= 2 * 4 * ROWS * WIDTH
+    assert not kept.tensors
+    step(model)
+    model.zero_grad()
+    assert kept.tensors
+    amp_graph.revert(model)
+    assert not kept.tensors
+
+
+@pytest.mark.parametrize("options", [{"mode": "mean"}, {"mode": "max"}, {"sparse": True}, {"scale_grad_by_freq": True}])
+def test_other_bags_are_left_alone(options):
+    model = converted(**options)
+    step(model)
+    assert len(rewritten(model)) == 2  # of the words
+
+
+@pytest.mark.parametrize(
+    ("policy", "compile"),
+    [("bf16,weight_copies=false", "eager"), ("bf16,lists=autocast_cpu", "eager"), ("bf16", "aot_eager")],
+)
+def test_where_it_does_not_run(policy, compile):
+    model = amp_graph.convert(Tables(), policy, compile=compile)
+    step(model)
+    assert not rewritten(model)
+
+
+def test_frozen_tables_and_calls_without_gradients():
+    model = converted()
+    with torch.no_grad():
+        model(IDS)
+    model.requires_grad_(False)
+    model.head.requires_grad_()
+    step_of = model(IDS).sum()
+    step_of.backward()
+    assert not rewritten(model)
+
+
+def test_a_whole_step_has_none():
+    model = Tables()
+    whole = amp_graph.TrainStep(model, lambda out: out.square().sum(), torch.optim.SGD(model.parameters(), 0.1), "bf16")
+    whole(IDS)
+    assert "table_rows" not in whole.graph_text()
+
+
+def test_the_rule(monkeypatch):
+    monkeypatch.setattr(thresholds, "LEAST_TABLES", 1 << 22)
+    assert reusing_gradients_pays("cpu", 41 << 20, 26 << 20)
+    assert not reusing_gradients_pays("cpu", 16 << 20, 71 << 20)
+    assert not reusing_gradients_pays("cpu", 1 << 20, 0)
+    assert not reusing_gradients_pays("cuda", 41 << 20, 26 << 20)
+
+
+def test_functions_are_torchs_without_gradients():
+    model, x = converted(), torch.randn(ROWS, WIDTH)
+    rows = conversion_of(model).copies or gradient_buffers.GradientMemory()
+    assert torch.equal(rows.rows(x, IDS, None, True), F.embedding_bag(IDS, x, mode="sum"))
+    assert torch.equal(rows.rows(x, IDS, 3, False), F.embedding(IDS, x, 3))
+
+
+class Words(nn.Module):
+    """A table that is large, and small beside what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.more = nn.Embedding(1100, 256, padding_idx=3), nn.Embedding(40, 256)
+        self.head = nn.Linear(256, 4096)
+
+    def forward(self, ids):
+        return self.head(self.words(ids) + self.more(ids % 40))
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph.passes.native.jit_compiler")
+def test_zeros_of_other_large_tables_are_written_past_the_caches(monkeypatch):
+    cleared = []
+    clear = gradient_buffers.clear
+    monkeypatch.setattr(gradient_buffers, "clear", lambda made: cleared.append(made.shape) or clear(made))
+    ids = torch.randint(1100, (8, 64), generator=torch.Generator().manual_seed(1))
+    ours, plain = (amp_graph.convert(Words(), policy) for policy in ("bf16", OFF))
+    held = []
+    for turn in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model((ids + turn) % 1100).square().mean().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
+        assert not ours.words.weight.grad[3].any(), "the padding"
+        held.append((ours.words.weight.grad, ours.words.weight.grad.clone()))
+    assert cleared == [(1100, 256)] * 2, "the small one is torch's"
+    assert all(torch.equal(*one) for one in held), "each has memory of its own"
+    text = amp_graph.report(ours).graphs[0].text
+    assert "cleared_rows" in text
+    assert "embedding(" in text

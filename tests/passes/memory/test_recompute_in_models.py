@@ -1,0 +1,237 @@
+"""Whole models that compute activations again: what they save against torch.autocast, and that no gradient changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.passes.profitability import conv_thresholds, recompute_thresholds
+from tests.measure import saved_bytes
+
+WITHOUT = ",skip=recompute_activations"
+
+
+@pytest.fixture(autouse=True, params=[1, 1 << 30], ids=["fused norms", "torch's norms"])
+def _small_values_are_worth_it(monkeypatch, request):
+    monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", request.param)
+    monkeypatch.setattr(recompute_thresholds, "FEWEST_COMPUTED_AGAIN", 1)
+    monkeypatch.setattr(recompute_thresholds, "MOST_AGAIN", float("inf"))
+
+
+class Bottleneck(nn.Module):
+    """ResNet-50's block."""
+
+    def __init__(self, before, width, stride):
+        super().__init__()
+        after = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
+        self.relu, self.down = nn.ReLU(inplace=True), None
+        if before != after:
+            self.down = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x):
+        h = self.relu(self.bn1(self.conv1(x)))
+        h = self.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        h += x if self.down is None else self.down(x)
+        return self.relu(h)
+
+
+def resnet():
+    stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    stages = [
+        Bottleneck(16, 16, 1),
+        *(Bottleneck(64, 16, 1) for _ in range(3)),
+        Bottleneck(64, 32, 2),
+        Bottleneck(128, 32, 1),
+    ]
+    return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, width=128, heads=2):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(d, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.norm2(x))
+
+
+class Vit(nn.Module):
+    """Patches, a class token, layers, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, 256, 8, 8), nn.Parameter(torch.zeros(1, 1, 256))
+        self.layers = nn.Sequential(*(Layer(256) for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 10)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = self.layers(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+        return self.head(self.norm(x)[:, 0])
+
+
+MODELS = {"resnet": resnet, "vit": Vit}
+IMAGES = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def made(name):
+    torch.manual_seed(1)
+    return MODELS[name]()
+
+
+def autocast_saves(name):
+    model = made(name)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(IMAGES)
+
+    return saved_bytes(forward, model, weight_copies=False)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("policy", "most"), [("bf16", 0.85), ("bf16,recompute=all", 0.75), ("bf16,accuracy=fast", 0.60)]
+)
+def test_saved_activations_against_autocast(name, policy, most):
+    model = amp_graph.convert(made(name), policy)
+    model(IMAGES)
+    assert saved_bytes(lambda: model(IMAGES), model, weight_copies=False) <= most * autocast_saves(name)
+
+
+def test_without_the_pass_more_is_saved():
+    model = amp_graph.convert(made("resnet"), "bf16" + WITHOUT)
+    model(IMAGES)
+    assert saved_bytes(lambda: model(IMAGES), model, weight_copies=False) > 0.95 * autocast_saves("resnet")
+
+
+def test_the_report_says_what_is_not_saved():
+    """Two bytes an element; a pool's choices are estimated as saved in full."""
+    saves = {}
+    for policy in ("bf16", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("vit"), policy)
+        model(IMAGES)
+        saves[policy] = saved_bytes(lambda model=model: model(IMAGES), model, weight_copies=False)
+        report = amp_graph.report(model)
+        assert ("computed again, not saved" in report.text()) is (policy == "bf16")
+        saves[policy] += report.graphs[0].spared_bytes
+    assert saves["bf16"] == saves["bf16" + WITHOUT]
+
+
+def trained(name, policy, steps=2):
+    """Return all that two steps leave, by ``convert``."""
+    model = amp_graph.convert(made(name), policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(IMAGES).square().mean().backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def stepped(name, policy):
+    """Return all that two steps of a ``TrainStep`` leave."""
+    model = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    step = amp_graph.TrainStep(model, lambda out: out.square().mean(), optimizer, policy)
+    for _ in range(2):
+        step(IMAGES)
+    return dict(model.state_dict()), step
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "bf16-O2,recompute=all", "fp16,recompute=all"])
+def test_training_leaves_the_same_bits(name, policy):
+    with_it, without = trained(name, policy), trained(name, policy + WITHOUT)
+    assert all(torch.equal(with_it[k], without[k]) for k in without), "running statistics and their counts included"
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
+def test_a_step_graph_leaves_the_same_bits_and_computes_again_inside(name, policy):
+    (with_it, step), (without, plain) = stepped(name, policy), stepped(name, policy + WITHOUT)
+    assert all(torch.equal(with_it[k], without[k]) for k in without)
+    again = (
+        ("native_batch_norm", "relu_again") if name == "resnet" else ("gelu.default(", "activation_by_table.default(")
+    )
+    more, fewer = (sum(one.graph_text().count(name) for name in again) for one in (step, plain))
+    assert more > fewer
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_model_saves_as_little_as_without(reentrant):
+    """What is computed again inside of a checkpoint is held by nobody outside of it."""
+    found = []
+    for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("resnet"), policy)
+        x = IMAGES.clone().requires_grad_()
+        for _ in range(2):
+            model.zero_grad()
+            checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+
+        def forward(model=model, x=x):
+            return checkpoint(model, x, use_reentrant=reentrant)
+
+        found.append((saved_bytes(forward, model, weight_copies=False), [p.grad for p in model.parameters()]))
+    assert found[0][0] <= found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_checkpoints_inside_keep_what_they_hold():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    x = torch.randn(2, 16, 128)
+    results = []
+    for policy in ("bf16,accuracy=fast", "bf16,accuracy=fast" + WITHOUT):
+        torch.manual_seed(0)
+        model = amp_graph.convert(Checkpointed(), policy)
+        model(x).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_saved_tensors_may_be_kept_elsewhere():
+    results = []
+    for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("resnet"), policy)
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(IMAGES).square().mean()
+        loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_evaluation_with_gradients_leaves_statistics_alone():
+    results = []
+    for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("resnet").eval(), policy)
+        x = IMAGES.clone().requires_grad_()
+        model(x).sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(made("resnet").buffers(), model.buffers(), strict=True))

@@ -1,0 +1,452 @@
+"""Compiled code is loaded where it is whole and the user's own; where it cannot be had, torch's code runs, and why."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.capture import precompile_kernels
+from amp_graph.passes.native import code_cache, jit_compiler, run_compiler
+from amp_graph.passes.native.jit_compiler import CompilerError
+
+NOBODY = 65534
+LAST = '#!/bin/sh\nfor out; do [ "$last" = -o ] && break; last=$out; done'  # the output that a compiler is given
+as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")
+pytestmark = pytest.mark.skipif(os.name != "posix" or not shutil.which("cc"), reason="needs a C compiler called cc")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A compiler that copies what it made before: all of these tests compile the same."""
+    folder = tmp_path_factory.mktemp("quick")
+    made, file = folder / "made", folder / "cc"
+    file.write_text(f'{LAST}\nif [ -f {made} ]; then cp {made} $out; else cc "$@" && cp $out {made}; fi\n')
+    file.chmod(0o755)
+    return file
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path, quick):
+    """A source, and a folder that does not exist for what it is compiled to."""
+    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path / "kept"))
+    monkeypatch.setenv("CC", str(quick))
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }")
+    return source
+
+
+def answer(source):
+    """Load as a process does that has loaded nothing."""
+    jit_compiler.load.cache_clear()
+    return jit_compiler.load(source).answer()
+
+
+def files(kind):
+    return list(jit_compiler.folder().glob(f"*.{kind}"))
+
+
+def without_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+
+
+def compiler(monkeypatch, tmp_path, script):
+    """Have CC run ``script``, which counts its runs; return what says how many there were."""
+    file, runs = tmp_path / "compiler", tmp_path / "runs"
+    file.write_text(f"{LAST}\necho run >> {runs}\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("CC", str(file))
+    return lambda: len(runs.read_text().split()) if runs.exists() else 0
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------
+
+
+def replaced(path, content):
+    path.unlink()  # to write into a file that is loaded ends this process, as it would any
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+
+
+DAMAGES = {
+    "cut in half": lambda content: content[: len(content) // 2],
+    "cut by a byte": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "one bit": lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:],
+    "longer": lambda content: content + b"\0",
+    "text": lambda content: b"\xff\xfe not a library\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"), [*(("so", name) for name in DAMAGES), *(("sha256", name) for name in DAMAGES)]
+)
+def test_what_is_damaged_is_made_anew_and_kept(source, monkeypatch, kind, damage):
+    assert answer(source) == 42
+    (file,) = files(kind)
+    content = file.read_bytes()
+    if damage == "one bit" and kind == "sha256":
+        replaced(file, bytes([content[0] ^ 1]) + content[1:])
+    else:
+        replaced(file, DAMAGES[damage](content))
+    assert answer(source) == 42
+    without_compiler(monkeypatch)
+    assert answer(source) == 42, "the new one is loaded"
+
+
+@pytest.mark.parametrize("kind", ["so", "sha256"])
+def test_what_is_gone_is_made_anew(source, monkeypatch, kind):
+    assert answer(source) == 42
+    (file,) = files(kind)
+    file.unlink()
+    assert answer(source) == 42
+    without_compiler(monkeypatch)
+    assert answer(source) == 42
+
+
+def test_a_record_that_is_a_pipe_or_a_link_to_nothing_blocks_nobody(source):
+    assert answer(source) == 42
+    (record,) = files("sha256")
+    for make in (os.mkfifo, lambda path: os.symlink(path.with_name("nothing"), path)):
+        record.unlink()
+        make(record)
+        assert answer(source) == 42
+
+
+@pytest.mark.parametrize("content", ["int other(void) { return 1; }", 'const char amp_graph_key[] = "another";'])
+def test_a_library_of_something_else_is_not_used_even_with_a_record(source, content):
+    """Its record is right, and its place: but it does not say what it was compiled from."""
+    assert answer(source) == 42
+    (library,), (record,) = files("so"), files("sha256")
+    other = source.with_name("other.c")
+    other.write_text(content)
+    part = jit_compiler.folder() / f"other.{'0' * 32}.part"
+    subprocess.run(["cc", "-shared", "-fPIC", str(other), "-o", str(part)], check=True)
+    library.unlink()
+    code_cache.put(part, record.stem)
+    assert answer(source) == 42
+    assert answer(source) == 42
+
+
+def test_one_without_the_symbol_where_earlier_versions_kept_it_is_not_loaded(source):
+    assert answer(source) == 42
+    (library,) = files("so")
+    library.with_name(f"{library.name.partition('.')[0]}.so").write_bytes(b"")
+    assert answer(source) == 42
+
+
+# -- whose it is ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_folder_that_others_write_to_is_refused(source, mode):
+    assert answer(source) == 42
+    jit_compiler.folder().chmod(mode)
+    with pytest.raises(CompilerError, match=r"(?s)written to by others.*legal:.*fix:.*chmod go-w"):
+        answer(source)
+    jit_compiler.folder().chmod(0o755)
+    assert answer(source) == 42
+
+
+@as_root
+def test_a_folder_of_another_user_is_refused(source):
+    assert answer(source) == 42
+    os.chown(jit_compiler.folder(), NOBODY, NOBODY)
+    with pytest.raises(CompilerError, match=r"belongs to another user \(65534\)"):
+        answer(source)
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["so", "sha256"])
+def test_a_file_of_another_user_is_replaced(source, kind):
+    assert answer(source) == 42
+    (file,) = files(kind)
+    os.chown(file, NOBODY, NOBODY)
+    assert answer(source) == 42
+    assert all(path.stat().st_uid == 0 for path in jit_compiler.folder().iterdir())
+
+
+@pytest.mark.parametrize("kind", ["so", "sha256"])
+def test_a_file_that_others_write_to_is_replaced(source, kind):
+    assert answer(source) == 42
+    (file,) = files(kind)
+    file.chmod(0o666)
+    assert answer(source) == 42
+    assert not any(path.stat().st_mode & 0o022 for path in jit_compiler.folder().iterdir())
+
+
+@as_root
+def test_a_user_loads_what_root_made_and_refuses_what_another_did(source):
+    assert answer(source) == 42
+    kept, (record,) = jit_compiler.folder(), files("sha256")
+    for path in (kept, *kept.iterdir()):
+        path.chmod(0o755)
+    # Up to what is not a test's own: how deep below it pytest puts this folder depends on the number of its workers.
+    for path in kept.parents:
+        if path == Path(tempfile.gettempdir()) or path.stat().st_uid != os.geteuid() or path.parent == path:
+            break
+        path.chmod(path.stat().st_mode | 0o055)
+
+    def as_nobody():
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        return code_cache.verified(kept, record.stem) is not None
+
+    assert in_child(as_nobody)
+    os.chown(kept, NOBODY - 1, NOBODY - 1)
+    assert not in_child(as_nobody)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_whatever_the_umask_nobody_else_writes(source, monkeypatch, tmp_path, umask):
+    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path / "above" / "kept"))
+    before = os.umask(umask)
+    try:
+        assert answer(source) == 42
+    finally:
+        os.umask(before)
+    made = [tmp_path / "above", jit_compiler.folder(), *jit_compiler.folder().iterdir()]
+    assert not any(path.stat().st_mode & 0o022 for path in made)
+    without_compiler(monkeypatch)
+    assert answer(source) == 42
+
+
+# -- places -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_a_link_to_one(source, tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    jit_compiler.folder().symlink_to(tmp_path / "real")
+    assert answer(source) == 42
+    assert len(list((tmp_path / "real").iterdir())) == 2
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), Path.touch, os.mkfifo])
+def test_a_folder_that_is_none_is_named(source, make):
+    make(jit_compiler.folder())
+    with pytest.raises(CompilerError, match=rf"(?s)kept.*fix:.*{jit_compiler.FOLDER}"):
+        answer(source)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place that nobody can write to")
+def test_a_place_that_is_read_only(source, monkeypatch):
+    monkeypatch.setenv(jit_compiler.FOLDER, "/proc/amp_graph")
+    with pytest.raises(CompilerError, match=rf"(?s)/proc/amp_graph.*fix:.*{jit_compiler.FOLDER}"):
+        answer(source)
+
+
+def test_a_user_without_a_home(source, monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(jit_compiler.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/not/legal")
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(CompilerError, match=rf"(?s)home directory.*fix:.*{jit_compiler.FOLDER}"):
+        answer(source)
+
+
+def test_a_relative_folder_is_of_the_working_directory(source, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(jit_compiler.FOLDER, "beside")
+    assert answer(source) == 42
+    assert files("so")[0].parent == tmp_path / "beside"
+
+
+@pytest.mark.parametrize("what", ["fsync", "replace", "chmod"])
+def test_a_disk_that_fails_leaves_the_library_in_use_and_no_part(source, monkeypatch, what):
+    def fails(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(code_cache.os, what, fails)
+    assert answer(source) == 42
+    monkeypatch.undo()
+    assert not list(source.parent.glob("kept/*.part"))
+    assert not list(source.parent.glob("kept/.*"))
+
+
+def test_another_cpu_has_a_key_of_its_own_where_the_compiler_is_told_to_use_all_of_this_one(source, monkeypatch):
+    def key():
+        return jit_compiler._key(source, ())
+
+    plain = key()
+    monkeypatch.setenv("CC", "cc -march=native")
+    here = key()
+    monkeypatch.setattr(jit_compiler, "_cpu", lambda: ("flags: sse2",))
+    assert len({plain, here, key()}) == 3
+    monkeypatch.setenv("CC", "another-compiler")
+    assert key() == plain, "options of ours are in the key, and run wherever they are chosen"
+    assert jit_compiler._key(source, ("-mavx512f",)) != plain
+
+
+# -- compilers --------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_hangs_is_waited_for_once(source, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_compiler, "SECONDS", 0.3)
+    runs = compiler(monkeypatch, tmp_path, f"sleep 300 & echo $! > {tmp_path}/child; wait")
+    other = tmp_path / "other.c"
+    other.write_text("int answer(void) { return 43; }")
+    for file in (source, source, other):
+        with pytest.raises(CompilerError, match=r"took more than 0\.3 seconds"):
+            answer(file)
+    assert runs() == 1
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):  # what it started ends with it
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("what the compiler started lives on")
+
+
+BROKEN = {
+    "writes nothing": ("exit 0", "wrote nothing"),
+    "writes garbage": ("echo garbage > $out", "made what is no library"),
+    "writes an empty file": (": > $out", "made what is no library"),
+    "writes half": ('cc "$@"; head -c 9000 $out > $out.half; mv $out.half $out', "made what is no library"),
+    "writes another library": ('echo "int x;" > $out.c; cc -shared -fPIC $out.c -o $out; rm $out.c', "no library"),
+    "is killed": ("kill -9 $$", "exit status -9"),
+    "says nothing": ("exit 3", "exit status 3"),
+    "speaks no UTF-8": ("printf 'na\\377na' >&2; exit 1", "na.na"),
+    "finds the disk full": ("echo 'No space left on device' >&2; : > $out; exit 1", "No space left"),
+    "prints megabytes": ("head -c 5000000 /dev/zero | tr '\\0' x >&2; exit 1", "xxxx"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_compiler_that_fails_is_quoted_and_not_asked_again(source, monkeypatch, tmp_path, fault):
+    script, match = BROKEN[fault]
+    runs = compiler(monkeypatch, tmp_path, script)
+    for _ in range(2):
+        with pytest.raises(CompilerError, match=rf"(?s){match}.*fix:") as caught:
+            answer(source)
+        assert len(str(caught.value)) < 4000
+    assert runs() == 1
+    assert list(jit_compiler.folder().iterdir()) == []
+
+
+def test_a_compiler_that_prints_megabytes_and_works(source, monkeypatch, tmp_path):
+    compiler(monkeypatch, tmp_path, 'head -c 5000000 /dev/zero >&2; exec cc "$@"')
+    assert answer(source) == 42
+
+
+@pytest.mark.parametrize("words", ["'", "/", "/etc/passwd"])
+def test_a_compiler_that_is_none(source, monkeypatch, words):
+    monkeypatch.setenv("CC", words)
+    with pytest.raises(CompilerError, match=r"fix:"):
+        answer(source)
+
+
+# -- at once ----------------------------------------------------------------------------------------------
+
+
+def in_child(function):
+    """Say whether ``function`` gives what is true in the child of a fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the child does not need
+        child = os.fork()
+    if not child:
+        done = 1
+        try:
+            done = 0 if function() else 1
+        finally:
+            os._exit(done)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_processes_that_compile_at_once(source, monkeypatch, tmp_path):
+    """Each makes a library of its own, of other content, and whichever is kept is whole."""
+    compiler(monkeypatch, tmp_path, 'sleep 0.1; cc "$@" -DBY=$$ -Wl,--build-id=0x$(printf %08d $$)')
+    found = [threading.Thread(target=lambda: results.append(in_child(lambda: answer(source) == 42))) for _ in range(3)]
+    results = []
+    for thread in found:
+        thread.start()
+    for thread in found:
+        thread.join()
+    assert results == [True] * 3
+    without_compiler(monkeypatch)
+    assert answer(source) == 42
+    assert not files("part")
+
+
+def test_a_fork_while_a_thread_compiles(source, monkeypatch, tmp_path):
+    compiler(monkeypatch, tmp_path, f'echo > {tmp_path}/begun; sleep 0.5; exec cc "$@"')
+    jit_compiler.load.cache_clear()
+    thread = threading.Thread(target=jit_compiler.load, args=(source,))
+    thread.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    assert in_child(lambda: answer(source) == 42)
+    thread.join()
+    assert answer(source) == 42
+
+
+# -- without ----------------------------------------------------------------------------------------------
+
+
+def forget_libraries():
+    """Have each kernel loaded anew."""
+    jit_compiler.load.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("amp_graph.passes.") and hasattr(getattr(module, "library", None), "cache_clear"):
+            module.library.cache_clear()
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "a folder of others"])
+def test_torchs_code_runs_instead_and_the_report_says_why(monkeypatch, tmp_path, fault):
+    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path))
+    if fault == "no compiler":
+        without_compiler(monkeypatch)
+    else:
+        tmp_path.chmod(0o777)
+    forget_libraries()
+    monkeypatch.setattr(precompile_kernels, "_begun", set())
+    monkeypatch.setattr(precompile_kernels, "cpu_has_bf16", lambda: True)
+    try:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU())
+        x = torch.randn(16, 3, 32, 32)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(x).float()
+        model = amp_graph.convert(plain, "bf16")
+        for thread in [thread for thread in threading.enumerate() if thread.name == precompile_kernels.THREAD]:
+            thread.join()
+        found = model(x)
+        found.sum().backward()
+        torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
+        why = "no-such-compiler not found" if fault == "no compiler" else "may be written to by others"
+        lines = [note for note in amp_graph.report(model).notes if "torch's kernels in" in note]
+        assert len(lines) == 1
+        assert why in lines[0]
+    finally:
+        forget_libraries()
+
+
+def test_what_was_refused_is_not_said_under_other_settings(source, monkeypatch):
+    without_compiler(monkeypatch)
+    with pytest.raises(CompilerError):
+        answer(source)
+    assert ["answer"] in jit_compiler.why_refused().values()
+    monkeypatch.delenv("CC")
+    assert ["answer"] not in jit_compiler.why_refused().values()
+
+
+def test_files_are_private_from_the_start(source):
+    assert answer(source) == 42
+    assert stat.S_IMODE(jit_compiler.folder().stat().st_mode) == 0o700

@@ -1,0 +1,171 @@
+"""The walk along the hull against brute force: every assignment of small tasks, every bound that matters."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from amp_graph.passes.precision.convex_hull import Point, Tradeoff
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Cast, Task, cost, is_legal
+from tests.passes.precision.test_precision_assignment import assignments, random_task
+
+SEEDS = range(120)
+
+
+def random_harm(seed, task):
+    """What a low variable rounds, and what the cast of a value rounds for each reader."""
+    draw = random.Random(1000 + seed)
+    n = len(task.full)
+    size = lambda: draw.choice((0, 1, 3, 10, 40, 41))  # noqa: E731
+    pairs = [draw.sample(range(2, n), 2) for _ in range(draw.randint(1, 6))]
+    casts = tuple(Cast(a, (draw.choice((b, LOW_ALWAYS)),), (), size(), 0) for a, b in pairs)
+    return Task((0,) * n, (0, 0, *(size() for _ in range(n - 2))), task.fixed, task.limits, casts)
+
+
+def twice(task):
+    """Two of the same task in one: parts of it are on one edge of the hull."""
+    n = len(task.full)
+    other = lambda group: tuple(i if i < 2 else i + n - 2 for i in group)  # noqa: E731
+    both = lambda terms, copied: (*terms, *(replace(t, **copied(t)) for t in terms))  # noqa: E731
+    return Task(
+        task.full + task.full[2:],
+        task.low + task.low[2:],
+        {**task.fixed, **{i + n - 2: is_low for i, is_low in task.fixed.items() if i >= 2}},
+        (*task.limits, *map(other, task.limits)),
+        both(
+            task.casts, lambda c: {"value": other((c.value,))[0], "lowers": other(c.lowers), "widens": other(c.widens)}
+        ),
+        both(task.promotions, lambda p: {"reader": other((p.reader,))[0], "operand": other((p.operand,))[0]}),
+        both(task.kept, lambda k: {"readers": other(k.readers)}),
+    )
+
+
+@cache
+def tasks():
+    """(seed, trade-off, all its legal assignments); small tasks come twice in one"""
+    found = []
+    for seed in SEEDS:
+        task = random_task(seed)
+        harm = random_harm(seed, task)
+        made = Tradeoff(twice(task), twice(harm)) if len(task.full) <= 7 else Tradeoff(task, harm)
+        every = [made.point(low) for low in assignments(made.costs)]
+        if every:
+            found.append((seed, made, every))
+    return found
+
+
+def vertices(every):
+    """The corners of the lower convex hull of (harm, cost), from the least harmful to the cheapest."""
+    hull, best = [], None
+    for p in sorted(every, key=lambda p: (p.harm, p.cost)):
+        if best is not None and p.cost >= best:
+            continue
+        best = p.cost
+        while len(hull) > 1 and above(hull[-2], hull[-1], p) >= 0:
+            hull.pop()
+        hull.append(p)
+    return hull
+
+
+def above(a, b, c):
+    """How far b is above the line from a to c (0: on it, negative: below), times a positive number."""
+    return (b.cost - a.cost) * (c.harm - a.harm) - (c.cost - a.cost) * (b.harm - a.harm)
+
+
+def bounds(every):
+    harms = sorted({p.harm for p in every})
+    return sorted({0, *harms, *(h - 1 for h in harms), harms[-1] + 7})
+
+
+def wrong(solve):
+    """The tasks for which ``solve(trade-off, bound)`` is not what its docstring says, at any bound."""
+    found = []
+    for seed, made, every in tasks():
+        hull = vertices(every)
+        if not all(_is_right(solve(made, bound), bound, made, every, hull) for bound in bounds(every)):
+            found.append(seed)
+    return found
+
+
+def _is_right(got, bound, made, every, hull):
+    within = [p for p in every if p.harm <= bound]
+    if not is_legal(made.costs, got.low) or got != made.point(got.low):
+        return False
+    if not within:
+        return got.harm == min(p.harm for p in every)
+    vertex = min(p.cost for p in hull if p.harm <= bound)
+    return got.harm <= bound and min(p.cost for p in within) <= got.cost <= vertex
+
+
+def test_every_bound_of_every_small_task_is_kept_at_no_more_than_the_hulls_cost():
+    assert wrong(Tradeoff.within) == []
+
+
+def test_what_is_found_lies_on_the_hull():
+    between = 0
+    for seed, made, every in tasks():
+        hull = vertices(every)
+        found = {made.within(bound) for bound in bounds(every)}
+        inner = {(p.harm, p.cost) for p in found} - {(p.harm, p.cost) for p in hull}
+        for harm, cost_ in inner:
+            p = Point(frozenset(), cost_, harm)
+            assert any(a.harm < harm < b.harm and above(a, p, b) == 0 for a, b in pairwise(hull)), seed
+        between += len(inner)
+    assert between >= 5
+
+
+def test_a_larger_bound_never_costs_more():
+    for seed, made, every in tasks():
+        costs = [made.within(b).cost for b in bounds(every) if b >= min(p.harm for p in every)]
+        assert costs == sorted(costs, reverse=True), seed
+
+
+def test_both_ends_are_the_best_of_their_kind():
+    for seed, made, every in tasks():
+        fast, safe = made.fastest(), made.safest()
+        assert (fast.cost, fast.harm) == min((p.cost, p.harm) for p in every), seed
+        assert (safe.harm, safe.cost) == min((p.harm, p.cost) for p in every), seed
+
+
+def test_a_better_assignment_from_elsewhere_is_taken_where_it_is_legal_and_harmless_enough():
+    taken = 0
+    for _, made, every in tasks():
+        for bound in bounds(every):
+            got = made.within(bound, every)
+            if got.harm <= bound:
+                assert got.cost == min(p.cost for p in every if p.harm <= bound)
+                taken += got.cost < made.within(bound).cost
+    assert taken >= 20
+    task = Task((0, 0, 5), (0, 0, 9), {FULL_ALWAYS: False, LOW_ALWAYS: True, 2: True})
+    made = Tradeoff(task, replace(task, full=(0,) * 3, low=(0, 0, 1)))
+    assert made.within(5, [Point(frozenset({LOW_ALWAYS}), 5, 0)]).low == {LOW_ALWAYS, 2}
+
+
+BROKEN = {
+    "harm is ignored": lambda made, bound: made.fastest(),
+    "only harm counts": lambda made, bound: made.safest(),
+    "the bound is halved": lambda made, bound: made.within(bound // 2),
+    "harm of casts is ignored": lambda made, bound: made.point(
+        Tradeoff(made.costs, replace(made.harm, casts=())).within(bound).low
+    ),
+    "harm of results is ignored": lambda made, bound: made.point(
+        Tradeoff(made.costs, replace(made.harm, low=made.harm.full)).within(bound).low
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_control_a_broken_planner_is_found_out(name):
+    assert len(wrong(BROKEN[name])) >= 10
+
+
+def test_equal_parts_are_taken_one_by_one():
+    """Ten like operations on one edge of the hull, for two of which there is room."""
+    n = 12
+    decided = {FULL_ALWAYS: False, LOW_ALWAYS: True}
+    task = Task((0, 0, *[5] * 10), (0,) * n, decided)
+    got = Tradeoff(task, Task((0,) * n, (0, 0, *[4] * 10), decided)).within(11)
+    assert (len(got.low - {LOW_ALWAYS}), got.harm, got.cost) == (2, 8, 40)
+    assert cost(task, got.low) == 40

@@ -1,0 +1,264 @@
+"""Error budgets from end to end: models train, their gradients stay within the multiple, and the report says so."""
+
+import copy
+import pickle
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.sensitivity_sample import measure
+from amp_graph.cli.benchmark_policies import train
+from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.policy import Policy
+from tests.corpus.sequence import NanoGPT
+from tests.measure import gradient_errors, reference, run
+from tests.passes.planning import machine
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    """Plan for matrix units, on which models small enough to test are worth lowering."""
+    monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: machine("cpu_amx"))
+
+
+class CNN(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(4))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + F.silu(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def gpt():
+    model = NanoGPT(128, 4, 3, 64)
+    tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(0))
+    return model, lambda m: F.cross_entropy(m(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def cnn():
+    drawn = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 3, 16, 16, generator=drawn), torch.randint(0, 10, (8,), generator=drawn)
+    return CNN(), lambda m: F.cross_entropy(m(x), y)
+
+
+def at_work(build, policy, **options):
+    """A converted model, its loss, and the one graph that one step captured."""
+    torch.manual_seed(0)
+    model, loss = build()
+    amp_graph.convert(model, policy, **options)
+    loss(model).backward()
+    (graph,) = amp_graph.report(model).graphs
+    return model, loss, graph
+
+
+def gradient_ratios(build, multiple):
+    """Each parameter's gradient error against fp32, as a ratio to that of autocast's plan."""
+    torch.manual_seed(0)
+    model, loss = build()
+    policies = [Policy.parse(p) for p in ("bf16", f"bf16,accuracy={multiple}")]
+    measured = tuple(one.measured for one in measure(model, policies[1], loss))
+    base, got = train(model, loss, policies, measured, rounds=1)
+    return [got.errors[name] / base.errors[name] for name in base.errors]
+
+
+@pytest.mark.parametrize("multiple", [1, 1.5])
+@pytest.mark.parametrize("build", [gpt, cnn])
+def test_gradient_errors_stay_within_the_multiple(build, multiple):
+    """On one batch: the median parameter's within the multiple, and any one's within one and a half times that."""
+    ratios = gradient_ratios(build, multiple)
+    assert len(ratios) >= 10
+    assert statistics.median(ratios) <= multiple
+    assert max(ratios) <= 1.5 * multiple
+
+
+def test_control_without_a_budget_gradients_are_less_exact():
+    assert statistics.median(gradient_ratios(gpt, 1000)) > 1.1
+    assert statistics.median(gradient_ratios(gpt, 0.5)) < 0.95
+
+
+@pytest.mark.parametrize("name", ["nerf", "large_positions", "rotary_matmul", "rotary_mqa"])
+def test_nothing_is_rounded_on_the_way_to_a_steep_function(name, monkeypatch):
+    """Angles of hundreds: rounding them is harmless to the loss, to first order, and ruins every gradient."""
+    tiny = replace(machine("cpu_amx"), call=1e-12)
+    monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: tiny)
+    exact = reference(name)
+    errors = [
+        gradient_errors(run(name, 0, lambda m, p=p: amp_graph.convert(m, p)), exact)
+        for p in ("bf16", "bf16,accuracy=1")
+    ]
+    ratios = [got / base for base, got in zip(*(e.values() for e in errors), strict=True) if base > 1e-6]
+    assert statistics.median(ratios) <= 1.2
+
+
+@pytest.mark.parametrize("build", [gpt, cnn])
+def test_training_goes_as_in_fp32(build):
+    last = {}
+    for policy in (None, "bf16,accuracy=1.5"):
+        torch.manual_seed(0)
+        model, loss = build()
+        if policy:
+            amp_graph.convert(model, policy, sample=loss)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        losses = []
+        for _ in range(15):
+            optimizer.zero_grad()
+            losses.append(loss(model))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < 0.9 * losses[0]
+        last[policy] = losses[-1].item()
+    assert last["bf16,accuracy=1.5"] == pytest.approx(last[None], rel=0.05)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compile", ["eager", "aot_eager", "inductor"])
+def test_a_sample_says_what_rules_can_only_estimate(compile):
+    torch.manual_seed(0)
+    model, loss = gpt()
+    amp_graph.convert(model, "bf16,accuracy=1.2", sample=loss, compile=compile)
+    loss(model).backward()
+    (graph,) = amp_graph.report(model).graphs
+    assert graph.budget.origin == "measured"
+    assert 0 < graph.budget.error <= 1.2
+    assert at_work(gpt, "bf16,accuracy=1.2")[2].budget.origin == "by rule"
+
+
+def test_the_report_shows_the_budget():
+    model, _, graph = at_work(gpt, "bf16,accuracy=1.2")
+    text = amp_graph.report(model).text()
+    assert "accuracy   1.2: the fastest plan whose predicted error is at most 1.2 times" in text
+    assert f"error budget 1.2: predicted error {graph.budget.error:.3f} (by rule)" in text
+    told = amp_graph.report(model).to_dict()["graphs"][0]["budget"]
+    assert told["multiple"] == 1.2
+    assert told["picoseconds"] <= told["of_autocast"]
+    assert at_work(gpt, "bf16")[2].budget is None
+
+
+def test_what_its_owner_wants_low_is_said_where_no_plan_is_as_exact():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    amp_graph.precision("low")(model[0])
+    amp_graph.convert(model, "bf16,accuracy=0.01")
+    model(torch.randn(64, 64)).sum().backward()
+    assert "no plan is as exact as that" in amp_graph.report(model).text()
+
+
+# -- the sample call ----------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_sample_leaves_no_trace():
+    model, x = Noisy(), torch.randn(32, 16)
+    model(x).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    grads, random = [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [p.requires_grad for p in model.parameters()] == [True] * len(grads)
+    model(x).sum().backward()
+    assert amp_graph.report(model).graphs[0].budget.origin == "measured"
+
+
+class AsksForGradients(nn.Module):
+    """As wav2vec2 does, so that checkpointed layers get gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 4)
+
+    @torch.compiler.disable
+    def ask(self, x):
+        x.requires_grad = True
+        return x
+
+    def forward(self, x):
+        return self.body(self.ask(x[:, None]))
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_a_model_that_asks_for_gradients_itself_can_be_sampled():
+    model, x = AsksForGradients(), torch.randn(32, 16)
+    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    model(x).sum().backward()
+    assert "measured" in {graph.budget.origin for graph in amp_graph.report(model).graphs if graph.budget}
+
+
+def test_other_sizes_and_copies_keep_what_was_measured():
+    model, x = Noisy(), torch.randn(32, 16)
+    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        one(torch.randn(8, 16))
+        assert amp_graph.report(one).graphs[0].budget.origin == "measured"
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_that_hold_low_parameters_are_sampled_before_they_do(level):
+    model, x = Noisy(), torch.randn(32, 16)
+    amp_graph.convert(model, f"bf16-{level},accuracy=1.5", sample=lambda m: m(x).square().mean())
+    model(x).sum().backward()
+    assert amp_graph.report(model).graphs[0].budget.origin == "measured"
+
+
+def test_a_training_step_takes_a_budget():
+    model, loss = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)), nn.MSELoss()
+    step = amp_graph.TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.1), "bf16,accuracy=1.5")
+    x, y = torch.randn(64, 64), torch.zeros(64, 1)
+    assert step(x, y) > step(x, y) > 0
+    assert amp_graph.report(step).graphs[0].budget.multiple == 1.5
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        (lambda m: m(torch.randn(4, 16)), r"a tensor of \[4, 4\], which is not a loss"),
+        (lambda m: 1.0, "a float, which is not a loss"),
+        (lambda m: m(torch.randn(4, 16)).sum().detach(), "which is not a loss"),
+        (lambda m: torch.zeros((), requires_grad=True) * 2, "does not come from any captured graph"),
+    ],
+)
+def test_a_sample_that_gives_no_loss_is_refused_and_the_model_stays_as_it_was(sample, told):
+    model = Noisy()
+    with pytest.raises(CaptureError, match=told) as error:
+        amp_graph.convert(model, "bf16,accuracy=1.5", sample=sample)
+    assert "fix:   sample=lambda model: loss_fn(model(x), y)" in str(error.value)
+    assert "forward" not in model.__dict__
+    amp_graph.convert(model, "bf16")
+
+
+def test_errors_of_the_sample_itself_pass_through():
+    with pytest.raises(ZeroDivisionError):
+        amp_graph.convert(Noisy(), "bf16,accuracy=1.5", sample=lambda m: 1 / 0)
+
+
+def test_a_sample_without_a_budget_is_refused():
+    with pytest.raises(PolicyError, match="sample= measures errors, and accuracy=fast plans by none"):
+        amp_graph.convert(Noisy(), "bf16,accuracy=fast", sample=lambda m: m(torch.randn(4, 16)).sum())
+
+
+def test_a_sample_for_a_model_that_is_converted_already_is_refused():
+    model = amp_graph.convert(Noisy(), "bf16,accuracy=1.5")
+    assert amp_graph.convert(model, "bf16,accuracy=1.5") is model
+    with pytest.raises(CaptureError, match="already converted"):
+        amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(torch.randn(4, 16)).sum())

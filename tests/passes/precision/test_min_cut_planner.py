@@ -1,0 +1,269 @@
+"""The optimal planner on real graphs: least cost, never above the painting's, and the casts it counts are made."""
+
+from functools import cache
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import amp_graph
+from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.graph.meta_keys import CAST
+from amp_graph.passes.precision.build_assignment import formulate, low_of
+from amp_graph.passes.precision.min_cut_planner import mincut
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.precision.planning_problem import FULL, LOW
+from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_legal
+from amp_graph.passes.precision.rule_based_planner import paint
+from tests.corpus import CASES, make
+from tests.passes.golden_models import CASES as GOLDEN
+from tests.passes.graphs import BF16, FP32, capture, capture_function, passes_until, rewritten
+from tests.passes.planning import formulated, machine, problems_of
+from tests.passes.programs import program
+
+SEEDS = range(32)
+POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
+MACHINES = ("cpu_amx", "cpu_bf16", "cpu", "cuda")
+
+
+@cache
+def captured(seed):
+    model, inputs = program(seed)
+    return capture(model, *inputs)
+
+
+def least(made):
+    """The least cost of any legal assignment, by trying all; None where there are too many."""
+    task = made.task()
+    free = sorted({*range(len(task.full))} - set(task.fixed))
+    decided = {i for i, is_low in task.fixed.items() if is_low}
+    if not 1 <= len(free) <= 9:
+        return None
+    every = ({*decided, *chosen} for size in range(len(free) + 1) for chosen in combinations(free, size))
+    return min(cost(task, low) for low in every if is_legal(task, low))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_small_graphs_cost_what_brute_force_finds(policy, skip):
+    tried = 0
+    for seed in SEEDS:
+        made = formulated(captured(seed), policy, skip=skip)
+        best = least(made)
+        if best is not None:
+            tried += 1
+            task = made.task()
+            assert is_legal(task, cheapest(task))
+            assert cost(task, cheapest(task)) == best, seed
+    assert tried >= 10
+
+
+def test_control_the_painting_is_not_always_the_cheapest():
+    made = [formulated(captured(seed), "bf16", skip=True) for seed in SEEDS]
+    painted = [cost(m.task(), low_of(paint(m.problem), m)) for m in made]
+    best = [cost(m.task(), cheapest(m.task())) for m in made]
+    assert sum(p > b for p, b in zip(painted, best, strict=True)) >= 5
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("on", MACHINES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_never_above_the_painting(policy, on):
+    for seed in SEEDS:
+        never_above(formulated(captured(seed), policy, on))
+
+
+def never_above(made):
+    task = made.task()
+    low = cheapest(task)
+    assert is_legal(task, low)
+    assert cost(task, low) <= cost(task, low_of(paint(made.problem), made))
+    chosen = mincut(made.problem, made.machine, made.dtype, made.skip)
+    assert cost(task, low_of(chosen, made)) == cost(task, low)
+
+
+CORPUS = ("bert_sdpa", "gpt2", "vit", "llama_gqa", "lstm_lm", "inplace_chain", "checkpoint", "moe_index_add", "gat")
+
+
+def check_corpus(name, policy):
+    model, args, kwargs = make(name)
+    amp_graph.convert(model, policy)
+
+    def visit(problem, dtype):
+        for on in MACHINES:
+            never_above(formulate(problem, machine(on), dtype))
+
+    return problems_of(lambda: model(*args, **kwargs), visit)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("name", CORPUS)
+def test_never_above_the_painting_on_models(name, policy):
+    assert check_corpus(name, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of Dynamo
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if "integer" not in case.tags))
+def test_never_above_the_painting_on_the_corpus(name, policy):
+    check_corpus(name, policy)
+
+
+def counted(made, low):
+    """(value, precision) of every cast that the cost counts."""
+    found = set()
+    for node in {**made.lowers, **made.widens}:
+        is_low = made.holds[node] in low
+        readers = made.widens.get(node, ()) if is_low else made.lowers.get(node, ())
+        if any((r in low) != is_low for r in readers):
+            found.add((node.name, FULL if is_low else LOW))
+    return found
+
+
+def inserted(seed, policy):
+    """(value, precision) of every cast that is inserted, and the first operands that are cast to promote."""
+    gm, done = captured(seed).through(passes_until(InsertCasts, policy))
+    kept = any(c.action == "kept full" for c in done[-1].result.changes)
+    casts = [n for n in gm.graph.nodes if CAST in n.meta]
+    found = {(n.args[0].name, FULL if n.meta["val"].dtype == FP32 else LOW) for n in casts}
+    return found, {n.name: m for n, m in marks(gm).items()}, kept
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_casts_that_are_counted_are_those_that_are_made(policy):
+    compared = 0
+    for seed in SEEDS:
+        made = formulated(captured(seed), policy)
+        low = cheapest(made.task())
+        casts, marked, kept = inserted(seed, policy)
+        if kept:  # a kernel refused, which no plan knows
+            continue
+        compared += 1
+        promoted = {
+            (given.promoted[0].name, FULL)
+            for node in made.of
+            if made.is_free(node) and made.of[node] not in low and (given := made.operands(node)).promoted
+            if all(made.holds[n] in low for n in given.promoted)
+        }
+        assert casts == counted(made, low) | promoted, seed
+        assert {n.name: i in low for n, i in made.of.items() if marked[n.name].precision != "captured"} == {
+            name: mark.precision == LOW for name, mark in marked.items() if mark.precision != "captured"
+        }
+    assert compared >= 25
+
+
+# -- what the plan is, on graphs small enough to know -------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_golden_models_are_planned_as_they_are_painted(name, policy):
+    build, inputs = GOLDEN[name]
+    with torch._dynamo.config.patch(allow_rnn=True):
+        graph = capture(build(), *inputs())
+    assert graph_text(rewritten(graph, policy)) == graph_text(rewritten(graph, policy + ",planner=paint"))
+
+
+def of(function, *inputs, policy="bf16", **state):
+    gm = rewritten(capture_function(function, *inputs, **state), policy)
+    return {n.name: n for n in gm.graph.nodes}, gm
+
+
+def test_a_value_is_widened_before_it_grows():
+    """256 times as many elements behind the expand: the painting casts there, the minimum cut before."""
+
+    def f(m, x):
+        return F.linear(x, m.w).expand(256, 8, 8).exp()
+
+    graph = capture_function(f, torch.randn(1, 8, 8), w=torch.randn(8, 8))
+    at = {}
+    for planner in ("paint", "mincut"):
+        gm = rewritten(graph, f"fp16,planner={planner}")
+        (cast,) = [n for n in gm.graph.nodes if CAST in n.meta and n.meta["val"].dtype == FP32]
+        at[planner] = tuple(cast.meta["val"].shape)
+    assert at == {"paint": (256, 8, 8), "mincut": (1, 8, 8)}
+
+
+def test_reasons_say_by_how_much_and_between_what():
+    nodes, _ = of(lambda m, x: F.linear(F.gelu(F.linear(x, m.w)), m.w), torch.randn(64, 64), w=torch.randn(64, 64))
+    reason = nodes["gelu"].meta["amp"].reason
+    assert "every operand is low precision" in reason
+    assert "cheaper than full, between linear and linear_1" in reason
+
+
+SKIP = "skip_unprofitable=true"
+
+
+def mlp(rows, width):
+    def f(m, x):
+        return F.linear(torch.relu(F.linear(x, m.a)), m.b)
+
+    return capture_function(f, torch.randn(rows, width), a=torch.randn(width, width), b=torch.randn(width, width))
+
+
+def dtypes(gm):
+    return {n.meta["val"].dtype for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Plan for one of the machines that come with the package."""
+
+    def choose(name):
+        monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: machine(name))
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "rows", "low"),
+    [
+        ("cpu_amx", "bf16", 1, False),
+        ("cpu_amx", "fp16", 512, False),
+        ("cpu_amx", "bf16", 512, True),
+        ("cpu_bf16", "bf16", 1, False),
+        ("cpu_bf16", "fp16", 512, False),
+        ("cpu_bf16", "bf16", 512, True),
+        ("cpu", "bf16", 512, False),
+    ],
+)
+def test_an_mlp_is_left_alone_where_low_precision_does_not_pay(on, name, policy, rows, low):
+    on(name)
+    graph = mlp(rows, 256)
+    gm = rewritten(graph, f"{policy},{SKIP}")
+    assert (dtypes(gm) != {FP32}) == low
+    if not low:
+        assert graph_text(gm) == graph_text(graph.fresh())
+        first = next(m for m in marks(gm).values() if "aten.linear" in m.ops)
+        assert first.reason.startswith("not worth it")
+        assert first.precision == FULL
+
+
+def test_without_the_word_products_are_always_low(on):
+    on("cpu")
+    assert BF16 in dtypes(rewritten(mlp(1, 256), "bf16"))
+
+
+def test_what_the_owner_wants_low_stays_low(on):
+    on("cpu")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0] = amp_graph.precision("low")(model[0]) or model[0]
+    amp_graph.convert(model, f"bf16,{SKIP}")
+    model(torch.randn(2, 8))
+    nodes = amp_graph.report(model).graphs[0].nodes
+    assert [n.precision for n in nodes if "aten.linear" in n.ops] == ["low", "full"]
+
+
+def test_a_reproduction_of_autocast_never_leaves_a_product_alone():
+    graph = mlp(1, 256)
+    plain = graph_text(rewritten(graph, "fp16,lists=autocast_cpu"))
+    assert graph_text(rewritten(graph, "fp16,lists=autocast_cpu,planner=paint")) == plain
+    with pytest.raises(amp_graph.AmpGraphError, match="skip_unprofitable"):
+        rewritten(graph, f"fp16,lists=autocast_cpu,{SKIP}")

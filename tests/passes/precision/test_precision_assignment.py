@@ -1,0 +1,156 @@
+"""The minimum cut against brute force and against networkx: the least cost of every small task, always."""
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import networkx as nx
+import pytest
+
+from amp_graph.passes.precision import precision_assignment
+from amp_graph.passes.precision.max_flow import sink_side
+from amp_graph.passes.precision.precision_assignment import (
+    FULL_ALWAYS,
+    LOW_ALWAYS,
+    Cast,
+    Kept,
+    Promotion,
+    Task,
+    cheapest,
+    cost,
+    is_legal,
+)
+
+SEEDS = range(300)
+
+
+def random_task(seed):
+    """3 to 10 operations with every kind of cost, some decided, some limited."""
+    draw = random.Random(seed)
+    n = draw.randint(3, 10)
+    some = lambda: tuple(draw.sample(range(n + 2), draw.randint(0, 3)))  # noqa: E731
+    price = lambda: draw.choice((0, 1, 2, 5, 9, 30))  # noqa: E731
+    one = lambda: draw.randrange(2, n + 2)  # noqa: E731
+    fixed = {FULL_ALWAYS: False, LOW_ALWAYS: True}
+    # No low variable is decided below a full one: limits only lead from higher numbers to lower ones.
+    fixed |= {i: i < n // 2 for i in range(2, n + 2) if draw.random() < 0.25}
+    pairs = [sorted((one(), one()), reverse=True) for _ in range(draw.randint(0, 3))]
+    return Task(
+        full=(0, 0, *(price() for _ in range(n))),
+        low=(0, 0, *(price() for _ in range(n))),
+        fixed=fixed,
+        limits=tuple((a, b) for a, b in pairs if a != b and not (fixed.get(a) and fixed.get(b) is False)),
+        casts=tuple(Cast(one(), some(), some(), price(), price()) for _ in range(draw.randint(1, 6))),
+        promotions=tuple(Promotion(one(), one(), price()) for _ in range(draw.randint(0, 3))),
+        kept=tuple(Kept(some(), price(), price()) for _ in range(draw.randint(0, 3))),
+    )
+
+
+def assignments(task):
+    """Every legal assignment."""
+    inner = range(2, len(task.full))
+    every = ({LOW_ALWAYS, *chosen} for size in range(len(inner) + 1) for chosen in combinations(inner, size))
+    return [low for low in every if is_legal(task, low)]
+
+
+def brute(task):
+    return min((cost(task, low) for low in assignments(task)), default=None)
+
+
+def wrong_tasks(solve):
+    found = []
+    for seed in SEEDS:
+        task = random_task(seed)
+        best = brute(task)
+        if best is not None:
+            low = solve(task)
+            if not is_legal(task, low) or cost(task, low) != best:
+                found.append(seed)
+    return found
+
+
+def test_every_small_task_costs_what_brute_force_finds():
+    assert wrong_tasks(cheapest) == []
+
+
+def test_of_equal_costs_the_lowest_is_chosen():
+    for seed in SEEDS:
+        task = random_task(seed)
+        best, low = brute(task), None
+        for other in assignments(task):
+            if cost(task, other) == best:
+                low = low or cheapest(task)
+                assert other <= low, seed
+
+
+def test_the_generator_makes_tasks_that_are_worth_solving():
+    tasks = [random_task(seed) for seed in SEEDS]
+    legal = [task for task in tasks if brute(task) is not None]
+    mixed = [task for task in legal if 2 < len(cheapest(task)) < len(task.full) - 1]
+    assert len(legal) > 280
+    assert len(mixed) > 150
+    assert all(any(getattr(task, name) for task in legal) for name in ("limits", "promotions", "kept"))
+
+
+def _all_low(task):
+    decided = precision_assignment._decided(task)
+    return {i for i in range(len(task.full)) if decided.get(i, True)}
+
+
+def _cast_each_reader(task):
+    """Count a cast once a reader instead of once a value."""
+    casts = [Cast(c.value, (r,), (), c.down, 0) for c in task.casts for r in c.lowers]
+    casts += [Cast(c.value, (), (r,), 0, c.up) for c in task.casts for r in c.widens]
+    return cheapest(replace(task, casts=tuple(casts)))
+
+
+BROKEN = {
+    "everything as low as may be": _all_low,
+    "a cast for each reader": _cast_each_reader,
+    "what is kept is forgotten": lambda task: cheapest(replace(task, kept=())),
+    "promotions are forgotten": lambda task: cheapest(replace(task, promotions=())),
+    "limits are forgotten": lambda task: cheapest(replace(task, limits=())),
+    "casts the other way round": lambda task: cheapest(
+        replace(task, casts=tuple(replace(c, down=c.up, up=c.down) for c in task.casts))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_control_a_broken_planner_is_found_out(name):
+    assert len(wrong_tasks(BROKEN[name])) >= 5
+
+
+def test_what_is_fixed_against_a_limit_is_an_error():
+    task = Task((0,) * 4, (0,) * 4, {2: True, 3: False}, limits=((2, 3),))
+    with pytest.raises(ValueError, match="fixed against a limit"):
+        cheapest(task)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_flow_is_that_of_networkx(seed):
+    draw = random.Random(seed)
+    gains = {n: draw.randint(-40, 40) for n in range(60)}
+    edges = {}
+    for _ in range(200):
+        a, b = draw.sample(range(60), 2)
+        edges[a, b] = None if draw.random() < 0.05 else draw.randint(1, 20)
+    full = sink_side(gains, edges)
+    ours = sum(g for n, g in gains.items() if g > 0 and n in full) - sum(
+        g for n, g in gains.items() if g < 0 and n not in full
+    )
+    for (a, b), capacity in edges.items():
+        if a not in full and b in full:
+            assert capacity is not None
+            ours += capacity
+    assert ours == _by_networkx(gains, edges)
+
+
+def _by_networkx(gains, edges):
+    network = nx.DiGraph()
+    for n, gain in gains.items():
+        network.add_edge("source", n, capacity=max(gain, 0))
+        network.add_edge(n, "sink", capacity=max(-gain, 0))
+    for (a, b), capacity in edges.items():
+        network.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))
+    return nx.minimum_cut_value(network, "source", "sink")

@@ -1,0 +1,345 @@
+"""The predicted time of a plan over full precision's, counted by hand; and what is left alone for it."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.passes.precision import predict_time
+from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine, machine_text
+from amp_graph.passes.precision.plan_precision import PlanPrecision
+from amp_graph.policy import Policy
+from tests.passes.graphs import passes_for
+from tests.passes.planning import machine
+
+FLOPS, BYTES = 1e9, 1e8  # of the machine below: a product of n x n x n is not bound by what it moves
+PLAN = "amp_graph.passes.precision.plan_precision.machine_for"
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A machine with round rates, on which calls cost nothing and bf16 products take half the time."""
+    rates = {name: dict.fromkeys(DTYPES, BYTES) for name in FAMILIES}
+    rates |= {name: {"float32": FLOPS, "bfloat16": 2 * FLOPS} for name in ("matmul", "convolution", "attention")}
+    found = Machine("plain", "cuda", "round", 0.0, 0.0, BYTES, True, dict.fromkeys(DTYPES, 0.0), rates)
+    monkeypatch.setattr(PLAN, lambda device: found)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Plan for one of the machines that come with the package."""
+    return lambda name, **other: monkeypatch.setattr(PLAN, lambda device: replace(machine(name), **other))
+
+
+def predicted(model, x, policy="bf16", grad=True):
+    amp_graph.convert(model, policy)
+    with torch.set_grad_enabled(grad):
+        model(x)
+    (graph,) = amp_graph.report(model).graphs
+    return graph.predicted
+
+
+N = 512
+
+
+def test_one_linear_without_gradients_by_hand(plain):
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,weight_copies=false", grad=False)
+    product = 2 * N**3 / FLOPS
+    casts = 3 * N * N * (4 + 2) / BYTES  # of the input, the weight and the output
+    assert found.ratio == pytest.approx((product / 2 + casts) / product)
+    assert found.machine == "plain"
+
+
+def test_a_kept_weight_is_not_cast_at_each_call_without_gradients(plain):
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=pack_weights", grad=False)
+    product = 2 * N**3 / FLOPS
+    assert found.ratio == pytest.approx((product / 2 + 2 * N * N * (4 + 2) / BYTES) / product)
+
+
+def test_backward_counts_its_products_the_casts_of_gradients_and_what_is_kept(plain):
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N))
+    product = 2 * 2 * N**3 / FLOPS  # the input needs no gradient
+    casts = (1 + 2 + 2) * N * N * (4 + 2) / BYTES  # of the input; of weight and output, and of their gradients
+    kept = 2 * N * N * 2 / BYTES  # the low copies of both; in full precision they are there anyway
+    assert found.ratio == pytest.approx((product / 2 + casts + kept) / product)
+
+
+def test_the_call_of_a_graph_counts_but_not_in_a_step(on):
+    on("cpu_bf16", graph=1.0)  # a second
+    assert predicted(nn.Linear(N, N), torch.randn(N, N)).ratio > 20
+    model = nn.Linear(N, N)
+    step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    step(torch.randn(N, N), torch.randn(N, N))
+    assert amp_graph.report(step).graphs[0].predicted.ratio < 1
+
+
+def test_all_in_full_precision_has_no_prediction():
+    assert predicted(nn.Linear(8, 8), torch.randn(4, 8), "bf16,deny=linear") is None
+
+
+@pytest.mark.parametrize(("batch", "policy", "pays"), [(1, "bf16", False), (512, "bf16", True), (512, "fp16", False)])
+def test_what_does_not_pay_is_said(batch, policy, pays, on, tmp_path):
+    on("cpu_bf16")
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    found = predicted(model, torch.randn(batch, 256), policy)
+    assert (found.ratio < 1) == pays
+    report = amp_graph.report(model)
+    assert ("low precision does not pay on cpu_bf16: predicted time " in report.text()) == (not pays)
+    report.html(tmp_path / "report.html")
+    assert ("low precision does not pay" in (tmp_path / "report.html").read_text()) == (not pays)
+    assert report.to_dict()["graphs"][0]["predicted"]["ratio"] == found.ratio
+
+
+# -- left alone ---------------------------------------------------------------------------------------------
+
+by_profit = pytest.mark.by_profit
+
+
+def mlp(width=256):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def converted(policy, *shape, grad=True, calls=3):
+    """A model after some calls, its results, and those of the model as it was written."""
+    model, x = mlp(), torch.randn(*shape, 256)
+    with torch.set_grad_enabled(grad):
+        plain = model(x)
+        amp_graph.convert(model, policy)
+        found = [model(x) for _ in range(calls)]
+    return model, found, plain
+
+
+@by_profit
+def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
+    on("cpu_bf16")
+    with pytest.warns(AmpGraphWarning, match="runs in fp32 where bf16 does not pay") as said:
+        model, found, plain = converted("auto", 1)
+    assert len(said) == 1
+    assert said[0].filename == __file__  # the user's line, behind torch's modules, and not one of ours
+    assert Policy.parse(str(said[0].message).rpartition("'")[0].rpartition("'")[2]).dtype == "bf16"
+    assert all(torch.equal(one, plain) for one in found)
+    assert conversion_of(model).runs == 1  # the others do not go by way of the graph
+    (graph,) = amp_graph.report(model).graphs
+    assert graph.predicted.left_alone
+    assert not graph.casts
+    assert {n.precision for n in graph.operations} == {"full"}
+    assert graph.operations[0].reason.startswith("not worth it: with bfloat16 the graph is predicted to take")
+    text = amp_graph.report(model).text()
+    assert "left in full precision: low precision does not pay on cpu_bf16" in text
+    assert "note: calls for which bf16 does not pay run in fp32" in text
+
+
+@by_profit
+@pytest.mark.parametrize("policy", ["bf16", "auto,skip_unprofitable=false", "auto-O2"])
+def test_what_was_asked_for_is_done_whatever_it_takes(on, policy):
+    on("cpu_bf16")
+    model, found, plain = converted(policy, 1)
+    assert not torch.equal(found[0], plain)
+    assert conversion_of(model).runs == 3
+    assert amp_graph.report(model).graphs[0].predicted is None or amp_graph.report(model).graphs[0].predicted.ratio > 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_each_kind_of_call_is_judged_by_itself(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    many = torch.randn(4096, 256)
+    assert not torch.equal(model(many), amp_graph.revert(model)(many))
+    amp_graph.convert(model, "auto")
+    with torch.no_grad():
+        model(torch.randn(2, 256))
+    assert model(many).shape == many.shape
+    left = [g.predicted.left_alone for g in amp_graph.report(model).graphs]
+    assert True in left
+    assert False in left
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_left_alone_a_model_is_what_it_was(on):
+    """Gradients, hooks and edits of its code go as they always did; autocast around it is switched off."""
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    x = torch.randn(1, 256)
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == torch.float32
+    found.sum().backward()
+    assert torch.equal(found, amp_graph.revert(model)(x))
+    assert model[0].weight.grad is not None
+
+
+@by_profit
+def test_fp16_on_a_cpu_is_left_alone_where_that_is_asked_for(on):
+    on("cpu_amx")
+    with pytest.warns(AmpGraphWarning, match="fp16 does not pay"):
+        model, found, plain = converted("fp16,skip_unprofitable=graphs", 512)
+    assert torch.equal(found[-1], plain)
+    assert amp_graph.report(model).graphs[0].predicted.ratio > predict_time.WORTH_IT
+
+
+@by_profit
+def test_a_whole_step_is_left_alone(on):
+    on("cpu_bf16")
+    model, x = mlp(64), torch.randn(2, 64)
+    exact = mlp(64)
+    step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(AmpGraphWarning, match="runs in fp32 where bf16 does not pay") as said:
+        losses = [step(x, x) for _ in range(3)]
+    assert len(said) == 1
+    optimizer = torch.optim.SGD(exact.parameters(), lr=0.1)
+    for loss in losses:
+        optimizer.zero_grad()
+        expected = F.mse_loss(exact(x), x)
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected)
+
+
+@by_profit
+def test_sizes_that_change_are_low(on):
+    """Of a graph for all sizes the first one says little."""
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "auto", dynamic=True)
+    model(torch.randn(3, 256))
+    assert {n.precision for n in amp_graph.report(model).graphs[0].operations} == {"low"}
+
+
+@by_profit
+@pytest.mark.parametrize("compile", ["aot_eager"])
+def test_what_other_compilers_make_of_it_is_not_known(on, compile):
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "auto", compile=compile)
+    model(torch.randn(1, 256))
+    assert not amp_graph.report(model).graphs[0].predicted.left_alone
+
+
+@by_profit
+def test_what_the_owner_wants_low_is_never_left_alone(on):
+    on("cpu")
+    model = mlp()
+    model[0] = amp_graph.precision("low")(model[0]) or model[0]
+    amp_graph.convert(model, "auto")
+    model(torch.randn(1, 256))
+    assert amp_graph.report(model).graphs[0].casts
+
+
+def test_the_words_of_the_policy():
+    assert Policy().leaves == Policy("fp16", skip_unprofitable="graphs").leaves == "graphs"
+    assert Policy("bf16").leaves == Policy("auto", "O2").leaves == "false"
+    assert Policy("bf16", skip_unprofitable=True) == Policy.parse("bf16,skip_unprofitable=true")
+    assert Policy("auto", skip_unprofitable=False).leaves == "false"
+    with pytest.raises(PolicyError, match="legal: false, graphs, true"):
+        Policy.parse("bf16,skip_unprofitable=some")
+    with pytest.raises(PolicyError, match="lists that reproduce"):
+        Policy.parse("bf16,lists=autocast_cpu,skip_unprofitable=graphs").op_list("cpu")
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_checkpoints_of_low_parameters_that_are_left_alone(on):
+    on("cpu_bf16")
+    model = amp_graph.convert(mlp(), "bf16,O2,skip_unprofitable=graphs")
+    for _ in range(3):
+        torch.utils.checkpoint.checkpoint(model, torch.randn(1, 256), use_reentrant=False).sum().backward()
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_sizes_in_containers_are_looked_at(on):
+    on("cpu_bf16")
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, batch):
+            return self.layer(batch["x"])
+
+    model = amp_graph.convert(Takes())
+    with torch.no_grad():
+        for _ in range(3):
+            model({"x": torch.randn(1, 256)})
+        runs = conversion_of(model).runs
+        model({"x": torch.randn(4096, 256)})
+    assert conversion_of(model).runs == runs + 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_moved_a_model_is_judged_anew(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    runs = conversion_of(model).runs
+    assert model.to("meta")(torch.randn(1, 256, device="meta")).shape == (1, 256)
+    assert conversion_of(model).runs == runs + 1
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_left_alone_a_model_is_not_traced_without_a_word(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    with pytest.raises(CaptureError, match="cannot be traced"):
+        torch.export.export(model, (torch.randn(1, 256),))
+
+
+@by_profit
+def test_pieces_are_low(on):
+    """What goes between them is rounded, so that they would lose on both counts."""
+    on("cpu_bf16")
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.one(x)
+            torch._dynamo.graph_break()
+            return self.two(h)
+
+    model = amp_graph.convert(Broken())
+    model(torch.randn(2, 64))
+    assert not any(graph.predicted and graph.predicted.left_alone for graph in amp_graph.report(model).graphs)
+
+
+@pytest.mark.parametrize("sizes", [((0, 4, 8), (0, 8, 4)), ((3, 0, 8), (3, 8, 0)), ((2, 4, 0), (2, 0, 4))], ids=str)
+def test_products_of_nothing_take_no_time(sizes):
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return torch.bmm(a, b)
+
+    given = [torch.randn(size) for size in sizes]
+    assert torch.equal(amp_graph.convert(Product(), "bf16")(*given), torch.bmm(*given))
+
+
+def test_ragged_tensors_without_gradients():
+    given = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        exact = model(given).values()
+        found = amp_graph.convert(model, "bf16")(given).values()
+    assert (found - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_rates_of_another_device_are_not_those_of_a_gpu(monkeypatch, tmp_path):
+    file = tmp_path / "machine.toml"
+    file.write_text(machine_text(machine("cpu_bf16")))
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(file))
+    plans = next(p for p in passes_for(Policy.parse("auto"), "cuda", eager=True) if isinstance(p, PlanPrecision))
+    assert not plans.counts
+    file.write_text(machine_text(replace(machine("cpu_bf16"), device="cuda")))
+    os.utime(file, (1, 1))
+    plans = next(p for p in passes_for(Policy.parse("auto"), "cuda", eager=True) if isinstance(p, PlanPrecision))
+    assert plans.counts

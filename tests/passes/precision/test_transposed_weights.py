@@ -1,0 +1,92 @@
+"""Weights that are turned before a low-precision kernel reads them: copied as they are, turned then, to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.precision import transposed_weights
+
+# What is only turned is a linear's weight otherwise, and copied as such.
+AS_WRITTEN = "skip=products_as_linears"
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+FORMS = {
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "t": lambda w: w.t(),
+    "transpose": lambda w: w.transpose(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "view": lambda w: w.view(2, 3, 8).flatten(0, 1).swapaxes(0, 1),
+}
+
+
+class Turned(nn.Module):
+    """A product with a weight as ``form`` has it; ``after`` is called with weight and view before the product."""
+
+    def __init__(self, form, after=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 8))
+        self.form, self.after = form, after
+
+    def forward(self, x):
+        turned = self.form(self.weight)
+        more = self.after(self.weight, turned) if self.after else 0.0
+        return x @ turned + more
+
+
+def trained(model, policy="bf16"):
+    """Output and gradients of a converted model, and what its casts are of."""
+    amp_graph.convert(model, f"{policy},{AS_WRITTEN}", strict=True)
+    x = X.clone().requires_grad_()
+    out = model(x)
+    out.float().square().sum().backward()
+    casts = {(cast.of, cast.kept) for cast in amp_graph.report(model).graphs[0].casts}
+    return (out.detach(), x.grad, model.weight.grad), casts
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "fp16"])
+def test_a_turned_weight_is_cast_once_an_update(form, policy, monkeypatch):
+    found, casts = trained(Turned(form), policy)
+    assert ("weight", True) in casts
+    monkeypatch.setattr(transposed_weights, "views_of_weights", lambda gm, classes: frozenset())
+    wanted, before = trained(Turned(form), policy)
+    assert ("weight", True) not in before, "control"
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_it_is_autocasts_result():
+    found, _ = trained(Turned(FORMS["T"]))
+    plain, x = Turned(FORMS["T"]), X.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = plain(x)
+    out.float().square().sum().backward()
+    assert all(map(torch.equal, found, (out.float(), x.grad, plain.weight.grad)))
+
+
+def written(weight, turned):
+    with torch.no_grad():
+        weight.add_(1.0)
+    return 0.0
+
+
+LEFT_ALONE = {
+    "written between view and product": (FORMS["t"], written),
+    "read in full precision too": (FORMS["t"], lambda weight, turned: turned.exp().sum()),
+    "a part of the weight": (lambda w: w[:3].t(), None),
+}
+
+
+@pytest.mark.parametrize(("form", "after"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_what_is_left_alone(form, after):
+    model = Turned(form, after)
+    model.weight.requires_grad_(after is not written)
+    amp_graph.convert(model, f"bf16,{AS_WRITTEN}", strict=True)
+    plain = Turned(form, after)
+    plain.weight.requires_grad_(after is not written)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = plain(X)
+        assert torch.equal(model(X), wanted.float())
+    assert not any(cast.of == "weight" for cast in amp_graph.report(model).graphs[0].casts)

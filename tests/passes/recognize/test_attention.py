@@ -1,0 +1,544 @@
+"""Attention written out in Python becomes the one call, and is nearer to fp64; what only looks like it stays."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
+from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
+from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.recognize import attention
+from tests.corpus import make
+
+pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+needs_draws = pytest.mark.skipif(
+    bitmask_dropout.library(torch.bfloat16) is None, reason="torch draws otherwise on this CPU"
+)
+LENGTH, WIDTH, HEADS = 12, 32, 4
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_where_it_pays(monkeypatch):
+    monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(thresholds, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
+
+
+SEEN = torch.ones(LENGTH, LENGTH).tril().bool()
+MASK = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(~SEEN, torch.finfo(torch.float32).min)
+
+
+def plain(s, q, k, v):
+    return (q @ k.mT * 0.4).softmax(-1) @ v
+
+
+def bert(s, q, k, v):
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.4 + MASK
+    chances = F.dropout(F.softmax(scores, dim=-1), p=0.1, training=False)
+    return torch.matmul(chances, v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def llama(s, q, k, v):
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + MASK[0, 0]
+    return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def nanogpt(s, q, k, v):
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+    scores = scores.masked_fill(SEEN == 0, float("-inf"))
+    return F.dropout(F.softmax(scores, dim=-1), 0.0) @ v
+
+
+def turned_before(s, q, k, v):
+    return F.softmax(0.4 * (q / 1.5 @ k.permute(0, 1, 3, 2).clone()), -1) @ v
+
+
+def mask_first(s, q, k, v):
+    return (MASK + q @ k.mT).softmax(3) @ v
+
+
+def folded(*heads):
+    return [t.reshape(-1, *t.shape[2:]) for t in heads]
+
+
+def bloom(s, q, k, v):
+    """Heads are in the batch for the products only; what ``baddbmm`` adds differs from head to head."""
+    queries, keys, values = folded(q, k, v)
+    scores = ALIBI.repeat(2, 1, 1).to(q).baddbmm(batch1=queries, batch2=keys.transpose(-1, -2), beta=1.0, alpha=0.4)
+    scores = scores.view(2, HEADS, LENGTH, -1) + MASK
+    chances = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype).view(-1, LENGTH, LENGTH)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def bart(s, q, k, v):
+    """Heads are in the batch, but for the mask."""
+    queries, keys, values = folded(q * 0.4, k, v)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
+    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.1, training=False)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def multihead(s, q, k, v):
+    """Heads are in the batch, also for the mask and what reads the result."""
+    queries, keys, values = folded(q, k, v)
+    scores = torch.baddbmm(MASK[0].expand(2 * HEADS, -1, -1).to(q), queries, keys.mT)
+    return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
+
+
+def of_one_item(s, q, k, v):
+    return ((q[0] @ k[0].mT * 0.4 + MASK[0]).softmax(-1) @ v[0])[None]
+
+
+def falcon(s, q, k, v):
+    """Scaled behind a mask that differs from head to head; behind that comes another one."""
+    scores = (q @ k.mT + ALIBI.to(q)) * 0.4
+    return F.softmax(scores + MASK.to(q), dim=-1) @ v
+
+
+def mpt(s, q, k, v):
+    """A mask of three dimensions; all that a query sees may be padding."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + ALIBI[:, 0:, -LENGTH:].to(q)
+    scores = scores.masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
+    return torch.matmul(F.softmax(scores.float(), dim=-1).to(v), v)
+
+
+def annotated(s, q, k, v):
+    """The Annotated Transformer's, whose last queries see nothing."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    mask = torch.ones(1, LENGTH, 1).tril() * torch.tensor([1.0] * 10 + [0.0] * 2)[:, None]
+    return torch.matmul(scores.masked_fill(mask.expand(-1, -1, LENGTH)[None] == 0, -1e9).softmax(dim=-1), v)
+
+
+def folded_and_filled(s, q, k, v):
+    queries, keys, values = folded(q, k, v)
+    scores = torch.bmm(queries, keys.mT).masked_fill(PADDED.expand(2 * HEADS, LENGTH, -1), -1e4) * 2
+    return torch.bmm(scores.view(2, HEADS, LENGTH, -1).softmax(-1).view(-1, LENGTH, LENGTH), values).view(
+        2, HEADS, LENGTH, -1
+    )
+
+
+def in_place(s, q, k, v):
+    """What each returns is read on; a bias is added so, too."""
+    scores = (q @ k.mT).div_(2.5)
+    scores += ALIBI
+    return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v
+
+
+def statements(s, q, k, v):
+    """As lucidrains' older code: what each returns is dropped."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    scores.mul_(0.4)
+    scores.add_(ALIBI)
+    scores.masked_fill_(~SEEN, -torch.finfo(scores.dtype).max)
+    return torch.einsum("bhij,bhjd->bhid", scores.softmax(dim=-1), v)
+
+
+def where_it_is_seen(s, q, k, v):
+    return torch.where(SEEN, q @ k.mT * 0.4 + ALIBI.to(q), -math.inf).softmax(-1) @ v
+
+
+def where_it_is_seen_alone(s, q, k, v):
+    return torch.where(SEEN, q @ k.mT, -math.inf).softmax(-1) @ v
+
+
+def where_some_see_nothing(s, q, k, v):
+    return torch.where(SEEN & ~PADDED, q @ k.mT, -1e9).softmax(-1) @ v
+
+
+def scaled_behind_a_product(s, q, k, v):
+    queries, keys, values = folded(q, k, v)
+    scores = torch.baddbmm(ALIBI.repeat(2, 1, 1).to(q), queries, keys.mT, beta=0.5) * 0.4
+    return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
+
+
+def two_masks(s, q, k, v):
+    return (q @ k.mT * 0.4 + MASK.to(q) + ALIBI.to(q)).softmax(-1) @ v
+
+
+def dropped(s, q, k, v):
+    return F.dropout((q @ k.mT * 0.4).softmax(-1), 0.25) @ v
+
+
+def bart_that_drops(s, q, k, v):
+    queries, keys, values = folded(q * 0.4, k, v)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
+    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.5, training=True)
+    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
+
+
+def llama_that_drops(s, q, k, v):
+    """Its values come of what draws before the dropout does."""
+    chances = F.softmax(q @ k.mT * 0.4 + MASK, dim=-1, dtype=torch.float32).to(q.dtype)
+    values = F.dropout(v, 0.5)
+    return F.dropout(chances, 0.1, True) @ values
+
+
+def filled_and_dropped(s, q, k, v):
+    """Of two queries that see nothing some values are dropped, too."""
+    scores = (q @ k.mT).masked_fill(~SEEN | PADDED, -1e9)
+    return F.dropout(scores.softmax(-1), 0.25) @ v
+
+
+ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
+PADDED = torch.arange(LENGTH) < 3  # left of the text
+OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, annotated, scaled_behind_a_product, two_masks)
+WHERE = (where_it_is_seen, where_it_is_seen_alone, where_some_see_nothing)
+DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
+FORMS = {
+    f.__name__: f
+    for f in (
+        *WHERE,
+        folded_and_filled,
+        in_place,
+        statements,
+        plain,
+        bert,
+        llama,
+        nanogpt,
+        turned_before,
+        mask_first,
+        *OF_MODELS,
+    )
+}
+
+
+def with_chances(s, q, k, v):
+    chances = (q @ k.mT * 0.4).softmax(-1)
+    return chances @ v + chances.sum()
+
+
+def written(s, q, k, v):
+    v = v * 1
+    chances = (q @ k.mT).softmax(-1)
+    v += 1
+    return chances @ v
+
+
+def drawn_half_way(s, q, k, v):
+    chances = F.dropout((q @ k.mT).softmax(-1), 0.5)
+    return chances @ (v * torch.rand(LENGTH, 1))
+
+
+def read_before_it_is_written(s, q, k, v):
+    scores = q @ k.mT
+    before = scores.detach().view(-1)
+    chances = scores.mul_(0.4).softmax(-1)
+    return chances @ v + before.mean()
+
+
+def a_statement_behind_a_view(s, q, k, v):
+    scores = q @ k.mT
+    row = scores[:, :, 0]
+    scores.mul_(0.4)
+    return scores.softmax(-1) @ v + row.mean()
+
+
+def into_the_mask(s, q, k, v):
+    return s.kept[:].add_(q @ k.mT).softmax(-1) @ v
+
+
+def mask_that_is_written(s, q, k, v):
+    mask = MASK * 1
+    scores = q @ k.mT + mask
+    mask += 1
+    return scores.softmax(-1) @ v + mask.sum()
+
+
+def held_by_the_user(s, q, k, v):
+    with torch.autocast("cpu", enabled=False):
+        scores = q.float() @ k.float().mT
+    return scores.softmax(-1) @ v
+
+
+OTHERS = {
+    "a statement behind a view": a_statement_behind_a_view,
+    "the probabilities are read": with_chances,
+    "all is dropped": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v,
+    "dropout before others draw": drawn_half_way,
+    "dropout in the order of keys": lambda s, q, k, v: F.dropout((k @ q.mT).mT.softmax(-1), 0.5) @ v,
+    "dropout twice": lambda s, q, k, v: F.dropout(F.dropout((q @ k.mT).softmax(-1), 0.5), 0.5) @ v,
+    "over the queries": lambda s, q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "a mask that trains": lambda s, q, k, v: (q @ k.mT + s.bias).softmax(-1) @ v,
+    "a product adds what trains": lambda s, q, k, v: torch.baddbmm(s.bias, *folded(q, k.mT)).softmax(-1) @ folded(v)[0],
+    "heads apart for another number of them": lambda s, q, k, v: (
+        (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
+    ),
+    "scores where they are not seen": lambda s, q, k, v: torch.where(~SEEN, -1e9, q @ k.mT).softmax(-1) @ v,
+    "a mask behind what was filled": lambda s, q, k, v: ((q @ k.mT).masked_fill(~SEEN, -1e9) + MASK).softmax(-1) @ v,
+    "a number fills that scores may have": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
+    "scores of a function": lambda s, q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
+    "on the left": lambda s, q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "one head, of two dimensions": lambda s, q, k, v: ((q[0, 0] @ k[0, 0].mT).softmax(-1) @ v[0, 0])[None],
+    "one head of keys": lambda s, q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "written half-way": written,
+    "scores are seen in place": read_before_it_is_written,
+    "a mask is written": mask_that_is_written,
+    "scores are added to a mask": into_the_mask,
+    "an fp32 region": held_by_the_user,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        self.register_buffer("kept", torch.zeros(2, HEADS, LENGTH, LENGTH))
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.function(self, q, k, v)
+
+
+def stepped(function, policy="bf16", wide=False):
+    """The result, the gradients, and the calls of attention of a converted model; or of eager fp64."""
+    torch.manual_seed(0)
+    model, x = Model(function), 3 * torch.randn(2, LENGTH, WIDTH)
+    model, x = (model.double(), x.double()) if wide else (amp_graph.convert(model, policy), x)
+    torch.manual_seed(1)
+    out = model(x)
+    (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
+    if wide:
+        return [out.detach(), model.qkv.weight.grad], 0
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    return [out.detach(), model.qkv.weight.grad], sum(n.target is attention_low for n in nodes)
+
+
+def errors(found, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+def becomes_the_call_and_is_as_exact(function):
+    fused, calls = stepped(function)
+    drawn = torch.rand(1)
+    written_out, none = stepped(function, "bf16,skip=fuse_attention")
+    assert (calls, none) == (1, 0)
+    assert torch.equal(drawn, torch.rand(1)), "both leave the generator where it was"
+    exact, _ = stepped(function, wide=True)
+    for ours, theirs in zip(errors(fused, exact), errors(written_out, exact), strict=True):
+        assert ours <= 1.1 * theirs
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", FORMS)
+def test_formulas_become_the_call_and_are_as_exact(name):
+    becomes_the_call_and_is_as_exact(FORMS[name])
+
+
+@needs_draws
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_drops_what_torch_drops(name):
+    becomes_the_call_and_is_as_exact(DROPPED[name])
+
+
+@needs_draws
+def test_control_other_draws_are_seen(monkeypatch):
+    plain_bits = bitmask_dropout.dropout_bits
+    monkeypatch.setattr(
+        bitmask_dropout, "dropout_bits", lambda x, p, keys=1: (torch.rand(1), plain_bits(x, p, keys))[1]
+    )
+    with pytest.raises(AssertionError):
+        becomes_the_call_and_is_as_exact(dropped)
+
+
+@needs_draws
+def test_without_our_draws_dropout_stays_written_out(monkeypatch):
+    monkeypatch.setattr(bitmask_dropout, "library", lambda dtype: None)
+    assert stepped(dropped)[1] == 0
+    assert stepped(plain)[1] == 1
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_attention_stays(name):
+    torch.manual_seed(1)
+    ours, calls = stepped(OTHERS[name])
+    without, _ = stepped(OTHERS[name], "bf16,skip=fuse_attention")
+    assert calls == 0
+    assert all(map(torch.equal, ours, without))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16,deny=aten.matmul", "bf16,deny=aten.scaled_dot_product_attention", "fp16", "bf16,lists=autocast_cpu"],
+)
+def test_who_asks_for_a_precision_gets_it(policy):
+    assert stepped(plain, policy)[1] == 0
+
+
+class Scoring(nn.Module):
+    def forward(self, q, k):
+        return q @ k.mT
+
+
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scoring = nn.Linear(WIDTH, 3 * WIDTH), Scoring()
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.scoring(q, k).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("policy", "count"), [("bf16", 1), ("bf16,keep_fp32=scoring", 0), ("bf16,keep_fp32=qkv", 1)])
+def test_a_module_of_the_formula_that_is_kept_in_fp32_is(policy, count):
+    model = amp_graph.convert(InParts(), policy)
+    model(torch.randn(2, LENGTH, WIDTH))
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    assert sum(n.target is attention_low for n in nodes) == count
+
+
+def test_without_the_kernel_the_formula_stays():
+    assert stepped(plain, "bf16,skip=attention")[1] == 0
+
+
+def test_lengths_that_change_are_captured_once_more_and_no_oftener():
+    torch.manual_seed(0)
+    model = amp_graph.convert(InParts())
+    for length in (12, 20, 28, 36, 40):
+        x = torch.randn(2, length, WIDTH)
+        wanted = InParts.forward(model, x)
+        assert (model(x) - wanted).norm() <= 0.02 * wanted.norm()
+    graphs = conversion_of(model).graphs
+    assert len(graphs) == 2, "of one length, and of any"
+    assert all(any(n.target is attention_low for n in g.rewritten.gm.graph.nodes) for g in graphs)
+
+
+def filled_with(number, adds=False):
+    hidden = torch.zeros(2, 1, LENGTH, 1).bool()
+    hidden[0, :, 3:5] = True
+
+    def filled(s, q, k, v):
+        scores = q @ k.mT + ALIBI.to(q) if adds else q @ k.mT
+        return scores.masked_fill(hidden, number).softmax(-1) @ (v if number != -1e9 else v.detach())
+
+    return filled
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number, adds):
+    filled = filled_with(number, adds)
+    (out, grad), calls = stepped(filled)
+    assert calls == 1
+    assert torch.allclose(out[0, :, 3], out[0, :, 4], atol=1e-3), "of the same values"
+    exact, _ = stepped(filled, wide=True)
+    written_out, _ = stepped(filled, "bf16,skip=fuse_attention")
+    for ours, theirs in zip(errors([out, grad], exact), errors(written_out, exact), strict=True):
+        assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_torchs_own_attention_in_fp32_gives_them_the_same(adds):
+    """Its backward knows rows by the logarithm of their sums, in which a large number would be all."""
+    filled = filled_with(torch.finfo(torch.float32).min, adds)
+    found, calls = stepped(filled, "bf16,keep_fp32=.*")
+    assert calls == 0
+    assert max(errors(found, stepped(filled, wide=True)[0])) < 1e-5
+
+
+def added(s, q, k, v):
+    """As Hugging Face's eager form, where the text is padded on the left: the least number is added."""
+    mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
+    return (q @ k.mT * 0.4 + mask).softmax(-1) @ v
+
+
+def added_in_part(s, q, k, v):
+    """As layers read what there is of keys from a mask that all share."""
+    mask = torch.zeros(2, 1, LENGTH, LENGTH + 4).masked_fill(
+        F.pad(~SEEN | PADDED, (0, 4)), torch.finfo(torch.float32).min
+    )
+    return (q @ k.mT * 0.4 + mask[:, :, :, : k.shape[-2]]).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("function", [added, added_in_part])
+def test_rows_with_the_least_number_added_are_as_exact_as_written_out(function, monkeypatch):
+    exact = stepped(function, wide=True)[0]
+    written_out = errors(stepped(function, "bf16,skip=fuse_attention")[0], exact)
+    fused, calls = stepped(function)
+    assert calls == 1
+    assert all(ours <= 1.1 * theirs for ours, theirs in zip(errors(fused, exact), written_out, strict=True))
+    monkeypatch.setattr(
+        "amp_graph.passes.backends.cpu.attention.lower_attention._as_it_was", lambda gm, node, mask, mode: mask
+    )
+    assert max(errors(stepped(function)[0], exact)) > 10 * max(written_out), "control: -inf in bf16"
+
+
+def test_with_the_least_number_added_in_fp32_the_formula_is_written_out_again(monkeypatch):
+    exact = stepped(added, wide=True)[0]
+    found, calls = stepped(added, "bf16,keep_fp32=.*")
+    assert calls == 0
+    assert max(errors(found, exact)) < 1e-5
+    monkeypatch.setattr(
+        "amp_graph.passes.backends.cpu.attention.lower_attention._is_worse_fused", lambda node, mask: False
+    )
+    assert max(errors(stepped(added, "bf16,keep_fp32=.*")[0], exact)) > 0.01, "control: torch's own backward"
+
+
+def test_control_without_what_is_done_for_them_they_would_be_others(monkeypatch):
+    monkeypatch.setattr(attention._Operands, "_blind", lambda self, found: None)
+    with pytest.raises(AssertionError):
+        test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(-1e4, False)
+    with pytest.raises(AssertionError):
+        test_torchs_own_attention_in_fp32_gives_them_the_same(False)
+
+
+def test_rows_that_see_nothing_are_zeros():
+    hidden = torch.zeros(LENGTH, LENGTH).bool()
+    hidden[3] = True
+    (out, grad), calls = stepped(lambda s, q, k, v: (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) @ v)
+    assert calls == 1
+    assert not out[:, :, 3].any()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("bert_eager", 2), ("mixtral_eager", 1)])
+def test_models_of_the_library(name, layers):
+    pytest.importorskip("transformers")
+    model, args, kwargs = make(name)
+    amp_graph.convert(model)(*args, **kwargs)
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    assert sum(n.target is attention_low for n in nodes) >= layers
+
+
+def shared_masks(s, q, k, v):
+    return (q @ k.mT * 0.4 + MASK + ALIBI).softmax(-1) @ v
+
+
+class Layers(nn.Module):
+    """Two layers that share their masks, each computed again in backward where asked."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(Model(shared_masks) for _ in range(2)), again
+
+    def forward(self, x):
+        for layer in self.layers:
+            heads = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+            x = x + heads.transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
+    torch.manual_seed(0)
+    model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
+    wide = copy.deepcopy(model).double()
+    wide(x.double()).square().sum().backward()
+    amp_graph.convert(model)
+    model(x).square().sum().backward()
+    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
+    calls = [n for n in nodes if n.target is attention_low]
+    assert again or len(calls) == 2
+    assert again or len({n.kwargs["attn_mask"] for n in calls}) == 1
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        assert q.grad is None or (p.grad - q.grad).norm() <= 0.05 * q.grad.norm()

@@ -1,0 +1,284 @@
+"""Convolutions whose kernel covers the image are linears: the same sums, and weights that are read as they lie."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.graph.identify_ops import IdentifyOps
+from amp_graph.passes.layout.conv_args import calls_convolution
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.profitability import conv_thresholds
+from amp_graph.passes.recognize import conv_to_linear
+from amp_graph.passes.recognize.conv_to_linear import ConvAsLinear
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from tests.passes.graphs import Function, capture_function, differences, run_step
+
+LAST = torch.channels_last
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X = drawn(3, 4, 5, 6, seed=1)
+W, B = drawn(7, 4, 5, 6, seed=2) / 8, drawn(7, seed=3)
+
+PATCHES = drawn(4, 3, 16, 16, seed=4) / 30
+
+COVER = {
+    "with a bias": lambda s, x: F.conv2d(x, s.w, s.b),
+    "without": lambda s, x: F.conv2d(x, s.w),
+    "with a stride": lambda s, x: F.conv2d(x, s.w, s.b, stride=2),
+    "padding in words": lambda s, x: F.conv2d(x, s.w, s.b, padding="valid"),
+    "written behind": lambda s, x: F.conv2d(x, s.w, s.b).relu_().mul(2),
+    "of channels_last images": lambda s, x: F.conv2d(x.contiguous(memory_format=LAST), s.w, s.b),
+}
+OTHERS = {
+    "two places": lambda s, x: F.conv2d(F.pad(x, (0, 1)), s.w),
+    "padding": lambda s, x: F.conv2d(x, s.w, padding=1),
+    "groups": lambda s, x: F.conv2d(x, s.w[:, :2].repeat(2, 1, 1, 1), groups=2),
+    "one place in all": lambda s, x: F.conv2d(x[:, :, :1, :1], s.w[:, :, :1, :1]),
+    "one image": lambda s, x: F.conv2d(x[0], s.w),
+}
+
+
+def passed(function, weight=W):
+    graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
+    gm = graph.fresh()
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    return graph, gm, done.result
+
+
+@pytest.mark.parametrize("name", COVER)
+@pytest.mark.parametrize("weight", [W, W.contiguous(memory_format=LAST)])
+def test_it_is_the_convolution(name, weight):
+    graph, gm, result = passed(COVER[name], weight)
+    assert len(result.changes) == 1
+    plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
+    for a, b in zip((*ours.outputs, *ours.grads), (*plain.outputs, *plain.grads), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_control_images_whose_elements_come_in_another_order(monkeypatch):
+    monkeypatch.setattr(conv_to_linear, "describe", _wrongly(conv_to_linear.describe, iter([True, False])))
+    graph, gm, _ = passed(COVER["without"])
+    assert not torch.allclose(gm(*graph.given)[0], graph.gm(*graph.given)[0], rtol=1e-2)
+
+
+def _wrongly(describe, orders):
+    """Turn the images alone, not the weight."""
+
+    def described(made, like, mode):
+        if made.target == "flatten" and next(orders):
+            with made.graph.inserting_before(made):
+                turned = made.graph.call_method("transpose", (made.args[0], 2, 3))
+            made.args = (describe(turned, like, mode), 1)
+        return describe(made, like, mode)
+
+    return described
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_stays(name):
+    graph, gm, result = passed(OTHERS[name])
+    assert not result.changes
+    assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
+
+
+class Head(nn.Module):
+    """The end of VGG: images of one place behind a convolution that covers them."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head, self.last = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 4), nn.Conv2d(16, 5, 1)
+        self.norm = nn.BatchNorm2d(16) if norm else nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.norm(self.head(self.conv(x).relu())).relu()).flatten(1)
+
+
+def trained_as_exactly_as_by_autocast(kind, x):
+    """Return the converted model, autocast's result and the exact one; their gradients are compared with fp64's."""
+    model, rival, exact = kind(), kind(), kind().double()
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rival(x)
+    out.float().square().sum().backward()
+    right = exact(x.double())
+    right.square().sum().backward()
+    for ours, theirs, known in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
+        assert (ours.grad - known.grad).norm() <= 1.1 * (theirs.grad - known.grad).norm() + 1e-6
+    return model, out, right
+
+
+def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_autocasts():
+    model, *_ = trained_as_exactly_as_by_autocast(Head, drawn(6, 4, 6, 6))
+    assert model.head.weight.grad.stride() == model.head.weight.stride()
+    code = conversion_of(model).graphs[0].rewritten.gm.code
+    assert code.count("weight_copy(") == 6
+    assert "linear" in code
+
+
+def test_norms_are_folded_rather():
+    model = amp_graph.convert(Head(norm=True).eval(), "bf16")
+    with torch.no_grad():
+        model(drawn(6, 4, 6, 6))
+    done = {p.name: p.result for p in conversion_of(model).graphs[0].rewritten.passes}
+    assert not done["conv-as-linear"].changes
+
+
+def test_images_whose_size_varies_are_left_alone():
+    model = amp_graph.convert(Function(lambda s, x: F.conv2d(x, s.w[:, :, : x.shape[2]]), w=W), "bf16", dynamic=True)
+    for height in (5, 4, 3):
+        assert model(drawn(3, 4, height, 6)).shape == (3, 7, 1, 1)
+
+
+def test_a_policy_can_leave_it_out():
+    model = amp_graph.convert(Head(), "bf16,skip=conv_as_linear")
+    model(drawn(6, 4, 6, 6))
+    assert "linear" not in conversion_of(model).graphs[0].rewritten.gm.code
+
+
+P = drawn(2, 3, 8, 12, seed=4)
+WP, BP = drawn(10, 3, 4, 4, seed=5) / 7, drawn(10, seed=6)
+
+IN_ROWS = {
+    "flattened": lambda s, x: torch.cat([s.t, F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2)], 1),
+    "viewed": lambda s, x: F.layer_norm(F.conv2d(x, s.w, s.b, 4).view(2, 10, 6).transpose(1, 2), (10,)),
+    "for a linear": lambda s, x: F.linear(F.conv2d(x, s.w, None, (4, 4)).reshape(2, 10, -1).transpose(2, 1), s.v),
+}
+AS_IMAGES = {
+    "read by others too": lambda s, x: ((h := F.conv2d(x, s.w, s.b, 4)).flatten(2).transpose(1, 2) * 2, h.sum((2, 3))),
+    "viewed across": lambda s, x: F.conv2d(x, s.w, s.b, 4).view(2, -1) * 2,
+    "rows that go back": lambda s, x: F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2).transpose(1, 2).view(2, -1),
+    "added to": lambda s, x: F.conv2d(x, s.w, s.b, 4).flatten(2).transpose(1, 2) + s.t,
+    "written behind": lambda s, x: F.conv2d(x, s.w, s.b, 4).relu_().mul(2),
+    "of what needs a gradient": lambda s, x: F.conv2d(x * 2, s.w, s.b, 4).flatten(2).flatten(1),
+}
+APART = {
+    "overlapping": lambda s, x: F.conv2d(x, s.w, stride=3),
+    "with gaps": lambda s, x: F.conv2d(x, s.w, stride=5),
+    "a rest": lambda s, x: F.conv2d(x[:, :, :7], s.w, stride=4),
+    "padded": lambda s, x: F.conv2d(x, s.w, stride=4, padding=2),
+    "dilated": lambda s, x: F.conv2d(x, s.w[..., :2, :2], stride=2, dilation=2),
+    "small patches": lambda s, x: F.linear(F.conv2d(x, s.w[..., :2, :2], stride=2).flatten(2).transpose(1, 2), s.v),
+    "an image of small patches": lambda s, x: F.conv2d(x, s.w, stride=4),
+    "channels_last": lambda s, x: F.conv2d(x.contiguous(memory_format=LAST), s.w, stride=4),
+    "many channels": lambda s, x: F.conv2d(x.repeat(1, 4, 1, 1), s.w.repeat(1, 4, 1, 1), stride=4),
+}
+
+
+def patched(function):
+    state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
+    graph = capture_function(function, P.clone().requires_grad_(), **state)
+    gm = graph.fresh()
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    return graph, gm, done.result
+
+
+@pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])
+def test_patches_are_rows(name, monkeypatch):
+    monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+    graph, gm, result = patched((IN_ROWS | AS_IMAGES)[name])
+    assert len(result.changes) == 1
+    plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
+    for a, b in zip(ours.outputs, plain.outputs, strict=True):
+        assert a.stride() == b.stride()
+    for a, b in zip((*ours.outputs, *ours.grads), (*plain.outputs, *plain.grads), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
+    calls = {n.target for n in gm.graph.nodes}
+    assert not any(calls_convolution(n) for n in gm.graph.nodes)
+    assert ("contiguous" in calls) == (name in AS_IMAGES), "laid out again where somebody may see how it lies"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_other_convolutions_are_no_patches(name, monkeypatch):
+    if "image" not in name:
+        monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+    graph, gm, result = patched(APART[name])
+    assert not result.changes
+    assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
+
+
+def test_on_gpus_smaller_patches_are_rows_too():
+    pays = conv_thresholds.patches_pay
+    assert pays("cuda", 3, (2, 2), True)
+    assert not pays("cpu", 3, (2, 2), True)
+    assert not pays("cuda", 3, (4, 4), False)
+    assert not pays("cuda", 96, (2, 2), True)
+    assert not pays("mps", 3, (16, 16), True)
+
+
+def test_control_patches_that_are_turned_differ(monkeypatch):
+    describe = conv_to_linear.describe
+    monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+
+    def turned(made, like, mode):
+        if made.target == "permute" and len(made.args[1]) == 6:
+            made.args = (made.args[0], (0, 2, 4, 1, 5, 3))
+        return describe(made, like, mode)
+
+    monkeypatch.setattr(conv_to_linear, "describe", turned)
+    graph, gm, _ = patched(AS_IMAGES["viewed across"])
+    assert not torch.allclose(gm(*graph.given)[0], graph.gm(*graph.given)[0], rtol=1e-2)
+
+
+class Transformer(nn.Module):
+    """The begin of a vision transformer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.token = nn.Conv2d(3, 64, 4, 4), nn.Parameter(torch.randn(1, 1, 64))
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        return self.last(self.norm(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))
+
+
+def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    x = drawn(2, 3, 32, 32)
+    model, out, right = trained_as_exactly_as_by_autocast(Transformer, x)
+    with torch.no_grad():
+        for _ in range(4):
+            found = model(x)
+            assert (found - right).norm() <= 1.1 * (out - right).norm()
+    for graph in conversion_of(model).graphs:
+        assert "conv2d" not in graph.rewritten.gm.code
+    if multiplies_bf16():
+        assert amp_graph.report(model).graphs[1].text.count("packed_weight(%0)") == 1
+
+
+def test_images_of_other_sizes():
+    model, plain = (amp_graph.convert(Transformer(), p) for p in ("bf16", "bf16,skip=conv_as_linear"))
+    for shape in ((2, 3, 32, 32), (5, 3, 32, 32), (2, 3, 30, 32), (1, 3, 16, 48)):
+        x = drawn(*shape)
+        torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 2, 0), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_patches_are_read_in_rows_by_a_transpose_alone(order, dynamic):
+    """Images, channels and places are 4 each: the shape does not tell which dimensions were swapped."""
+    patches = lambda s, x: F.conv2d(x, s.w, None, 16).flatten(2).permute(*order)  # noqa: E731
+    model = Function(lambda s, x: torch.cat([part := patches(s, x), part]), w=PATCHES)
+    x = drawn(4, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(x)
+    ours = amp_graph.convert(model, "bf16")
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    assert torch.allclose(ours(x).float(), theirs.float(), atol=2e-2)

@@ -1,0 +1,66 @@
+"""Dropout that drops nothing is left out, and no bit changes; the rest stays."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.recognize.no_op_dropout import DropDropout
+from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes, with_and_without
+
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
+
+LEFT_OUT = {
+    "in evaluation": lambda s, x: F.dropout(x @ s.w, 0.5, False) @ s.w,
+    "by name": lambda s, x: F.dropout(input=x @ s.w, training=False).relu(),
+    "of nothing": lambda s, x: F.dropout(x @ s.w, 0.0).exp(),
+    "torch's": lambda s, x: torch.dropout(x @ s.w, 0.1, train=False).exp(),
+    "and written": lambda s, x: ((h := x @ s.w), F.dropout(h, 0.1, False).mul_(2)),
+}
+KEPT = {
+    "that drops": lambda s, x: F.dropout(x @ s.w, 0.5),
+    "of all": lambda s, x: F.dropout(x @ s.w, 1.0, True),
+    "of whole channels": lambda s, x: F.dropout1d(x @ s.w, 0.5, True),
+    "in place": lambda s, x: F.dropout(x @ s.w, 0.1, False, inplace=True).add_(1),
+    "in place, by position": lambda s, x: F.dropout(x @ s.w, 0.1, False, True).add_(1),
+    "by torch": lambda s, x: torch.dropout(x @ s.w, 0.5, True),
+}
+
+
+def passed(function):
+    return with_and_without(DropDropout(), capture_function(function, X, w=W))
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_it_is_left_out_and_no_bit_changes(name):
+    plain, ours, given, result = passed(LEFT_OUT[name])
+    assert [c.action for c in result.changes] == ["left out"]
+    assert not any("dropout" in n.name for n in ours.graph.nodes)
+    assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_drops_is_left_alone(name):
+    assert not passed(KEPT[name])[3].changes
+
+
+def test_torch_returns_the_very_tensor():
+    for x in (X, X.bfloat16(), X.clone().requires_grad_()):
+        assert F.dropout(x, 0.5, False) is x
+        assert F.dropout(x, 0.0, True) is x
+        assert torch.dropout(x, 0.5, False) is x
+
+
+def test_what_is_read_through_it_is_computed_again():
+    """A GELU behind which a dropout of 0 stood was saved for the linear behind that."""
+    model = nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Dropout(0.0), nn.Linear(512, 512))
+    amp_graph.convert(model, "bf16,recompute=all")(X).sum().backward()
+    assert "gelu_computed_again" in amp_graph.report(model).graphs[-1].text
+
+
+def test_a_switch_keeps_it():
+    model = capture(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).eval(), X)
+    texts = [model.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=drop_dropout")]
+    assert ["dropout" in text for text in texts] == [False, True]

@@ -1,0 +1,268 @@
+"""The report: what it counts, what it says where nothing happened, and that it is stable and escaped."""
+
+import html.parser
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.report.report_text import CELL, fold, size_text
+
+
+class Net(nn.Module):
+    """Layers that fold, an operation of every sort, and one that no list names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        x = torch.erfinv(self.norm(x).tanh() / 2)
+        return x.log_softmax(-1)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.fc(x)
+        torch._dynamo.graph_break()
+        return self.fc(x)
+
+
+class Tokens(nn.Module):
+    def forward(self, x):
+        return (x + 1).clamp(max=5)
+
+
+def converted(model, *inputs, policy="bf16"):
+    torch.manual_seed(0)
+    amp_graph.convert(model, policy)
+    for one in inputs:
+        model(one)
+    return model
+
+
+def test_a_graphs_counts_agree_with_its_nodes_and_text():
+    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    assert (graph.training, graph.grad, graph.dtype, graph.mode) == (
+        True,
+        True,
+        "bf16",
+        "train, with gradients",
+    )
+    linears = [n for n in graph.operations if n.ops == ("aten.linear",)]
+    assert [n.module for n in linears] == ["layers.0", "layers.1", "layers.2"]
+    for node in linears:
+        assert (node.cls, node.precision, node.type, node.captured_type) == (
+            "allow",
+            "low",
+            "bf16[4,8]",
+            "f32[4,8]",
+        )
+        assert node.origin.startswith("common.toml:")
+        assert node.reason
+        assert __file__ in node.line
+        assert f"{node.number}: bf16[4,8] = linear(" in graph.text
+    assert [c.source for c in graph.casts if c.of == "weight"] == [
+        f"layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")
+    ]
+    assert sum(n.cls == "cast" for n in graph.nodes) == len(graph.casts)
+    assert "bf16" not in graph.before
+    assert graph.captured_bytes > sum(graph.bytes.values()) / 2 > 0
+
+
+def test_the_text_fits_one_screen_and_says_all():
+    text = amp_graph.report(converted(Net(), torch.randn(4, 8), policy="bf16,accuracy=fast")).text()
+    for wanted in (
+        "amp_graph report: Net",
+        "policy     bf16-O1,accuracy=fast",
+        "accuracy   fast: low-precision streams",
+        "precision  bf16, compile=eager",
+        "captured   1 graph, 0 graph breaks",
+        "graph 0: train, with gradients, bf16",
+        "allow       3 low",
+        "6 of weights, all kept)",
+        "weight copies 432 B",
+        "activations written, estimated: ",
+        "layers.*",
+        "x3",
+    ):
+        assert wanted in text
+    assert max(map(len, text.splitlines())) <= 110
+    assert len(text.splitlines()) <= 40
+
+
+def test_nothing_is_cut_without_a_width():
+    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    assert "..." in report.text()
+    assert "..." not in report.text(width=None)
+    assert str(report) == report.text()
+
+
+def test_train_and_eval_are_two_graphs_and_equal_ones_are_folded():
+    model = converted(Net(), torch.randn(4, 8))
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    report = amp_graph.report(model)
+    assert [g.mode for g in report.graphs] == ["train, with gradients", "eval, without gradients"]
+    assert "graph 1: eval, without gradients, bf16: as graph 0" in report.text()
+
+
+def test_a_graph_break_names_the_reason_and_the_users_line():
+    report = amp_graph.report(converted(Broken(), torch.randn(4, 8)))
+    assert len(report.graphs) == 2
+    assert "graph_break" in report.graphs[0].break_line
+    assert "captured   2 graphs, 1 graph break\n" in report.text()
+    assert "ends in a graph break at " in report.text()
+
+
+def test_operations_that_no_list_names_are_listed_with_their_line():
+    report = amp_graph.report(converted(Net(), torch.randn(4, 8), policy="bf16,remove=erfinv"))
+    (node,) = [n for n in report.graphs[0].operations if not n.listed]
+    assert node.ops == ("aten.erfinv",)
+    assert "operations that no list names, run as captured:\n    erfinv x1, first at " in report.text()
+
+
+def test_a_model_without_fp32_has_nothing_to_do():
+    text = amp_graph.report(converted(Tokens(), torch.arange(4))).text()
+    assert text.endswith("graph 0: train, with gradients, bf16\n  integer-only: nothing to do\n")
+    text = amp_graph.report(converted(Tokens(), torch.zeros(4, dtype=torch.float64))).text()
+    assert text.endswith("  no fp32 operation: nothing to do\n")
+
+
+def test_before_the_first_call_there_is_nothing_to_say():
+    report = amp_graph.report(converted(Net()))
+    assert report.graphs == ()
+    assert "not captured yet: call the model once" in report.text()
+    report = amp_graph.report(converted(Net(), torch.randn(4, 8), policy="O0"))
+    assert "level O0: the model runs as it is written" in report.text()
+
+
+def test_a_call_that_captured_nothing_is_told_with_its_notes():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x
+
+    model = amp_graph.convert(Plain())
+    with pytest.warns(AmpGraphWarning):
+        model(torch.ones(2))
+    text = amp_graph.report(model).text()
+    assert "nothing was captured: every call ran as it is written" in text
+    assert "  note: " in text
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "fix"),
+    [
+        (nn.Linear(2, 2), "Linear is not converted", "amp_graph.convert(model)"),
+        ("model", "a str is not a converted model", "amp_graph.convert(model)"),
+        (
+            nn.Sequential(amp_graph.convert(nn.Linear(2, 2))),
+            "its submodule '0' is",
+            "amp_graph.report(model.get_submodule('0'))",
+        ),
+    ],
+)
+def test_a_model_that_is_not_converted_is_refused(model, what, fix):
+    with pytest.raises(CaptureError) as caught:
+        amp_graph.report(model)
+    assert what in str(caught.value)
+    assert "fix:" in str(caught.value)
+    assert fix in str(caught.value)
+    assert issubclass(CaptureError, AmpGraphError)
+
+
+def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
+    first, second = (amp_graph.report(converted(Net(), torch.randn(4, 8))).to_dict() for _ in range(2))
+    text = json.dumps(first)
+    assert text == json.dumps(second)
+    back = json.loads(text)
+    assert back["format"] == 1
+    assert back["graphs"][0]["nodes"][0].keys() >= {"name", "ops", "module", "precision", "reason", "origin"}
+    assert [len(back["graphs"][0][k]) for k in ("nodes", "casts")] == [
+        len(first["graphs"][0][k]) for k in ("nodes", "casts")
+    ]
+
+
+class Page(html.parser.HTMLParser):
+    """Which tags a page opens, and every attribute that could fetch something."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links, self.open = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href", "action", "data", "poster")]
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_escaped_and_fetches_nothing(tmp_path):
+    path = tmp_path / "report.html"
+    evil = type("<script>alert(1)</script>", (Net,), {})
+    with pytest.warns(AmpGraphWarning, match="matches no module"):
+        model = converted(evil(), torch.randn(4, 8), policy="bf16,keep_fp32=<b>&.*")
+    amp_graph.report(model).html(path)
+    text = path.read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.links == []
+    assert page.tags.count("script") == 1
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "&lt;b&gt;&amp;.*" in text
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "default-src 'none'" in text
+    rows = len(amp_graph.report(model).graphs[0].nodes)
+    assert page.tags.count("tr") == rows + 1
+    assert page.tags.count("td") == rows * page.tags.count("th")
+
+
+def test_rows_fold_by_operation_precision_and_reason():
+    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
+    assert row[:4] == ("linear", "x3", "low", "layers.*")
+
+
+def test_sizes_are_readable():
+    assert [size_text(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]
+
+
+def test_long_module_paths_keep_their_end():
+    model = nn.ModuleDict({"a_rather_long_name_of_a_module": nn.ModuleDict({"and_another_one_inside_it": Net()})})
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = model
+
+        def forward(self, x):
+            return self.inside["a_rather_long_name_of_a_module"]["and_another_one_inside_it"](x)
+
+    (graph,) = amp_graph.report(converted(Outer(), torch.randn(4, 8))).graphs
+    (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
+    assert row[3].startswith("...")
+    assert row[3].endswith(".layers.*")
+    assert len(row[3]) == CELL

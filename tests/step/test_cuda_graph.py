@@ -1,0 +1,191 @@
+"""Steps that are recorded and replayed: the same bits as steps that run, on a GPU, or with a stand-in for one.
+
+A CUDA graph runs nothing while it is recorded, and a replay reads and writes the memory that it was recorded with. The
+stand-in keeps to both, so that what is not copied, or not recorded anew, shows on the CPU as well.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.errors import CaptureError
+from amp_graph.step import cuda_graph
+from amp_graph.step.trace_step import StepBuilder
+
+STEPS = 9  # three as they are, one recording, and replays
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class Normed(nn.Module):
+    """With buffers that forward writes, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Linear(24, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.last(self.drop(F.gelu(self.norm(self.first(x)))))
+
+
+def _stand_in(run, args):
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    before = [t.detach().clone() for t in tensors]
+    with torch.random.fork_rng():
+        outputs = run(*args)
+    outputs = [o.clone() if isinstance(o, Tensor) else o for o in outputs]
+    with torch.no_grad():
+        for t, old in zip(tensors, before, strict=True):
+            t.copy_(old)
+
+    def replay():
+        for out, new in zip(outputs, run(*args), strict=True):
+            if isinstance(out, Tensor):
+                out.copy_(new)
+
+    return replay, outputs
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Let steps on the CPU be recorded by the stand-in; returns a list that has an entry for each recording."""
+    made = []
+
+    def counted(run, args):
+        made.append(run)
+        return _stand_in(run, args)
+
+    monkeypatch.setattr(cuda_graph, "record", counted)
+    monkeypatch.setattr(cuda_graph, "on_side_stream", lambda run, args: run(*args))
+    monkeypatch.setattr("amp_graph.step.train_step.check_cuda_graph", lambda *_: None)
+    return made
+
+
+def trained(replayed, device="cpu", change=lambda step, i: None, sizes=(8,), **options):
+    """Train some steps; return losses, parameters, buffers and the optimizer's state."""
+    torch.manual_seed(0)
+    model = Normed().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"policy": "bf16", **options}
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, cuda_graph=replayed, **options)
+    results = []
+    for i in range(STEPS):
+        change(step, i)
+        x, y = (
+            torch.randn(sizes[i % len(sizes)], 6, device=device),
+            torch.randint(3, (sizes[i % len(sizes)],), device=device),
+        )
+        results.append(step(x, y))
+    losses = [(r[0] if isinstance(r, tuple) else r).detach().clone() for r in results]
+    state = [t for p in model.parameters() for t in optimizer.state[p].values()]
+    return losses, [*model.parameters(), *model.buffers(), *state], results
+
+
+def equal(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+CASES = {
+    "bf16": {},
+    "fp16": {"policy": "fp16", "clip_norm": 0.5},
+    "O2": {"policy": "bf16-O2"},
+    "micro-batches": {"micro_batches": 2},
+    "outputs": {"outputs": True},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_replayed_steps_have_the_bits_of_steps_that_run(recordings, options):
+    losses, tensors, results = trained(True, **options)
+    assert len(recordings) == (2 if "micro_batches" in options else 1)
+    expected, others, _ = trained(False, **options)
+    assert equal(losses, expected)
+    assert equal(tensors, others)
+    if "outputs" in options:  # what earlier steps returned is not overwritten by later ones
+        assert len({out.sum().item() for _, out in results}) == STEPS
+
+
+def test_learning_rates_are_read_at_each_replay(recordings):
+    def change(step, i):
+        step.optimizer.param_groups[0]["lr"] = 0.01 / (1 + i)
+
+    assert equal(trained(True, change=change)[1], trained(False, change=change)[1])
+    assert not equal(trained(True)[1], trained(True, change=change)[1])
+
+
+def test_each_shape_is_recorded(recordings):
+    assert equal(trained(True, sizes=(8, 5))[0], trained(False, sizes=(8, 5))[0])
+    assert len(recordings) == 2
+
+
+def test_parameters_that_moved_are_recorded_anew(recordings):
+    def change(step, i):
+        if i == 6:
+            p = step.model.last.weight
+            p.data = p.data.clone() * 2
+
+    losses, tensors, _ = trained(True, change=change)
+    assert len(recordings) == 2
+    expected, others, _ = trained(False, change=change)
+    assert equal(losses, expected)
+    assert equal(tensors, others)
+
+
+def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
+    monkeypatch.setattr(StepBuilder, "_batch_in", lambda self, args: ())
+    monkeypatch.setattr(cuda_graph.Replayed, "_addresses", lambda self, args: ())
+    assert not equal(trained(True)[0], trained(False)[0])
+
+
+def test_inputs_that_the_model_writes_to_are_written(recordings):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x.add_(1)
+            return self.linear(x)
+
+    model = Writes()
+    step = amp_graph.TrainStep(
+        model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters()), "bf16", cuda_graph=True
+    )
+    for _ in range(STEPS):
+        x = torch.zeros(2, 4)
+        step(x)
+        assert torch.equal(x, torch.ones(2, 4))
+    assert len(recordings) == 1
+
+
+def test_what_cannot_be_recorded_is_an_error_that_says_so(recordings, monkeypatch):
+    def fails(run, args):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(cuda_graph, "record", fails)
+    with pytest.raises(
+        CaptureError, match=r"not permitted when stream is capturing\n  legal: .*\n  fix:   cuda_graph=False"
+    ):
+        trained(True)
+
+
+def test_a_model_on_the_cpu_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match=r"Linear has parameters on: cpu\n  legal: a model on a CUDA device"):
+        amp_graph.TrainStep(model, None, torch.optim.SGD(model.parameters()), cuda_graph=True)
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(CaptureError, match="averaged over several ranks"):
+        cuda_graph.check_cuda_graph(True, nn.ReLU(), object())
+
+
+@on_gpu
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_on_a_gpu(options):
+    losses, tensors, _ = trained(True, "cuda", **options)
+    expected, others, _ = trained(False, "cuda", **options)
+    assert equal(losses, expected)
+    assert equal(tensors, others)

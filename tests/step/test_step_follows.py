@@ -1,0 +1,713 @@
+"""A step follows model and optimizer as they are at each call: replaced, frozen, branching, scheduled, hooked."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RAdam
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.step.train_step import MADE_FOR
+from tests.step.test_train_step import parameters, same
+
+LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
+
+
+def sgd(parameters):
+    return SGD(parameters, lr=0.1, fused=True)
+
+
+def decayed(parameters):
+    """An optimizer that moves what it is given zeros for."""
+    return AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Aside(nn.Module):
+    """A layer that is read without gradient, beside one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            aside = self.b(x)
+        return self.a(x) + aside
+
+
+class Branches(nn.Module):
+    """Two layers, of which each call takes one; they alternate, or go by ``taken``."""
+
+    def __init__(self, alternate=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.calls, self.taken, self.alternate = 0, True, alternate
+
+    def forward(self, x):
+        self.calls += 1
+        taken = self.calls % 2 if self.alternate else self.taken
+        return self.a(x) if taken else self.b(x)
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+
+
+def loop(model, optimizer, steps, policy, before=None, parts=1, clip=None):
+    """The loop by hand; ``before`` is called with the step's number, the model and the optimizer."""
+    amp_graph.convert(model, policy)
+    scaler = amp_graph.GradScaler("cpu", enabled=False)
+    losses = []
+    for i in range(steps):
+        if before:
+            before(i, model, optimizer)
+        x, y = batch(i)
+        optimizer.zero_grad()
+        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(one), target)
+            (loss / parts).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        losses.append(loss.item())
+        del loss  # whose graph keeps torch from taking a parameter's other shape
+    return losses
+
+
+def stepped(model, optimizer, steps, policy, before=None, **options):
+    """The same with a ``TrainStep``."""
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, **options)
+    losses = []
+    for i in range(steps):
+        if before:
+            before(i, model, optimizer)
+        losses.append(step(*batch(i)).item())
+    return step, losses
+
+
+def compare(kind, make, policy, before=None, steps=5, parts=1, clip=None):
+    """Assert that a TrainStep gives the parameters of the loop, bit for bit; return both models."""
+    one, two = kind(), kind()
+    theirs = loop(one, make(one.parameters()), steps, policy, before, parts, clip)
+    clipped = {"clip_norm": clip} if clip else {}
+    step, ours = stepped(two, make(two.parameters()), steps, policy, before, micro_batches=parts, **clipped)
+    assert parts > 1 or ours == theirs
+    assert same(parameters(one), parameters(two))
+    return one, two, step
+
+
+# -- what was put in the place of something ------------------------------------------------------------
+
+
+def other_layer(trained=True, scale=3.0):
+    torch.manual_seed(9)
+    layer = nn.Linear(16, 4)
+    with torch.no_grad():
+        layer.weight.mul_(scale)
+    return layer.requires_grad_(trained)
+
+
+def new_weight(model, optimizer):
+    model[2].weight = other_layer().weight
+
+
+def new_module(model, optimizer):
+    model[2] = other_layer()
+
+
+def new_frozen(model, optimizer):
+    model[2] = other_layer(trained=False)
+
+
+def new_by_assign(model, optimizer):
+    state = {k: v.clone() * 5 for k, v in model.state_dict().items() if k.startswith("2")}
+    model.load_state_dict(state, assign=True, strict=False)
+
+
+def new_in_both(model, optimizer):
+    new = other_layer().weight
+    optimizer.param_groups[0]["params"][2] = new
+    model[2].weight = new
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
+def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            put(model, optimizer)
+
+    compare(mlp, sgd, policy, before)
+
+
+def test_a_model_of_which_the_optimizer_has_nothing_any_more_is_refused():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(CaptureError, match=r"has none of the parameters(.|\n)*fix:"):
+        step(*batch())
+
+
+def test_what_the_optimizer_has_not_is_not_trained():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model[2] = other_layer()
+    was = model[2].weight.detach().clone()
+    step(*batch(5))
+    assert torch.equal(model[2].weight, was)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+def test_heads_that_take_turns(policy):
+    torch.manual_seed(4)
+    heads = [nn.Linear(16, 4) for _ in range(3)]
+    pairs = [[h.weight.detach().clone(), h.bias.detach().clone()] for h in heads]
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Linear(8, 16)
+            self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+            for head, (weight, bias) in zip(self.heads, pairs, strict=True):
+                head.weight.data.copy_(weight)
+                head.bias.data.copy_(bias)
+            object.__setattr__(self, "head", self.heads[0])
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+
+    def before(i, model, optimizer):
+        object.__setattr__(model, "head", model.heads[i % 3])
+
+    compare(Turns, decayed, policy, before, steps=9)
+
+
+def test_heads_of_one_architecture_share_one_capture():
+    """Swapping back finds the steps that were traced."""
+    model, spare = mlp(), other_layer()
+    own = model[2]
+    optimizer = SGD([*model.parameters(), *spare.parameters()], lr=0.1)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    graphs = []
+    for i in range(6):
+        model[2] = spare if i % 2 else own
+        step(*batch(i))
+        graphs.append({id(s) for c in step.captured for b in c.bounds for s in b.steps.values()})
+    assert len(graphs[1]) == 2
+    assert graphs[1:] == [graphs[1]] * 5
+
+
+def test_parameters_that_nobody_has_any_more_are_let_go():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model[2] = nn.Linear(16, 4)
+        optimizer = step.optimizer
+        optimizer.param_groups[0]["params"][2:] = list(model[2].parameters())
+        step(*batch(seed))
+    held = {id(p) for c in step.captured for b in c.bounds for p in b.parameters}
+    assert held == {id(p) for p in model.parameters()}
+    assert len(step.weight_copies()) == 4
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_replaced_under_batches_of_two_shapes(policy):
+    """The parameters that one capture lets go of were those of another, too: a weight that is merged, say."""
+
+    def before(i, model, optimizer):
+        if i == 2:
+            model[0].weight = nn.Parameter(model[0].weight.detach().float() + 0.1, requires_grad=False)
+
+    def frozen():
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    one, two = frozen(), frozen()
+    shapes = [16, 12, 16, 12, 16, 12]
+    theirs, ours = sgd(one[2].parameters()), sgd(two[2].parameters())
+    amp_graph.convert(one, policy)
+    step = amp_graph.TrainStep(two, F.cross_entropy, ours, policy)
+    for i, rows in enumerate(shapes):
+        before(i, one, theirs)
+        before(i, two, ours)
+        x, y = (t[:rows] for t in batch(i))
+        theirs.zero_grad()
+        F.cross_entropy(one(x), y).backward()
+        theirs.step()
+        step(x, y)
+    assert same(parameters(one), parameters(two))
+
+
+# -- gradients that are none ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("make", [decayed, lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)])
+def test_what_is_read_without_gradient_is_left_alone(make, policy):
+    model = Aside()
+    optimizer = make(model.parameters())
+    was = {name: value.clone() for name, value in model.state_dict().items()}
+    stepped(model, optimizer, 3, policy)
+    now = model.state_dict()
+    assert torch.equal(now["b.weight"], was["b.weight"])
+    assert not torch.equal(now["a.weight"], was["a.weight"])
+    assert not optimizer.state.get(model.b.weight)
+    assert optimizer.state.get(model.a.weight)
+
+
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+def test_freezing_and_unfreezing_between_steps(policy):
+    def before(i, model, optimizer):
+        for p in model[0].parameters():
+            p.requires_grad_(i not in (1, 2))
+
+    compare(mlp, decayed, policy, before)
+
+    def late(i, model, optimizer):
+        for p in model[0].parameters():
+            p.requires_grad_(i >= 2)
+
+    compare(mlp, decayed, policy, late)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_micro_batches_that_take_other_branches(make, clip, policy):
+    compare(Branches, make, policy, steps=4, parts=2, clip=clip)
+
+
+def test_micro_batches_that_take_other_branches_at_o2():
+    """The loop adds up what it rounded to bf16: with one micro-batch a branch, it adds nothing up."""
+    one, two = Branches(), Branches()
+    loop(one, decayed(one.parameters()), 4, "bf16-O2", parts=2)
+    stepped(two, decayed(two.parameters()), 4, "bf16-O2", micro_batches=2)
+    ours, theirs = two.state_dict(), one.state_dict()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_an_old_gradient_of_what_is_not_used_is_not_taken(make):
+    model = Branches(alternate=False)
+    optimizer = make(model.parameters())
+    model.taken = False
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    model.taken = True
+    was, old = model.b.weight.detach().clone(), model.b.weight.grad
+    stepped(model, optimizer, 2, "bf16")
+    assert torch.equal(model.b.weight, was)
+    assert model.b.weight.grad is old
+
+
+def test_a_loss_without_gradient_is_refused():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    step = amp_graph.TrainStep(model, lambda out, y: F.cross_entropy(out.detach(), y), optimizer, "bf16")
+    was = parameters(model)
+    with pytest.raises(CaptureError, match=r"no gradient(.|\n)*fix:"):
+        step(*batch())
+    assert same(parameters(model), was)
+    assert not any(optimizer.state.values())
+
+
+# -- the optimizer's options and state -----------------------------------------------------------------
+
+
+def set_dampening(optimizer):
+    optimizer.param_groups[0]["dampening"] = 0.5
+
+
+def set_weight_decay(optimizer):
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def replace_moments_of_one(optimizer):
+    p = optimizer.param_groups[0]["params"][2]
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][key] = torch.zeros_like(p)
+
+
+def fill_beta(optimizer):
+    optimizer.param_groups[0]["betas"][0].fill_(0.1)
+
+
+def with_momentum(parameters):
+    return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+def with_tensor_betas(parameters):
+    return AdamW(parameters, lr=0.01, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (with_momentum, set_dampening),
+        (with_momentum, set_weight_decay),
+        (decayed, set_weight_decay),
+        (decayed, replace_moments_of_one),
+    ],
+)
+def test_what_changes_in_the_optimizer_counts_from_the_next_step(make, change):
+    compare(mlp, make, "bf16", lambda i, model, optimizer: change(optimizer) if i == 2 else None)
+
+
+def new_group(optimizer, lr):
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": params, "lr": lr})
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "replace",
+    [
+        new_group,
+        lambda optimizer, lr: optimizer.__setstate__({"param_groups": [{**optimizer.param_groups[0], "lr": lr}]}),
+        lambda optimizer, lr: optimizer.param_groups.__setitem__(0, {**optimizer.param_groups[0], "lr": lr}),
+    ],
+)
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)])
+def test_groups_that_differ_in_nothing_but_the_learning_rate(make, replace):
+    def before(i, model, optimizer):
+        if i in (2, 4):
+            replace(optimizer, 0.0 if i == 2 else 0.02)
+
+    compare(mlp, make, "bf16", before)
+
+
+@pytest.mark.parametrize("make", [decayed, sgd])
+def test_steps_between_which_nothing_changes_compare_objects_alone(make, monkeypatch):
+    """With or without state, under a schedule of learning rates, too."""
+    model = mlp()
+    step, _ = stepped(model, make(model.parameters()), 1, "bf16")
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda i: 1 / (i + 1))
+    step(*batch())
+    schedule.step()
+    monkeypatch.setattr(step._watched, "_read_options", lambda: pytest.fail("read"))
+    for i in range(3):
+        step(*batch(i))
+        schedule.step()
+
+
+def test_where_options_may_change_in_place_values_are_compared():
+    """And a change is seen after any number of steps that compared objects."""
+    model, other = mlp(), mlp()
+    step, _ = stepped(model, decayed(model.parameters()), 3, "bf16")
+    step.optimizer.state[model[0].weight]["exp_avg"] = torch.ones(16, 8)
+    assert step._watched.has_changed()
+    betas = Adam(
+        other.parameters(), betas=(torch.tensor(0.9), torch.tensor(0.99)), lr=torch.tensor(0.1), capturable=False
+    )
+    step, _ = stepped(other, betas, 3, "bf16")
+    assert step._watched._objects is None
+
+
+def test_betas_that_are_tensors_may_be_filled():
+    one, two = mlp(), mlp()
+    loop(one, o := with_tensor_betas(one.parameters()), 2, "bf16")
+    stepped(two, p := with_tensor_betas(two.parameters()), 2, "bf16")
+
+    def filled(i, model, optimizer):
+        if i == 2:
+            fill_beta(optimizer)
+
+    for model, optimizer, run in ((one, o, loop), (two, p, stepped)):
+        run(model, optimizer, 5, "bf16", filled)
+    torch.testing.assert_close(parameters(two), parameters(one), rtol=1e-5, atol=1e-6)
+    still = mlp()
+    stepped(still, with_tensor_betas(still.parameters()), 7, "bf16")
+    assert max((a - b).abs().max() for a, b in zip(parameters(two), parameters(still), strict=True)) > 1e-3
+
+
+def test_a_scheduler_that_sets_betas_is_followed_and_does_not_trace_each_step_anew():
+    def make(parameters):
+        optimizer = AdamW(parameters, lr=0.01, fused=True)
+        optimizer.scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+        return optimizer
+
+    def before(i, model, optimizer):
+        if i:
+            optimizer.scheduler.step()
+
+    with pytest.warns(AmpGraphWarning, match="betas") as heard:
+        step = compare(mlp, make, "bf16", before, steps=20)[2]
+    assert len([w for w in heard if issubclass(w.category, AmpGraphWarning)]) == 1
+    kept = {id(s) for c in step.captured for b in c.bounds for s in b.steps.values()}
+    step.optimizer.scheduler.step()
+    step(*batch())
+    assert {id(s) for c in step.captured for b in c.bounds for s in b.steps.values()} == kept
+
+
+def test_a_scheduler_of_learning_rates_leaves_the_update_inside():
+    model = mlp()
+    optimizer = decayed(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(20):
+            step(*batch(i))
+            scheduler.step()
+    assert "_fused_adamw_" in step.graph_text() or "one_pass" in step.graph_text()
+
+
+# -- what is called at a step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
+def test_hooks_of_the_optimizers_step_are_called(make):
+    model, calls = mlp(), []
+    optimizer = make(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    stepped(model, optimizer, 3, "bf16")
+    assert calls == ["before", "after"] * 3
+
+
+def test_a_hook_that_is_registered_between_two_steps_is_called_and_one_removed_is_not():
+    model, calls = mlp(), []
+    optimizer = decayed(model.parameters())
+    step, _ = stepped(model, optimizer, 2, "bf16")
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    step(*batch())
+    assert calls == [1]
+    handle.remove()
+    step(*batch())
+    assert calls == [1]
+
+
+def test_a_hook_of_all_optimizers_is_called():
+    model, calls = mlp(), []
+    optimizer = decayed(model.parameters())
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        stepped(model, optimizer, 2, "bf16")
+    finally:
+        handle.remove()
+    assert calls == [1, 1]
+
+
+def test_a_step_that_was_replaced_is_what_runs():
+    def make(parameters):
+        optimizer = Adam(parameters, lr=0.01, fused=True)
+        usual = optimizer.step
+
+        def step(closure=None):
+            usual(closure)
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.mul_(0.99)
+
+        optimizer.step = step
+        return optimizer
+
+    compare(mlp, make, "bf16")
+
+
+# -- what belongs to the step itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sgd, lambda p: RAdam(p, lr=0.1)])
+def test_a_learning_rate_that_is_a_tensor_of_one_element(make):
+    def before(i, model, optimizer):
+        if not i:
+            optimizer.param_groups[0]["lr"] = torch.tensor([0.1])
+        optimizer.param_groups[0]["lr"].fill_(0.1 / (i + 1))
+
+    compare(mlp, make, "bf16", before)
+
+
+def resized(model, optimizer):
+    """As Hugging Face's `resize_token_embeddings` does."""
+    new = nn.Linear(16, 6)
+    torch.nn.init.constant_(new.weight, 0.1)
+    torch.nn.init.zeros_(new.bias)
+    for name, p in model[2].named_parameters():
+        p.data, p.grad = getattr(new, name).data, None
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_data_of_another_shape(policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            resized(model, optimizer)
+
+    compare(mlp, sgd, policy, before)
+
+
+@pytest.mark.parametrize("policy", LEVELS[:2])
+def test_data_of_another_shape_in_micro_batches(policy):
+    def before(i, model, optimizer):
+        if i == 2:
+            resized(model, optimizer)
+
+    compare(mlp, sgd, policy, before, parts=2, clip=0.2)
+
+
+LATER = {"growth_factor": 4.0, "growth_interval": 2, "backoff_factor": 0.25, "hysteresis": 2, "floor": 2.0}
+
+
+def by_loading(scale):
+    scale.load_state_dict({**scale.state_dict(), **LATER})
+
+
+def by_hand(scale):
+    for name, value in LATER.items():
+        scale.change(name, value)
+
+
+def by_attribute(scale):
+    vars(scale).update(LATER)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", [by_loading, by_hand, by_attribute])
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
+    """As those of a scale that the loop moves, and which has already seen more good steps than it now needs."""
+    model, alone = mlp(), amp_graph.LossScale(2.0**10).to(torch.device("cpu"))
+    step = amp_graph.TrainStep(
+        model, F.cross_entropy, sgd(model.parameters()), "fp16", loss_scale=2.0**10, compile=compile
+    )
+    step.loss_scale.dynamic = True
+    seen = []
+    for i in range(14):
+        if i == 5:
+            way(step.loss_scale)
+            by_hand(alone)
+        x, y = batch(i)
+        if i in (9, 10):
+            x[0, 0] = float("inf")
+        step(x, y)
+        alone.update(torch.tensor(float(i in (9, 10))))
+        seen.append(step.loss_scale.values())
+        assert seen[-1] == alone.values()
+    assert seen[4][0] == 2.0**10
+    assert seen[5][0] == 2.0**12  # at once: there were five good steps
+    assert seen[10][0] < seen[9][0]  # the second bad one
+
+
+@pytest.mark.parametrize("name", MADE_FOR)
+def test_what_graphs_are_made_for_is_not_set_later(name):
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    kept = getattr(step, name)
+    with pytest.raises(CaptureError, match=rf"TrainStep: {name} is set to 2,(.|\n)*legal:(.|\n)*fix:"):
+        setattr(step, name, 2)
+    assert getattr(step, name) is kept
+    step(*batch())
+
+
+def test_under_no_grad_there_is_no_step():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    was = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"torch\.no_grad\(\)(.|\n)*fix:"):
+        step(*batch())
+    with torch.inference_mode(), torch.enable_grad(), pytest.raises(CaptureError, match="inference_mode"):
+        step(*batch())
+    assert same(was, parameters(model))
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_converted_and_reverted_between_two_steps(policy):
+    """The step goes on as it was, and the model itself answers in between; at O2 in fp32 meanwhile, as at O1."""
+    one, two = mlp(), mlp()
+    loop(one, sgd(one.parameters()), 6, policy)
+    step = amp_graph.TrainStep(two, F.cross_entropy, sgd(two.parameters()), policy)
+    for i in range(6):
+        if i in (2, 4):
+            (amp_graph.revert if (i == 2) == ("O2" in policy) else lambda model: amp_graph.convert(model, policy))(two)
+        step(*batch(i))
+        two(batch(i)[0])
+    assert same(parameters(one), parameters(two))
+
+
+def test_a_model_that_was_converted_otherwise_is_refused():
+    model = mlp()
+    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    amp_graph.convert(model, "fp16")
+    with pytest.raises(CaptureError, match=r"converted with policy='fp16-O1'(.|\n)*fix:"):
+        step(*batch())
+    amp_graph.revert(model)
+    step(*batch())
+
+
+def test_gradients_that_would_go_on_behind_the_batch_are_refused():
+    """What the batch, or an attribute of the model, was computed from would silently not be trained."""
+    model, encoder = mlp(), nn.Linear(8, 8)
+    params = [*model.parameters(), *encoder.parameters()]
+    x, y = batch()
+    for parts in (1, 2):
+        step = amp_graph.TrainStep(model, F.cross_entropy, SGD(params, lr=0.1), "bf16", micro_batches=parts)
+        with pytest.raises(CaptureError, match=r"computed before the step(.|\n)*legal:(.|\n)*fix:"):
+            step(encoder(x), y)
+        step(encoder(x).detach(), y)
+
+    class Generated(nn.Module):
+        def forward(self, x):
+            return x @ self.weight
+
+    model, maker = Generated(), nn.Linear(3, 32)
+    model.weight = maker(torch.ones(3)).view(8, 4)
+    step = amp_graph.TrainStep(model, F.cross_entropy, SGD(maker.parameters(), lr=0.1), "bf16")
+    with pytest.raises(CaptureError, match="computed before the step"):
+        step(x, y)
+
+
+def test_a_parameter_in_the_batch():
+    """It is trained, and where it would be split, refused; other leaves are split as what they are."""
+    latent, y = nn.Parameter(batch()[0]), batch()[1]
+    model = mlp()
+    optimizer = SGD([*model.parameters(), latent], lr=0.1)
+    was = latent.detach().clone()
+    amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(latent, y)
+    assert not torch.equal(was, latent)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=2)
+    with pytest.raises(CaptureError, match=r"a Parameter of shape \(16, 8\) in the batch(.|\n)*fix:"):
+        step(latent, y)
+    step(latent.detach().requires_grad_(), y)
+
+
+def test_no_state_is_made_where_the_loop_makes_none():
+    model = mlp()
+    step, _ = stepped(model, SGD(model.parameters(), lr=0.1), 2, "bf16")
+    assert step.optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", [*LEVELS, "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_autocast_around_it_is_switched_off(dtype, policy):
+    """As by `convert`: the plan decides precision, from the first call on or from a later one."""
+    results = []
+    for entered in (None, 0, 2):
+        model = mlp()
+        step = amp_graph.TrainStep(model, F.cross_entropy, sgd(model.parameters()), policy)
+        for i in range(4):
+            with torch.autocast("cpu", dtype, enabled=entered is not None and i >= entered):
+                step(*batch(i))
+        results.append(parameters(model))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])

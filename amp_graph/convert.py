@@ -45,7 +45,8 @@ def convert(
 
     Calls of one captured graph on the same input and weights have the same bits, the first included, whatever other
     models do. Calls with gradients may have others: they read weights as they lie, where without gradients, on a CPU
-    that multiplies bf16, weights are packed and batch norms folded. ``skip=pack_weights|fold_norms`` leaves that out.
+    that multiplies bf16, weights are packed and batch norms folded. ``skip=prepack_weights|fold_batch_norms`` leaves
+    that out.
 
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.

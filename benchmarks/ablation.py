@@ -5,7 +5,7 @@ of saved memory, without the pass over with it: above 1 is what it gains. Both s
 CPU time; a pass that changes nothing is not measured. ``--table`` writes the Markdown from the JSON; a row that is
 there is not measured again, so that a run that was stopped goes on.
 
-    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes fuse-norm]
+    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes fuse-add-norm]
     python benchmarks/ablation.py --table
 """
 

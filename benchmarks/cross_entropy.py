@@ -1,7 +1,7 @@
 """The last linear of a language model and its loss, forward and backward in bf16: four ways to compute the loss.
 
 ``float``: ``cross_entropy(logits.float(), target)``, what autocast and a plain conversion run. ``low``: the pass
-linear-cross-entropy, the loss from bf16 logits a few rows at a time. ``again``: the same, with logits that are not kept
+fuse-cross-entropy, the loss from bf16 logits a few rows at a time. ``again``: the same, with logits that are not kept
 but multiplied again in backward. ``chunks``: the linear by chunks of tokens too, gradients already in forward, the
 weight's summed in fp32. A round runs all in turn; a figure is the time of ``float`` over theirs, above 1 is faster.
 ``returned``: with the logits as output, as Hugging Face's models have them.

@@ -1,7 +1,8 @@
 """A pass, alone and in whole models: what benchmarks of one pass have in common.
 
-Before: calls of the pieces, and ``",skip=fuse_norm"``. After: ``compare(__doc__, 31, models, skip, pieces)``: it reads
-the command line, has the pieces timed, and prints a line for each model and way, with the pass against without it.
+Before: calls of the pieces, and ``",skip=fuse_add_norm"``. After: ``compare(__doc__, 31, models, skip, pieces)``: it
+reads the command line, has the pieces timed, and prints a line for each model and way, with the pass against without
+it.
 """
 
 import time

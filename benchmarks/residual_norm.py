@@ -21,7 +21,7 @@ from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.shared_cast import shared_cast
 
-LOW, WITHOUT = torch.bfloat16, ",skip=fuse_norm"
+LOW, WITHOUT = torch.bfloat16, ",skip=fuse_add_norm"
 KINDS = (
     (1, True, torch.float32),
     (3, True, torch.float32),

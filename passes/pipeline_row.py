@@ -1,7 +1,7 @@
 """What a row of the table of passes says: stage, phase, conditions, order, exactness; and the check of the order.
 
-Before: ``Row(DropDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``. After: ``checked([..., row, ...])``, or a
-``PassError`` that names the row that stands in the wrong place, and the place.
+Before: ``Row(RemoveNoOpDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``. After: ``checked([..., row, ...])``,
+or a ``PassError`` that names the row that stands in the wrong place, and the place.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ HAS_COPIES = Condition(
 PHASE_NEEDS = {Phase.COPIES: (HAS_COPIES,), Phase.COMPILED: (WEIGHT_COPIES,)}
 # What every pass of a stage stands behind, or before, whatever else its row says.
 STAGE_AFTER = dict.fromkeys((Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.BACKEND), "insert-casts")
-STAGE_BEFORE = {Stage.RECOGNIZE: "expand-composites"}
+STAGE_BEFORE = {Stage.RECOGNIZE: "decompose-composites"}
 FIRST = "identify-ops"  # marks the nodes with the operations that they call, which every other pass reads
 
 

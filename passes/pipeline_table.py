@@ -9,48 +9,48 @@ from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.backends.cpu.convolution.conv1d_as_gemm import Conv1d
 from amp_graph.passes.backends.cpu.convolution.conv_weight_gradient import Convolution
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
-from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import PointwiseConv
-from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import ConvTranspose
-from amp_graph.passes.backends.cpu.inference.chunk_upcast_linears import WidenProducts
-from amp_graph.passes.backends.cpu.inference.elide_nan_handling import LookAtValues
-from amp_graph.passes.backends.cpu.inference.fold_batch_norms import FoldNorms
-from amp_graph.passes.backends.cpu.inference.prepack_weights import PackWeights
-from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseBias
-from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import LinearsOfParameters
-from amp_graph.passes.backends.cpu.linear.gram_matrix import OwnProducts
-from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedProducts
-from amp_graph.passes.backends.cpu.linear.lower_large_linears import TrainLinears
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import SmallLinears
-from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import AmxProducts
-from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import LinearCrossEntropy
-from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import OverwriteLogits
-from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseNorm
-from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNorm
-from amp_graph.passes.backends.cpu.norm.lower_group_norm import FuseGroupNorm
-from amp_graph.passes.backends.cpu.pointwise.lookup_activations import TableActivations
-from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import CustomActivations
-from amp_graph.passes.backends.cpu.pointwise.lower_dropout import FuseDropout
-from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import ReduceFromLow
-from amp_graph.passes.backends.cuda.foreach_batch_counters import CountBatches
-from amp_graph.passes.backends.cuda.pad_shapes import AlignShapes
-from amp_graph.passes.backends.inductor.contiguous_weight_gradients import LayGradients
-from amp_graph.passes.backends.inductor.lower_small_gemm import SmallProducts
-from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRecurrent, GruState, KeepRecurrent, LstmBackward
+from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import LowerPointwiseConv
+from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import TransposedConvBiasGradient
+from amp_graph.passes.backends.cpu.inference.chunk_upcast_linears import ChunkUpcastLinears
+from amp_graph.passes.backends.cpu.inference.elide_nan_handling import ElideNanHandling
+from amp_graph.passes.backends.cpu.inference.fold_batch_norms import FoldBatchNorms
+from amp_graph.passes.backends.cpu.inference.prepack_weights import PrepackWeights
+from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
+from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import FuseCastsIntoLinears
+from amp_graph.passes.backends.cpu.linear.gram_matrix import FuseGramMatrix
+from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedGemm
+from amp_graph.passes.backends.cpu.linear.lower_large_linears import LowerLargeLinears
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import LowerSmallLinears
+from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
+from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
+from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
+from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
+from amp_graph.passes.backends.cpu.norm.lower_group_norm import LowerGroupNorm
+from amp_graph.passes.backends.cpu.pointwise.lookup_activations import LookupActivations
+from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import LookupCustomActivations
+from amp_graph.passes.backends.cpu.pointwise.lower_dropout import LowerDropout
+from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
+from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
+from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
+from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
+from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
+from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.casts.insert_casts import InsertCasts
-from amp_graph.passes.casts.layer_norm_fp32_gradients import ProtectNorms
+from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.channels_last import ChannelsLast
-from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinear
-from amp_graph.passes.layout.global_avg_pool_gradient import GlobalPool
-from amp_graph.passes.layout.sink_casts_into_concat import CastParts
+from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
+from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient
+from amp_graph.passes.layout.sink_casts_into_concat import SinkCastsIntoConcat
 from amp_graph.passes.memory.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
-from amp_graph.passes.memory.reuse_embedding_gradients import KeepGradientMemory
-from amp_graph.passes.memory.reuse_output_buffers import KeepLargeResults
-from amp_graph.passes.memory.upcast_into_huge_pages import WidenLarge
+from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
+from amp_graph.passes.memory.reuse_output_buffers import ReuseOutputBuffers
+from amp_graph.passes.memory.upcast_into_huge_pages import UpcastIntoHugePages
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
@@ -67,21 +67,21 @@ from amp_graph.passes.pipeline_row import (
     approximate,
     checked,
 )
-from amp_graph.passes.precision.decompose_composites import ExpandComposites
+from amp_graph.passes.precision.decompose_composites import DecomposeComposites
 from amp_graph.passes.precision.machine_rates import class_of, machine_for
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.profitability.recompute_thresholds import fewest_computed_again
 from amp_graph.passes.recognize.attention import FuseAttention
-from amp_graph.passes.recognize.constant_attention_masks import FoldMasks
-from amp_graph.passes.recognize.conv_to_linear import ConvAsLinear
-from amp_graph.passes.recognize.einsum_to_matmul import EinsumsAsProducts
-from amp_graph.passes.recognize.empty_concat_operands import DropEmpty
+from amp_graph.passes.recognize.constant_attention_masks import FoldConstantMasks
+from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
+from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
+from amp_graph.passes.recognize.empty_concat_operands import RemoveEmptyConcatOperands
 from amp_graph.passes.recognize.gelu import FuseGelu
-from amp_graph.passes.recognize.matmul_to_linear import ProductsAsLinears
-from amp_graph.passes.recognize.no_op_dropout import DropDropout
+from amp_graph.passes.recognize.matmul_to_linear import MatmulToLinear
+from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
-from amp_graph.passes.weights.batch_weight_casts import GroupWeightCasts
-from amp_graph.passes.weights.cache_weight_casts import KeepWeightCopies
+from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
+from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
 from amp_graph.passes.weights.cast_cache import WeightCopies
 
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -97,7 +97,7 @@ OURS, RUNS, TRAINS, INFERS = (OPAQUE,), (OPAQUE, EAGER), (OPAQUE, TRAINING), (OP
 
 def _folds(options: PipelineOptions) -> bool:
     """Say whether batch norms in evaluation will be folded into convolutions."""
-    return options.weight_copies and not options.training and "fold-norms" not in options.skip
+    return options.weight_copies and not options.training and "fold-batch-norms" not in options.skip
 
 
 def _plan(o: PipelineOptions) -> Pass:
@@ -116,7 +116,7 @@ def _recompute(o: PipelineOptions) -> Pass:
 
 
 def _gradient_memory(o: PipelineOptions) -> Pass:
-    return KeepGradientMemory(user=o.user) if o.copies is None else KeepGradientMemory(o.copies.gradients)
+    return ReuseEmbeddingGradients(user=o.user) if o.copies is None else ReuseEmbeddingGradients(o.copies.gradients)
 
 
 def _copies(options: PipelineOptions) -> WeightCopies:
@@ -126,86 +126,91 @@ def _copies(options: PipelineOptions) -> WeightCopies:
 
 TABLE = checked((
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
-    Row(DropEmpty, RECOGNIZE, BIT_EXACT, needs=OURS),
-    Row(DropDropout, RECOGNIZE, BIT_EXACT, needs=OURS),
-    Row(EinsumsAsProducts, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumsAsProducts(o.lists), needs=OURS,
-        before=("products-as-linears", "fuse-attention")),
-    Row(ProductsAsLinears, RECOGNIZE, BIT_EXACT, lambda o: ProductsAsLinears(o.lists), needs=OURS),
+    Row(RemoveEmptyConcatOperands, RECOGNIZE, BIT_EXACT, needs=OURS),
+    Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, needs=OURS),
+    Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,
+        before=("matmul-to-linear", "fuse-attention")),
+    Row(MatmulToLinear, RECOGNIZE, BIT_EXACT, lambda o: MatmulToLinear(o.lists), needs=OURS),
     Row(FuseGelu, RECOGNIZE, approximate("rounds once, where the formula rounds after each operation"), needs=OURS),
     Row(FuseRmsNorm, RECOGNIZE, approximate("bit-exact in fp32; else fp32 inside, rounded once"), needs=OURS),
-    Row(ConvAsLinear, RECOGNIZE, ROUNDING_EQUAL, lambda o: ConvAsLinear(_folds(o)), needs=OURS),
+    Row(ConvToLinear, RECOGNIZE, ROUNDING_EQUAL, lambda o: ConvToLinear(_folds(o)), needs=OURS),
     Row(FuseAttention, RECOGNIZE, approximate("scores stay fp32, where the formula rounds them"),
         lambda o: FuseAttention(o.lists, o.dtype, o.planned_for, o.keep_fp32), needs=OURS,
         joins=("attention",)),  # without which torch's kernel takes longer than the formula
-    Row(FoldMasks, RECOGNIZE, ROUNDING_EQUAL, needs=OURS, after=("fuse-attention",)),
-    Row(ExpandComposites, PRECISION, BIT_EXACT, lambda o: ExpandComposites(o.lists), skippable=False),
-    Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("expand-composites",), skippable=False),
+    Row(FoldConstantMasks, RECOGNIZE, ROUNDING_EQUAL, needs=OURS, after=("fuse-attention",)),
+    Row(DecomposeComposites, PRECISION, BIT_EXACT, lambda o: DecomposeComposites(o.lists), skippable=False),
+    Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("decompose-composites",), skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
         lambda o: InsertCasts(o.dtype, o.keep_outputs), after=("plan-precision",), skippable=False),
     Row(EliminateCasts, CASTS, BIT_EXACT),
-    Row(OwnProducts, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
+    Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
     Row(ShareCasts, CASTS, ROUNDING_EQUAL, after=("eliminate-casts",)),
-    Row(ProtectNorms, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU),
-    Row(CustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
-    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-masks")),
+    Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU),
+    Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
+    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
     Row(GruState, BACKEND, approximate("the state is fp32 between steps, where torch's kernel rounds it"), devices=CPU,
         needs=OURS, skippable=False),
     Row(LstmBackward, BACKEND, approximate("gates and cells are fp32, where oneDNN rounds more often"), devices=CPU,
         needs=OURS),
-    Row(CudnnRecurrent, BACKEND, BIT_EXACT, devices=CUDA, needs=OURS),
-    Row(ContiguousLinear, LAYOUT, ROUNDING_EQUAL, needs=OURS),
-    Row(ReduceFromLow, BACKEND, ROUNDING_EQUAL, lambda o: ReduceFromLow(o.planned_for), devices=CUDA, needs=OURS),
+    Row(CudnnRnn, BACKEND, BIT_EXACT, devices=CUDA, needs=OURS),
+    Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
+    Row(FoldUpcastsIntoReductions, BACKEND, ROUNDING_EQUAL, lambda o: FoldUpcastsIntoReductions(o.planned_for),
+        devices=CUDA, needs=OURS),
     Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS, before=(
-        "pointwise-conv", "convolution", "conv-transpose", "depthwise", "global-pool", "fuse-group-norm",
-        "align-shapes", "fuse-batch-norm")),
-    Row(PointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: PointwiseConv(_folds(o)), devices=CPU,
+        "lower-pointwise-conv", "convolution", "transposed-conv-bias-gradient", "depthwise",
+        "global-avg-pool-gradient", "lower-group-norm",
+        "pad-shapes", "fuse-batch-norm-relu")),
+    Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP), before=("convolution",)),
     Row(Convolution, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(ConvTranspose, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
+    Row(TransposedConvBiasGradient, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(Conv1d, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, after=("depthwise",)),
-    Row(GlobalPool, LAYOUT, BIT_EXACT, devices=CPU, needs=OURS),
-    Row(FuseGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(AlignShapes, BACKEND, ROUNDING_EQUAL, lambda o: AlignShapes(o.planned_for), devices=CUDA, needs=OURS),
-    Row(FuseBatchNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
+    Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, devices=CPU, needs=OURS),
+    Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
+    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA, needs=OURS),
+    Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",)),
-    Row(LinearCrossEntropy, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(FuseNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"), devices=CPU,
-        needs=RUNS, after=("protect-norms",), before=("recompute-activations",)),
-    Row(FuseDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
-    Row(TableActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
-    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("small-linears", "train-linears")),
-    Row(GroupedProducts, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(SmallLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("train-linears",)),
-    Row(TrainLinears, BACKEND, ROUNDING_EQUAL, lambda o: TrainLinears(o.in_step), devices=CPU, needs=RUNS),
-    Row(CountBatches, BACKEND, BIT_EXACT, lambda o: CountBatches(o.planned_for), devices=CUDA, needs=RUNS),
-    Row(CastParts, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
-    Row(WidenLarge, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
-        after=("cast-parts", "linear-cross-entropy", "fuse-norm")),
+    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
+    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"), devices=CPU,
+        needs=RUNS, after=("fp32-norm-gradients",), before=("recompute-activations",)),
+    Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
+    Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
+    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-small-linears",
+        "lower-large-linears")),
+    Row(GroupedGemm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
+    Row(LowerSmallLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("lower-large-linears",)),
+    Row(LowerLargeLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLargeLinears(o.in_step), devices=CPU, needs=RUNS),
+    Row(BatchNormCounters, BACKEND, BIT_EXACT, lambda o: BatchNormCounters(o.planned_for), devices=CUDA, needs=RUNS),
+    Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
+    Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
+        after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
     # Weights whose copies outlive the call.
-    Row(KeepWeightCopies, WEIGHTS, BIT_EXACT, lambda o: KeepWeightCopies(_copies(o)), COPIES, CPU, skippable=False),
-    Row(GroupWeightCasts, WEIGHTS, BIT_EXACT, lambda o: GroupWeightCasts(_copies(o), o.device), COPIES, CUDA,
-        after=("keep-weight-copies",)),
-    Row(KeepGradientMemory, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),
-    Row(LinearsOfParameters, BACKEND, BIT_EXACT, lambda o: LinearsOfParameters(_copies(o)), COPIES, CPU, TRAINS,
-        after=("keep-weight-copies", "small-linears")),
-    Row(FoldNorms, BACKEND, approximate("no more roundings, of other values"), lambda o: FoldNorms(_copies(o)), COPIES,
-        CPU, INFERS, after=("keep-weight-copies",)),
-    Row(PackWeights, BACKEND, ROUNDING_EQUAL, lambda o: PackWeights(_copies(o)), COPIES, CPU, INFERS,
-        after=("keep-weight-copies", "fold-norms")),
-    Row(LookAtValues, BACKEND, BIT_EXACT, lambda o: LookAtValues(_copies(o)), COPIES, CPU, INFERS,
-        after=("fold-norms", "pack-weights")),
-    Row(KeepLargeResults, MEMORY, BIT_EXACT, lambda o: KeepLargeResults(_copies(o).results), COPIES, CPU,
-        (*INFERS, KEEP_MEMORY), after=("widen-large",)),
-    Row(WidenProducts, BACKEND, ROUNDING_EQUAL, lambda o: WidenProducts(_copies(o)), COPIES, CPU,
-        (*INFERS, KEEP_MEMORY), after=("pack-weights", "keep-large-results")),
-    Row(KeepRecurrent, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
+    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o)), COPIES, CPU, skippable=False),
+    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(_copies(o), o.device), COPIES, CUDA,
+        after=("cache-weight-casts",)),
+    Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),
+    Row(FuseCastsIntoLinears, BACKEND, BIT_EXACT, lambda o: FuseCastsIntoLinears(_copies(o)), COPIES, CPU, TRAINS,
+        after=("cache-weight-casts", "lower-small-linears")),
+    Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"),
+        lambda o: FoldBatchNorms(_copies(o)), COPIES,
+        CPU, INFERS, after=("cache-weight-casts",)),
+    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, lambda o: PrepackWeights(_copies(o)), COPIES, CPU, INFERS,
+        after=("cache-weight-casts", "fold-batch-norms")),
+    Row(ElideNanHandling, BACKEND, BIT_EXACT, lambda o: ElideNanHandling(_copies(o)), COPIES, CPU, INFERS,
+        after=("fold-batch-norms", "prepack-weights")),
+    Row(ReuseOutputBuffers, MEMORY, BIT_EXACT, lambda o: ReuseOutputBuffers(_copies(o).results), COPIES, CPU,
+        (*INFERS, KEEP_MEMORY), after=("upcast-into-huge-pages",)),
+    Row(ChunkUpcastLinears, BACKEND, ROUNDING_EQUAL, lambda o: ChunkUpcastLinears(_copies(o)), COPIES, CPU,
+        (*INFERS, KEEP_MEMORY), after=("prepack-weights", "reuse-output-buffers")),
+    Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
     # Flat graphs: those inside Inductor, and those of whole steps.
-    Row(FuseBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
-    Row(AmxProducts, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS, after=("fuse-bias",)),
-    Row(SmallProducts, BACKEND, ROUNDING_EQUAL, phases=INDUCTOR, devices=CPU, needs=OURS, after=("fuse-bias",)),
-    Row(LayGradients, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
+    Row(FuseAddmmBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
+    Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
+        after=("fuse-addmm-bias",)),
+    Row(LowerSmallGemm, BACKEND, ROUNDING_EQUAL, phases=INDUCTOR, devices=CPU, needs=OURS, after=("fuse-addmm-bias",)),
+    Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
     Row(AccumulateInPlace, MEMORY, approximate("a product is added before it is rounded: one rounding less"),
         phases=STEP, needs=OURS),
-    Row(OverwriteLogits, BACKEND, BIT_EXACT, phases=STEP, devices=CPU, needs=OURS),
+    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, devices=CPU, needs=OURS),
 ))  # fmt: skip

@@ -44,7 +44,7 @@ def with_row(behind):
 def followed(monkeypatch, tmp_path):
     """The page, followed; returns the table."""
     made(monkeypatch, tmp_path, re.search(r"from (\S+) import", IMPORT)[1], PASS)
-    table = made(monkeypatch, tmp_path, "table_of_the_page", with_row("DropDropout")).TABLE
+    table = made(monkeypatch, tmp_path, "table_of_the_page", with_row("RemoveNoOpDropout")).TABLE
     monkeypatch.setattr(pipeline_module, "TABLE", table)
     return table
 
@@ -60,7 +60,7 @@ def test_the_row_is_in_the_pipeline(followed):
     assert len(followed) == len(pipeline_table.TABLE) + 1
     assert row.law.startswith("Replaces ``x.t().t()`` by ``x``")
     names = [one.name for one in pipeline(Phase.CAPTURED, Policy.parse("bf16").pipeline_options("cpu"))]
-    assert names.index("drop-dropout") + 1 == names.index(NAME)
+    assert names.index("remove-no-op-dropout") + 1 == names.index(NAME)
     autocast = Policy.parse("bf16,lists=autocast_cpu").pipeline_options("cpu")
     assert NAME not in [one.name for one in pipeline(Phase.CAPTURED, autocast)]
 
@@ -81,7 +81,9 @@ def test_the_test_of_the_page_fails_for_a_pass_that_is_wrong(followed, monkeypat
     name = re.search(r"from (\S+) import", IMPORT)[1]
     assert "if is_trained(second) != is_trained(x):" in PASS
     made(monkeypatch, tmp_path, name, PASS.replace("if is_trained(second) != is_trained(x):", "if False:"))
-    monkeypatch.setattr(pipeline_module, "TABLE", made(monkeypatch, tmp_path, "table", with_row("DropDropout")).TABLE)
+    monkeypatch.setattr(
+        pipeline_module, "TABLE", made(monkeypatch, tmp_path, "table", with_row("RemoveNoOpDropout")).TABLE
+    )
     module = made(monkeypatch, tmp_path, "test_of_the_page", TEST)
     with pytest.raises(AssertionError):
         module.test_no_bit_changes("without gradients")
@@ -106,9 +108,9 @@ def test_a_converted_model_goes_through_the_pass(followed, policy, left):
     assert len(re.findall(r"= \.t\(|= \.transpose\(", graph.text)) == left
 
 
-@pytest.mark.parametrize("behind", ["InsertCasts", "ProductsAsLinears"])
+@pytest.mark.parametrize("behind", ["InsertCasts", "MatmulToLinear"])
 def test_a_row_in_the_wrong_place_says_where_it_belongs(followed, monkeypatch, tmp_path, behind):
-    text = with_row("DropDropout").replace(ROW, "")
+    text = with_row("RemoveNoOpDropout").replace(ROW, "")
     text, found = re.subn(rf"^    Row\({behind},(.*\n)+?(?=    Row)", lambda row: f"{row[0]}{ROW}", text, flags=re.M)
     assert found == 1
     with pytest.raises(PassError, match=r"(?s)wrong side of.*fix:   move the row of CancelTransposes before"):

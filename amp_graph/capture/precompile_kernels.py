@@ -17,7 +17,7 @@ from torch import nn
 from amp_graph.passes.native.cast_kernel import LARGE
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.native.kernel_table import load_kernel
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays, lstm_kernel_pays
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
 from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, plain_attribute, weights_of
 
@@ -95,7 +95,7 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
     if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
         yield f"dropout, {low}", _loader("dropout", low)
     widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
-    if any(lstm_kernel_pays("cpu", low, 1, width) for width in widths):
+    if any(lstm_kernel_is_profitable("cpu", low, 1, width) for width in widths):
         yield "lstm", _loader("lstm", low)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
         yield f"batch norms, {low}", _loader("batch_norm", low)
@@ -110,7 +110,7 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
     if any(size >= LARGE for size in sizes):
         yield f"casts, {low}", _loader("casts", low)
     weights = (w for part in parts if isinstance(part, nn.Linear | nn.Conv2d) for w in weights_of(part) if w.numel())
-    if any(amx_product_pays("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
+    if any(amx_product_is_profitable("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
         yield "amx products", _loader("amx_gemm", low)
 
 

@@ -18,7 +18,7 @@ from amp_graph.errors import CaptureError, CompilerError
 from amp_graph.optim.gradient_layout import is_dense
 from amp_graph.optim.native_update_ops import LOWS, OPS, library
 from amp_graph.optim.torch_fused_update import GroupUpdate
-from amp_graph.passes.profitability.thresholds import one_pass_pays
+from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 
 WAYS = ("auto", "one_pass", "torch")
 
@@ -135,7 +135,7 @@ def plan_one_pass(
     why = "as asked" if way == "torch" else _why_not(updates, target_of, lows)
     gains = {*lows, *tables}  # by fewer casts, and by rows instead of tables of zeros
     elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in gains)
-    if not why and way == "auto" and not one_pass_pays("cpu", elements):
+    if not why and way == "auto" and not one_pass_is_profitable("cpu", elements):
         why = f"{elements:,} elements are too few to compile for"
     if why and way == "one_pass":
         raise CaptureError(

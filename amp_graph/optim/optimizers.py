@@ -19,7 +19,7 @@ from amp_graph.errors import CompilerError, ScaleError
 from amp_graph.optim.native_update import GroupTensors, options_of, rule_of, why_not_flat
 from amp_graph.optim.native_update_ops import OPS, library
 from amp_graph.optim.torch_fused_update import GroupUpdate, group_updates, why_no_kernel
-from amp_graph.passes.profitability.thresholds import one_pass_pays
+from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.torch_compat.dynamo_frames import not_captured
 from amp_graph.passes.torch_compat.optimizers import plain_step
 from amp_graph.passes.weights.cache_entry import KeptCopy, Signs
@@ -130,7 +130,7 @@ def _why_not(trained: Sequence[Tensor]) -> str:
         if grad.dtype != torch.float32 or grad.device.type != "cpu" or grad.layout is not torch.strided:
             return f"the gradient of a parameter of shape {tuple(p.shape)} is not fp32 on the CPU"
     elements = sum(p.numel() for p in trained)
-    return "" if one_pass_pays("cpu", elements) else f"{elements:,} elements are too few to compile for"
+    return "" if one_pass_is_profitable("cpu", elements) else f"{elements:,} elements are too few to compile for"
 
 
 def _copies_of(params: Sequence[Tensor]) -> Copies:

@@ -22,7 +22,7 @@ from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.profitability.thresholds import one_pass_pays
+from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
@@ -188,7 +188,7 @@ def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> It
         yield f"update: {optimizer.how}"
     elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
         elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
-        if one_pass_pays("cpu", elements):
+        if one_pass_is_profitable("cpu", elements):
             ours = f"amp_graph.optim.{type(optimizer).__name__}"
             yield f"update: {elements:,} weights are cast behind each; {ours} would write their copies"
 

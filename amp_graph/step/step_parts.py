@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
-from amp_graph.passes.profitability.thresholds import widening_together_pays
+from amp_graph.passes.profitability.thresholds import widening_together_is_profitable
 from amp_graph.passes.step.add_gradients import add_in_place, totals_of
 from amp_graph.passes.step.lay_out_gradients import laid_out, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
@@ -87,7 +87,7 @@ class StepParts:
         next_is_update = self.options.last and not self.accumulators
         plain = not self.options.pointwise and not self.options.outside
         device = self.tensor_of(self.trained[0]).device.type if self.trained else "cpu"
-        return LOWS if next_is_update and plain and widening_together_pays(device) else ()
+        return LOWS if next_is_update and plain and widening_together_is_profitable(device) else ()
 
     # -- forward and backward, traced -----------------------------------------------------------------
 

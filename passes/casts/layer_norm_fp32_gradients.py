@@ -20,14 +20,14 @@ from amp_graph.passes.graph.node_info import HALVES, calls_torch
 
 
 @dataclass(frozen=True)
-class ProtectNorms(Pass):
+class Fp32NormGradients(Pass):
     """Replaces ``layer_norm`` with ``layer_norm_low`` when its input is low precision and its fp32 parameters train.
 
     Only on CPU, whose kernel sums the parameters' gradients in low precision. Exactness: the result and the
     input's gradient bit-exact, the parameters' gradients closer to the exact ones.
     """
 
-    name: ClassVar[str] = "protect-norms"
+    name: ClassVar[str] = "fp32-norm-gradients"
     required: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:

@@ -27,9 +27,9 @@ from amp_graph.passes.layout.memory_format import (
 )
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.profitability.conv_thresholds import (
-    casting_into_layout_pays,
-    channels_last_pays,
-    channels_last_weights_pay,
+    casting_into_layout_is_profitable,
+    channels_last_is_profitable,
+    channels_last_weights_are_profitable,
 )
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -57,7 +57,7 @@ class ChannelsLast(Pass):
         first = value(convolutions[0])
         if any(is_channels_last(value(source)) for n in convolutions for source in n.all_input_nodes[:1]):
             return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
-        if not channels_last_pays(first.device.type, first.dtype, len(convolutions)):
+        if not channels_last_is_profitable(first.device.type, first.dtype, len(convolutions)):
             return PassResult(gm, (), (Skip(convolutions[0].name, f"does not pay for {first.dtype} here"),))
         memory = observe(gm, marks(gm))
         work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
@@ -127,7 +127,7 @@ class _Conversion:
         """Say whether ``node`` is faster when ``source`` is channels_last: a weight, only where kernels want that."""
         if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
             alone = CAST in source.meta and len(source.users) == 1
-            return alone and value(source).dim() == 4 and channels_last_weights_pay(value(node).device.type)
+            return alone and value(source).dim() == 4 and channels_last_weights_are_profitable(value(node).device.type)
         if source in self.parts and not wants_dense(node):
             return False
         return is_image(value(source)) and self.layouts.may_copy(source, node)
@@ -145,7 +145,7 @@ class _Conversion:
         self.changes.append(Change("channels-last", what, source.name, f"for {node.name}"))
         casts = channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1
         is_weight = source is not node.all_input_nodes[0]
-        if casts and (is_weight or casting_into_layout_pays(value(source).device.type)):
+        if casts and (is_weight or casting_into_layout_is_profitable(value(source).device.type)):
             # A cast writes a copy anyway: it may as well write it in this layout.
             source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
             source.meta["val"] = self._fresh(source, value(source))

@@ -26,7 +26,7 @@ PRODUCTS = (("aten.linear",), ("aten.matmul",))
 
 
 @dataclass(frozen=True)
-class ContiguousLinear(Pass):
+class ContiguousLinearInput(Pass):
     """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` do not lie in order.
 
     Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by
@@ -35,7 +35,7 @@ class ContiguousLinear(Pass):
     Exactness: rounding-equal, sums in another order, with a bias one rounding less.
     """
 
-    name: ClassVar[str] = "contiguous-linear"
+    name: ClassVar[str] = "contiguous-linear-input"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear; one copy of a value serves all of its readers that run behind the first."""

@@ -21,7 +21,7 @@ from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
 
 
 @dataclass(frozen=True)
-class GlobalPool(Pass):
+class GlobalAvgPoolGradient(Pass):
     """Replaces ``adaptive_avg_pool2d`` to one place, and ``mean`` over all places, with ``pooled`` where they train.
 
     Law: channels_last images on the CPU, in no region whose precision the user set. Exactness: bit-exact. Torch's
@@ -29,7 +29,7 @@ class GlobalPool(Pass):
     what comes behind gets images that its kernels are slow for.
     """
 
-    name: ClassVar[str] = "global-pool"
+    name: ClassVar[str] = "global-avg-pool-gradient"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every average that trains."""

@@ -21,7 +21,7 @@ from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import is_channels_last
-from amp_graph.passes.profitability.thresholds import casting_parts_pays
+from amp_graph.passes.profitability.thresholds import casting_parts_is_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
@@ -32,14 +32,14 @@ JOINS = {"aten.cat": torch.ops.aten.cat.default, "aten.stack": torch.ops.aten.st
 
 
 @dataclass(frozen=True)
-class CastParts(Pass):
+class SinkCastsIntoConcat(Pass):
     """Replaces a cast of ``cat`` or ``stack`` that alone reads it with ``joined_low``, where ``what_pays`` says so.
 
     Law: fp32 and low-precision values, in no region whose precision the user set, that nobody writes to in between.
     Exactness: bit-exact, gradients included: each part's gradient is cast to the part's dtype, not all of them before.
     """
 
-    name: ClassVar[str] = "cast-parts"
+    name: ClassVar[str] = "sink-casts-into-concat"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every cast to low precision."""
@@ -80,7 +80,7 @@ def _can_be_parts(join: Node, parts: list[Any]) -> bool:
     legal = all(isinstance(p, Node) and value(p).dtype in (torch.float32, *HALVES) for p in parts)
     if not legal or any(value(p).dim() != dims for p in parts) or is_channels_last(whole):
         return False
-    return whole.dtype == torch.float32 and casting_parts_pays(whole.device.type, whole.numel())
+    return whole.dtype == torch.float32 and casting_parts_is_profitable(whole.device.type, whole.numel())
 
 
 class _JoinedLow(torch.autograd.Function):

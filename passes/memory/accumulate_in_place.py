@@ -15,7 +15,11 @@ from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.liveness import Lifetimes
-from amp_graph.passes.profitability.thresholds import accumulating_pays, scattering_pays, widening_first_pays
+from amp_graph.passes.profitability.thresholds import (
+    accumulating_is_profitable,
+    scattering_is_profitable,
+    widening_first_is_profitable,
+)
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, numel
 from amp_graph.passes.torch_compat.symbolic_sizes import alike, is_contiguous, same
 
@@ -80,7 +84,7 @@ class _Sums:
         if lives.order[x] > lives.order[mm] or lives.is_written_between(x, mm, node):
             return False
         val, in_place = value(mm), lives.is_done_after(x, mm, node)
-        if not accumulating_pays(val.device.type, val.dtype, in_place):
+        if not accumulating_is_profitable(val.device.type, val.dtype, in_place):
             return False
         into = self._seen_as(mm, x)
         mm.target, mm.args = (ATEN.addmm_ if in_place else ATEN.addmm).default, (into, *mm.args)
@@ -112,7 +116,7 @@ class _Sums:
         (grad, ids, rows, padding, by_frequency), lives, val = given, self.lives, value(y)
         if by_frequency or val.dtype != torch.float32 or not lives.is_done_after(x, node, node):
             return False
-        if not scattering_pays(val.device.type, numel(value(ids)), rows):
+        if not scattering_is_profitable(val.device.type, numel(value(ids)), rows):
             return False
         if any(lives.is_written_between(n, y, node) for n in (grad, ids)):
             return False
@@ -133,7 +137,7 @@ class _Sums:
         fits = _alike(x, node) and same(low.shape, val.shape)
         if not fits or low.dtype == val.dtype or not low.is_floating_point():
             return False
-        if not widening_first_pays(val.device.type, numel(val)):
+        if not widening_first_is_profitable(val.device.type, numel(val)):
             return False
         wide = self._made(node, ATEN._to_copy.default, y, dtype=val.dtype)
         if node.target is ATEN.add_.Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.cast_kernel import clear
-from amp_graph.passes.profitability.thresholds import adding_by_place_pays
+from amp_graph.passes.profitability.thresholds import adding_by_place_is_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.storage import bytes_of, storage_holders, storage_of
@@ -119,7 +119,7 @@ def add_rows(table: Tensor, grad: Tensor, ids: Tensor, padding: int) -> Tensor:
     are added place by place instead of being written out, where ``what_pays`` says so.
     """
     bags = grad.dim() == ids.dim()
-    if bags and adding_by_place_pays(grad.numel()):
+    if bags and adding_by_place_is_profitable(grad.numel()):
         grad = grad.contiguous()
         for one in ids.t().contiguous():
             table.index_add_(0, one, grad)

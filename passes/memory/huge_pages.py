@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_graph.passes.memory.gradient_buffers import is_free
 from amp_graph.passes.native.cast_kernel import copy_into
 from amp_graph.passes.native.jit_compiler import of_c_library
-from amp_graph.passes.profitability.thresholds import large_pages_pay
+from amp_graph.passes.profitability.thresholds import large_pages_are_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import in_forward_mode, in_transform, is_batched, is_in_mode
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of
@@ -37,7 +37,7 @@ def empty(shape: Sequence[int]) -> Tensor:
 
 
 def _on_large_pages(made: Tensor) -> Tensor:
-    if type(made) is Tensor and large_pages_pay(made.device.type, bytes_of(made)):  # fakes have no memory
+    if type(made) is Tensor and large_pages_are_profitable(made.device.type, bytes_of(made)):  # fakes have no memory
         _ask(made)
     return made
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from amp_graph.passes.memory.recompute_functions import (
     CASTS,
     KEY,
-    Again,
+    RecomputeRecipe,
     before_of,
     computed,
     may_hook,
@@ -78,7 +78,7 @@ def _mark_cast(node: Any, made: Tensor) -> None:
     before = before_of(node)
     if before is None or KEY not in before.metadata or made.dtype.itemsize > 2:
         return
-    node.metadata[KEY] = Again(made.dtype)
+    node.metadata[KEY] = RecomputeRecipe(made.dtype)
     before.metadata[KEY].readers += 1
 
 

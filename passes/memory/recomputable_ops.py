@@ -17,7 +17,7 @@ from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.memory.recompute_functions import (
     COMPUTE,
     KEY,
-    Again,
+    RecomputeRecipe,
     computed,
     is_known,
     may_hook,
@@ -32,7 +32,7 @@ def marked(out: Tensor, given: tuple[Any, ...], extra: Any = None, first: int = 
     node: Any = out.grad_fn
     if node is not None and node.name() in COMPUTE:
         hooks = outer_saved_tensors_hooks()
-        node.metadata[KEY] = Again(extra, None if hooks is None else _kept_by(hooks, given), first)
+        node.metadata[KEY] = RecomputeRecipe(extra, None if hooks is None else _kept_by(hooks, given), first)
     return out
 
 
@@ -48,7 +48,7 @@ def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
     before = x.grad_fn
     if not may_hook() or not is_known(before):
         return F.relu(x, inplace)
-    again = Again(readers=1)
+    again = RecomputeRecipe(readers=1)
 
     def unpack(_: Any) -> Tensor:
         return computed(lambda: again.given(lambda: relu_of(before)))

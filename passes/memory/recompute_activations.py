@@ -35,7 +35,7 @@ from amp_graph.passes.memory.recomputable_ops import (
 from amp_graph.passes.memory.saved_tensors import Readers, readers_of
 from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.recompute_thresholds import computing_again_is_seen, computing_again_pays
+from amp_graph.passes.profitability.recompute_thresholds import computing_again_is_seen, recomputing_is_profitable
 from amp_graph.passes.registry import Recomputable, traits_of
 from amp_graph.passes.torch_compat.fake import numel
 
@@ -59,7 +59,7 @@ class RecomputeActivations(Pass):
     behind which there is a relu, its input and statistics), nobody who is not replaced saves the value, and nobody
     writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact,
     backward runs the same kernel on the same bits; statistics of batch norms are not taken, nor moved, again. Cost:
-    that kernel once more, see ``computing_again_pays``.
+    that kernel once more, see ``recomputing_is_profitable``.
 
     ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
     residual networks, each from the one before, ``longest`` of them in a row from one that is kept. ``sparing``: of all
@@ -134,7 +134,7 @@ class _Work:
             return "it is written to later"
         if elements < self.options.fewest:
             return "it is small, and a call that computes it again is seen on this device"
-        if not computing_again_pays(kind == "relu", found.products, elements, self.options.thorough):
+        if not recomputing_is_profitable(kind == "relu", found.products, elements, self.options.thorough):
             return "it is small, or what reads it takes too little time to compute it twice"
         if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
             return "what reads it takes too little time to compute it twice, with recompute=most"

@@ -27,7 +27,7 @@ CASTS = ("ToCopyBackward0", SHARED_CAST)
 
 
 @dataclass(eq=False)
-class Again:
+class RecomputeRecipe:
     """One value that is computed again, for all who did not save it; the last to ask in a backward lets it go.
 
     extra: what computing it takes beside what autograd saved. inputs: returns what its operation was given, where
@@ -190,7 +190,7 @@ def is_known(node: Any) -> bool:
     return KEY in node.metadata or (kept and outer_saved_tensors_hooks() is None)
 
 
-def sources_of(node: Any) -> Iterator[Again]:
+def sources_of(node: Any) -> Iterator[RecomputeRecipe]:
     """Yield what computing the result of a known node asks for."""
     if KEY in node.metadata:
         yield node.metadata[KEY]

@@ -22,7 +22,7 @@ from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.memory.compiled_embedding_gradients import POOL, compiled_rows
 from amp_graph.passes.memory.gradient_buffers import GradientMemory, cleared_rows
 from amp_graph.passes.native.cast_kernel import LARGE
-from amp_graph.passes.profitability.thresholds import reusing_gradients_pays
+from amp_graph.passes.profitability.thresholds import reusing_gradients_is_profitable
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.storage import storage_key
 
@@ -35,7 +35,7 @@ PLAIN: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class KeepGradientMemory(Pass):
+class ReuseEmbeddingGradients(Pass):
     """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
 
     Law: a dense fp32 table that ``what_pays`` says is large beside what the graph computes; plain rows, or sums of bags
@@ -45,7 +45,7 @@ class KeepGradientMemory(Pass):
 
     memory: GradientMemory | None = None  # None: that of compiled graphs, of ``user``
     user: object = None
-    name: ClassVar[str] = "keep-gradient-memory"
+    name: ClassVar[str] = "reuse-embedding-gradients"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every embedding, once it is known what all tables come to."""
@@ -53,7 +53,9 @@ class KeepGradientMemory(Pass):
         given = {node: arguments for node, arguments in found if arguments is not None}
         skips = [Skip(node.name, "its gradient is more than rows that are added up") for node, a in found if a is None]
         tables = _bytes(arguments["weight"] for arguments in given.values())
-        large = reusing_gradients_pays("cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder"))
+        large = reusing_gradients_is_profitable(
+            "cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder")
+        )
         if self.memory is None and large and given:
             POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in given.values()), self.user)
         changes = []

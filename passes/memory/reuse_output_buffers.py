@@ -20,14 +20,14 @@ _PLACES = count()
 
 
 @dataclass(frozen=True)
-class KeepLargeResults(Pass):
+class ReuseOutputBuffers(Pass):
     """Replaces ``widen(x)`` with ``widen_again``, whose memory is the conversion's own.
 
     Law: memory is given again only where no tensor has it, views and arrays of numpy included. Exactness: bit-exact.
     """
 
     results: LargeResults
-    name: ClassVar[str] = "keep-large-results"
+    name: ClassVar[str] = "reuse-output-buffers"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every result that is widened into memory of its own."""

@@ -16,18 +16,18 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.memory.huge_pages import widen
-from amp_graph.passes.profitability.thresholds import large_pages_pay
+from amp_graph.passes.profitability.thresholds import large_pages_are_profitable
 from amp_graph.passes.torch_compat.fake import numel
 
 
 @dataclass(frozen=True)
-class WidenLarge(Pass):
+class UpcastIntoHugePages(Pass):
     """Replaces the cast ``x.float()`` with ``widen(x)`` when its result is mapped anew at each call.
 
     Law: a cast of ours, of a size that ``what_pays`` calls large, outside of regions. Exactness: bit-exact.
     """
 
-    name: ClassVar[str] = "widen-large"
+    name: ClassVar[str] = "upcast-into-huge-pages"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every cast to fp32."""
@@ -43,4 +43,4 @@ def _is_large(node: Node) -> bool:
     made = value(node)
     if not isinstance(made, torch.Tensor) or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return False
-    return large_pages_pay(made.device.type, made.element_size() * numel(made))
+    return large_pages_are_profitable(made.device.type, made.element_size() * numel(made))

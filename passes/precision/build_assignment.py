@@ -20,7 +20,7 @@ from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.op_cost import cast_picoseconds, kept_picoseconds, picoseconds, work_of
 from amp_graph.passes.precision.planning_problem import FREE, LOW, Choice, Problem
 from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Cast, Kept, Promotion, Task
-from amp_graph.passes.precision.rule_based_planner import Painting, without_scalars
+from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan, without_scalars
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Formulation:
     dtype: str
     skip: bool
     painted: dict[Node, Choice]
-    permitted: Painting
+    permitted: RuleBasedPlan
     of: dict[Node, int] = field(default_factory=dict)
     holds: dict[Node, int] = field(default_factory=dict)
     tied: set[Node] = field(default_factory=set)
@@ -264,7 +264,7 @@ def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False
 
     ``skip``: an ``allow`` operation may stay full precision too, where low precision does not pay.
     """
-    permitted = Painting(problem, widest=True)
+    permitted = RuleBasedPlan(problem, widest=True)
     return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
 
 

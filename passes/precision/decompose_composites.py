@@ -30,14 +30,14 @@ KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
 
 
 @dataclass(frozen=True)
-class ExpandComposites(Pass):
+class DecomposeComposites(Pass):
     """Replaces a node whose operations a list puts in different classes by those operations.
 
     Exactness: bit-exact.
     """
 
     lists: OpList
-    name: ClassVar[str] = "expand-composites"
+    name: ClassVar[str] = "decompose-composites"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Expand what can be; what cannot be runs as captured, and the skip says so."""

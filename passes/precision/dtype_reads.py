@@ -16,7 +16,7 @@ from amp_graph.passes.graph.autograd_functions import is_custom_function
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import RAISES
 from amp_graph.passes.precision.planning_problem import LOW, Problem
-from amp_graph.passes.precision.rule_based_planner import Painting
+from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan
 from amp_graph.passes.torch_compat.dynamo_patches import reads_of_dtype
 
 PASSED_ON = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.PROMOTE)
@@ -34,7 +34,7 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
     reads = [node for node in gm.graph.nodes if reads_of_dtype(node)]
     if not (functions or reads) or refusal(gm, low):
         return False
-    painting = Painting(problem)
+    painting = RuleBasedPlan(problem)
     choices = painting.run()
 
     def is_low(node: Node) -> bool:

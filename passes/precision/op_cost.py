@@ -20,7 +20,7 @@ from amp_graph.passes.graph.identify_ops import only_views
 from amp_graph.passes.native.kernel_table import is_available
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.machine_rates import COUNTED, Machine
-from amp_graph.passes.profitability.gemm_thresholds import panels_pay, small_linear_pays
+from amp_graph.passes.profitability.gemm_thresholds import panels_are_profitable, small_linear_is_profitable
 from amp_graph.passes.torch_compat.fake import concrete_size, numel
 from amp_graph.passes.torch_compat.storage import storage_key
 
@@ -119,7 +119,7 @@ def _is_ours(work: Work, keeps_weights: bool) -> bool:
     """Say whether compiled C of ours multiplies a linear, of a weight that trains or is kept."""
     if work.sizes is None:
         return False
-    pays = panels_pay if keeps_weights else small_linear_pays
+    pays = panels_are_profitable if keeps_weights else small_linear_is_profitable
     return (
         (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes) and is_available("panel_gemm")
     )

@@ -43,10 +43,10 @@ GATHERS = frozenset(
 
 def paint(problem: Problem) -> dict[Node, Choice]:
     """Choose a precision for every classified node of ``problem``."""
-    return Painting(problem).run()
+    return RuleBasedPlan(problem).run()
 
 
-class Painting:
+class RuleBasedPlan:
     """One run of the painting: the precision of each value so far, and what lies ahead of each node.
 
     ``widest``: as low as the accuracy permits, whether it pays or not; what a planner by cost chooses from.
@@ -144,7 +144,7 @@ class Painting:
 
     def _kept_exact(self) -> frozenset[Node]:
         """Return what leads to a steep function, but for what accuracy "fast" would round."""
-        fast = Painting(replace(self.problem, accuracy="fast"), widest=True).run()
+        fast = RuleBasedPlan(replace(self.problem, accuracy="fast"), widest=True).run()
         steep = exact(self.problem.gm.graph.nodes, self.classes)
         return frozenset(n for n in steep if fast[n].precision != LOW)
 

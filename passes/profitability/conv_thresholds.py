@@ -1,6 +1,6 @@
 """When rewrites of images pay: convolutions, their norms, and how images lie; measured where it says so.
 
-Before: a pass that knows how to rewrite ``conv2d``. After: ``channels_last_pays("cpu", torch.bfloat16, 3)``.
+Before: a pass that knows how to rewrite ``conv2d``. After: ``channels_last_is_profitable("cpu", torch.bfloat16, 3)``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from amp_graph.passes.torch_compat.cpu import cpu_has_amx, multiplies_bf16
 FEWEST_CONVOLUTIONS = 2
 
 
-def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bool:
+def channels_last_is_profitable(device: str, dtype: torch.dtype, convolutions: int) -> bool:
     """Say whether ``convolutions`` of ``dtype`` in a graph run faster on channels_last tensors on ``device``.
 
     bf16 on CPU: torch's norms and poolings of contiguous images are up to 15 times slower there, convolutions up to
@@ -29,7 +29,7 @@ def channels_last_pays(device: str, dtype: torch.dtype, convolutions: int) -> bo
     return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
-def channels_last_weights_pay(device: str) -> bool:
+def channels_last_weights_are_profitable(device: str) -> bool:
     """Say whether a convolution's weight is better cast into channels_last: cuDNN would turn it at each call.
 
     oneDNN lays weights out in a way of its own, whatever it is given.
@@ -37,7 +37,7 @@ def channels_last_weights_pay(device: str) -> bool:
     return device == "cuda"
 
 
-def casting_into_layout_pays(device: str) -> bool:
+def casting_into_layout_is_profitable(device: str) -> bool:
     """Say whether one copy into another dtype and channels_last takes less time than one after the other.
 
     On the CPU it takes 1.7 to 2.2 times as long, where there is more than one channel: torch's fast transposing copy is
@@ -50,7 +50,7 @@ def casting_into_layout_pays(device: str) -> bool:
 LEAST_PATCH, LEAST_PATCH_ON_GPUS, LEAST_PATCH_OF_AN_IMAGE = 4, 2, 8
 
 
-def patches_pay(device: str, channels: int, kernel: tuple[int, int], in_rows: bool) -> bool:
+def patches_are_profitable(device: str, channels: int, kernel: tuple[int, int], in_rows: bool) -> bool:
     """Say whether a convolution over patches beside each other, of so many channels, is better a linear over rows.
 
     ``in_rows``: read as [batch, places, channels]. bf16 on CPU, 3 channels: a kernel of 14 to 32 places a side trains
@@ -69,7 +69,7 @@ FEW_OF_AN_IMAGE, SOME_OF_AN_IMAGE, ENOUGH_CHANNELS = 16, 49, 32
 MANY_CHANNELS = 128  # from which on a product by matrix units wins over more places, too
 
 
-def weight_gradient_by_product_pays(
+def weight_gradient_by_product_is_profitable(
     device: str, dtype: torch.dtype, channels: int, kernel: int, strided: bool, places: int
 ) -> bool:
     """Say whether patches times gradients beat the convolution kernel's gradient of a weight of ``kernel`` places.
@@ -90,7 +90,7 @@ def weight_gradient_by_product_pays(
 MOST_COMPILED = 3
 
 
-def depthwise_weight_gradient_pays(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
+def depthwise_weight_gradient_is_profitable(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
     """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's weight.
 
     bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 12 to 45 times as fast for
@@ -99,7 +99,7 @@ def depthwise_weight_gradient_pays(device: str, dtype: torch.dtype, kernel: tupl
     return device == "cpu" and dtype == torch.bfloat16 and max(kernel) > MOST_COMPILED and multiplies_bf16()
 
 
-def depthwise_input_gradient_pays(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
+def depthwise_input_gradient_is_profitable(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
     """Say whether compiled C of ours beats oneDNN's gradient of a depthwise convolution's input.
 
     bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): with a stride, for which
@@ -112,7 +112,7 @@ def depthwise_input_gradient_pays(device: str, dtype: torch.dtype, stride: tuple
 MOST_OF_A_SEQUENCE = 11
 
 
-def depthwise_by_images_pays(device: str, dtype: torch.dtype, kernel: int) -> bool:
+def depthwise_by_images_is_profitable(device: str, dtype: torch.dtype, kernel: int) -> bool:
     """Say whether a depthwise convolution of sequences is faster as one of channels_last images, one place high.
 
     bf16 on CPU with dot products, copies included: 5 to 21 times as fast for kernels of 15 to 128 places, 0.4 to 0.6
@@ -121,7 +121,7 @@ def depthwise_by_images_pays(device: str, dtype: torch.dtype, kernel: int) -> bo
     return device == "cpu" and dtype == torch.bfloat16 and kernel > MOST_OF_A_SEQUENCE and multiplies_bf16()
 
 
-def bias_gradient_by_sum_pays(device: str, dtype: torch.dtype) -> bool:
+def bias_gradient_by_sum_is_profitable(device: str, dtype: torch.dtype) -> bool:
     """Say whether a sum beats the gradient of a bias that a transposed convolution's kernel computes.
 
     bf16 on CPU with dot products, backward with a sum of its own as a part of that with the kernel's: 0.2 to 0.35 for
@@ -131,7 +131,7 @@ def bias_gradient_by_sum_pays(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
-def folding_pays(device: str, dtype: torch.dtype) -> bool:
+def folding_is_profitable(device: str, dtype: torch.dtype) -> bool:
     """Say whether a batch norm in evaluation is better folded into its convolution on ``device``.
 
     bf16 on CPU with dot products: the norm and the relu behind a convolution take 5 % (3x3, 128 channels) to 60 % (1x1,
@@ -144,7 +144,7 @@ def folding_pays(device: str, dtype: torch.dtype) -> bool:
 FEW_PLACES = 512
 
 
-def pointwise_product_pays(device: str, dtype: torch.dtype, places: int, trains: bool) -> bool:
+def pointwise_product_is_profitable(device: str, dtype: torch.dtype, places: int, trains: bool) -> bool:
     """Say whether a 1x1 convolution of channels_last images is faster as a product, at least one of the three.
 
     bf16 on CPU with dot products, at ResNet-50's shapes, stride 2 included (a copy of what is read): the weight's
@@ -160,7 +160,7 @@ def pointwise_product_pays(device: str, dtype: torch.dtype, places: int, trains:
 FEWEST_OF_A_BATCH_NORM = 1 << 17
 
 
-def batch_norm_in_one_pass_pays(device: str, elements: int) -> bool:
+def batch_norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
     """Say whether a batch norm of ``elements`` that trains, and the relu behind it, are faster in compiled C.
 
     CPU, bf16 with AVX-512, forward and backward of torch's norm and relu: 0.5 to 0.65 of the time from 200,000 elements
@@ -175,7 +175,7 @@ def batch_norm_in_one_pass_pays(device: str, elements: int) -> bool:
 FEWEST_OF_A_GROUP_NORM = 1 << 15
 
 
-def group_norm_backward_pays(device: str, elements: int) -> bool:
+def group_norm_backward_is_profitable(device: str, elements: int) -> bool:
     """Say whether the gradients of a group norm of ``elements`` in channels_last are faster by compiled C.
 
     CPU, bf16 with AVX-512, forward and backward: 0.1 to 0.2 of torch's time for images of 64 and 32 places a side, 64
@@ -188,7 +188,7 @@ def group_norm_backward_pays(device: str, elements: int) -> bool:
 FEWEST_OF_WINDOWS, FEWEST_OF_WINDOWS_THAT_TRAIN = 1 << 22, 1 << 24
 
 
-def windows_pay(device: str, dtype: torch.dtype, places: int, weight: int, trains: bool) -> bool:
+def windows_are_profitable(device: str, dtype: torch.dtype, places: int, weight: int, trains: bool) -> bool:
     """Say whether a convolution of sequences is faster as products of windows; ``places`` of all the batch.
 
     bf16 on CPU with AMX, forward and backward, of torch's time: 0.1 for 1 channel to 512 with 10 taps, 0.3 to 0.5 for

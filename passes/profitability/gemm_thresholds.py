@@ -1,6 +1,7 @@
 """When products by our own kernels pay, alone, in linears and in LSTMs, and when weights that are laid out for them.
 
-Before: a pass that knows how to multiply. After: ``panels_pay("cpu", torch.bfloat16, rows, outputs, inputs)``.
+Before: a pass that knows how to multiply. After: ``panels_are_profitable("cpu", torch.bfloat16, rows, outputs,
+inputs)``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from amp_graph.passes.profitability.thresholds import LEAST_MAPPED
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
 
-def own_product_pays(device: str, rows: int, width: int) -> bool:
+def own_product_is_profitable(device: str, rows: int, width: int) -> bool:
     """Say whether ``x @ x.mT`` of ``x`` [..., rows, width] should have one product for its gradient, of ``g + g.mT``.
 
     bf16 on CPU with AMX, forward and backward with the sum of the two: 2.4 times as fast for 2,048 of 9 x 64, 1.3 for
@@ -31,7 +32,7 @@ def _shares_threads() -> bool:
 FEWEST_OUTPUTS = 16
 
 
-def packing_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+def packing_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Say whether a linear without gradients is faster on a weight that lies as oneDNN multiplies it.
 
     bf16 on CPU with dot products, weights of 768 to 16,384 outputs: 2.0 to 3.3 times as fast for one token, 1.1 to 1.3
@@ -60,7 +61,7 @@ MOST_ROWS_OF_ANY, MOST_ROWS_OF_ANY_BY_UNITS = 16, 32
 OF_A_PANEL = 64  # outputs: a thread has at least so many
 
 
-def panels_pay(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+def panels_are_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether a linear of ``rows`` without gradients is faster in compiled C of ours than in oneDNN's call.
 
     bf16 on CPU with dot products, one thread, weights packed on both sides (``benchmarks/linears.py``): 2.7 to 3.4
@@ -91,7 +92,7 @@ MOST_TRAINED_BY_UNITS_OF_SEVERAL = 1 << 21  # where several threads have them
 MOST_OF_A_CALL = 1 << 21  # multiplications up to which what a call does beside them counts: the shorter kernel's
 
 
-def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether a linear of ``rows`` that trains is faster in compiled C of ours, forward and backward.
 
     bf16 on CPU with dot products, one thread, under autograd (``benchmarks/linears.py --training``): 1.6 times as fast
@@ -114,34 +115,34 @@ def small_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, 
     return fits and rows * outputs * inputs <= most
 
 
-def bias_in_product_pays(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+def bias_in_product_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Say whether a product's kernel should add the bias itself, instead of to a result that starts as the bias.
 
     bf16 on CPU with dot products, weights as they lie: 1.08 times as fast for 512 rows of 768 x 3072, 1.10 for 788 of
     384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256.
     """
-    return packing_pays(device, dtype, outputs, inputs)
+    return packing_is_profitable(device, dtype, outputs, inputs)
 
 
 # Elements of a linear's result from which on copying the bias there takes longer than a function of our own is called.
 LEAST_BIASED = 1 << 18
 
 
-def bias_in_trained_linear_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+def bias_in_trained_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether a linear that trains under autograd should give its bias to the product.
 
     bf16 on CPU with dot products: a step of BERT took 0.97, of a ViT 0.98 of the time, of GPT and a DLRM 0.99. A result
     that is mapped anew is paged in faster by the copy than by the product: 2,048 of 512 x 8192 took 1.1 times as long.
     """
     fits = LEAST_BIASED <= rows * outputs < LEAST_MAPPED // dtype.itemsize
-    return fits and bias_in_product_pays(device, dtype, outputs, inputs)
+    return fits and bias_in_product_is_profitable(device, dtype, outputs, inputs)
 
 
 # Multiplications from which on the call of a function with a backward of its own is not seen, with matrix units.
 LEAST_BY_FUNCTION = 220_000_000
 
 
-def training_by_function_pays(rows: int, outputs: int, inputs: int) -> bool:
+def training_by_function_is_profitable(rows: int, outputs: int, inputs: int) -> bool:
     """Say whether a linear that trains under autograd is so large that a function of Python around it is not seen.
 
     bf16 with AMX, casts of weight and bias included: ours takes some 0.1 ms more, in caches that others have filled. Of
@@ -175,7 +176,7 @@ def one_of_two_threads_idles(device: str, dtype: torch.dtype, rows: int, columns
 LEAST_LARGE, FEWEST_LARGE = 1 << 15, 16
 
 
-def amx_product_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
+def amx_product_is_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether ``grad.t() @ x`` is faster by ``amx_product``; grad: [rows, outputs], x: [rows, inputs].
 
     bf16 on CPU with AMX, one thread, of oneDNN's time: 0.5 to 0.8 from 8 to 512 rows of 64 x 64 to 3072 x 768, 0.5 to
@@ -186,7 +187,7 @@ def amx_product_pays(device: str, dtype: torch.dtype, rows: int, outputs: int, i
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
 
 
-def grouped_product_pays(device: str, dtype: torch.dtype) -> bool:
+def grouped_product_is_profitable(device: str, dtype: torch.dtype) -> bool:
     """Say whether products of groups of rows, of other numbers at each call, are faster by compiled C.
 
     bf16 on CPU: oneDNN compiles a kernel for each number of rows, for milliseconds. A step of a Mixtral (512 wide, 4
@@ -200,7 +201,7 @@ def grouped_product_pays(device: str, dtype: torch.dtype) -> bool:
 MOST_MULTIPLIED, MOST_MULTIPLIED_BY_SEVERAL, MOST_OF_A_RESULT = 1 << 24, 1 << 20, 1 << 18
 
 
-def small_product_pays(device: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
+def small_product_is_profitable(device: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
     """Say whether a product of ``rows`` x ``depth`` by ``depth`` x ``columns`` is faster in compiled code of our own.
 
     bf16 on CPU with dot products, one thread (``benchmarks/small_products.py``): 3 to 27 times as fast up to a million
@@ -217,7 +218,7 @@ def small_product_pays(device: str, dtype: torch.dtype, rows: int, columns: int,
 FEWEST_OF_A_STATE, STATES_OF_A_BATCH = 512, 32
 
 
-def lstm_backward_pays(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
+def lstm_backward_is_profitable(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
     """Say whether an LSTM's backward by large products beats oneDNN's, with ``batch`` states of ``size``.
 
     bf16 on CPU with dot products, 64 steps: 2.2 times as fast for 8 states of 512, 1.5 for 16, 1.0 for 32, 0.75 for 64;
@@ -230,7 +231,7 @@ def lstm_backward_pays(device: str, dtype: torch.dtype, batch: int, size: int) -
 STATES_BY_UNITS = 8  # what the size of an LSTM's state is of a batch, from which on matrix units of ours are faster
 
 
-def lstm_kernel_pays(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
+def lstm_kernel_is_profitable(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
     """Say whether an LSTM layer that trains is faster by compiled C, with ``batch`` states of ``size``.
 
     bf16 on CPU with dot products, forward and backward (``benchmarks/lstm_backward.py``): 1.35 to 1.5 times as fast

@@ -1,6 +1,7 @@
 """When a value that backward reads is better computed again than kept: time for memory.
 
-Before: a pass that knows how to compute it again. After: ``computing_again_pays(of_relu, products, elements, False)``.
+Before: a pass that knows how to compute it again. After: ``recomputing_is_profitable(of_relu, products, elements,
+False)``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ LEAST_PRODUCTS, LEAST_PRODUCTS_OF_RELU = 256, 64
 FEWEST_COMPUTED_AGAIN = 1 << 18
 
 
-def computing_again_pays(of_relu: bool, products: float, elements: int, thorough: bool) -> bool:
+def recomputing_is_profitable(of_relu: bool, products: float, elements: int, thorough: bool) -> bool:
     """Say whether what is read for ``products`` multiplications an element may be computed twice, to save its memory.
 
     bf16 on CPU with dot products, picoseconds an element: batch norm and relu 450, norms with their cast 720, GELU 600

@@ -1,6 +1,6 @@
 """Where a rewrite pays, by what the machine can do: the one place that says so, with the files named after it.
 
-Before: a pass that rewrites what it can. After: ``if explicit_backward_pays(...)``. The figures are those of
+Before: a pass that rewrites what it can. After: ``if explicit_backward_is_profitable(...)``. The figures are those of
 ``benchmarks/``; a machine with matrix units (AMX) and one with bf16 dot products only were measured.
 """
 
@@ -16,7 +16,7 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 MOST_SCORES = 512 * 512
 
 
-def few_calls_pay(device: str) -> bool:
+def few_calls_are_profitable(device: str) -> bool:
     """Say whether one call for many small tensors beats one for each.
 
     H200: a cast of a weight takes its kernel 2 us and the host 16 to 24 us, a quarter of the time of a GPT's token.
@@ -24,7 +24,7 @@ def few_calls_pay(device: str) -> bool:
     return device == "cuda"
 
 
-def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
+def explicit_backward_is_profitable(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
     """Say whether attention's backward by matrix products beats torch's kernel on ``device``.
 
     bf16 on CPU: forward and backward take 0.5-0.8 of the kernel's time at 128 to 512 tokens with dot products, backward
@@ -33,15 +33,15 @@ def explicit_backward_pays(device: str, dtype: torch.dtype, queries: int, keys: 
     return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
 
 
-def attention_call_pays(device: str, dtype: torch.dtype) -> bool:
+def attention_call_is_profitable(device: str, dtype: torch.dtype) -> bool:
     """Say whether one call of attention beats its formula, which makes all scores and keeps the probabilities.
 
     CPU: where a kernel of ours runs it. CUDA, in low precision: by flash or memory-efficient attention.
     """
-    return attention_kernel_pays(device, dtype) or (device == "cuda" and dtype in HALVES)
+    return attention_kernel_is_profitable(device, dtype) or (device == "cuda" and dtype in HALVES)
 
 
-def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int | None = None) -> bool:
+def attention_kernel_is_profitable(device: str, dtype: torch.dtype, queries: int | None = None) -> bool:
     """Say whether attention in compiled C of ours, forward and backward, beats torch's kernel.
 
     ``queries``: how many there are, where no gradients are wanted.
@@ -58,7 +58,7 @@ def attention_kernel_pays(device: str, dtype: torch.dtype, queries: int | None =
 FEW_HEADS, FEW_SCORES = 4, 2048
 
 
-def torchs_attention_pays(heads: int, queries: int, keys: int) -> bool:
+def torchs_attention_is_profitable(heads: int, queries: int, keys: int) -> bool:
     """Say whether torch's kernel is faster for ``heads`` (of all batches) without gradients, where ours runs.
 
     bf16 on CPU with dot products, widths of 64: a call of ours takes 20 us and little more for 256 to 4,096 scores,
@@ -68,7 +68,7 @@ def torchs_attention_pays(heads: int, queries: int, keys: int) -> bool:
     return heads <= FEW_HEADS and heads * queries * keys <= FEW_SCORES
 
 
-def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
+def casting_parts_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
     """Say whether parts of a whole of so many elements are better cast on their way into it.
 
     On the CPU from 100,000 elements on, 1.9 to 2.5 times as fast: all of it is written and read once less. Below, a
@@ -81,7 +81,7 @@ def casting_parts_pays(device: str, elements: int | torch.SymInt) -> bool:
 FEWEST_LOGITS = 1 << 22
 
 
-def cross_entropy_in_parts_pays(device: str, dtype: torch.dtype, rows: int, classes: int) -> bool:
+def cross_entropy_in_parts_is_profitable(device: str, dtype: torch.dtype, rows: int, classes: int) -> bool:
     """Say whether a loss from low-precision logits, a few rows at a time, beats ``cross_entropy(logits.float())``.
 
     bf16 on CPU with dot products, forward and backward of the linear and the loss: 1.13 to 1.42 times as fast from 5
@@ -97,7 +97,7 @@ def cross_entropy_in_parts_pays(device: str, dtype: torch.dtype, rows: int, clas
 MOST_FLOPS, MOST_ELEMENTS = 1 << 30, 1 << 24
 
 
-def calling_from_cpp_pays(device: str, flops: int, elements: int) -> bool:
+def calling_from_cpp_is_profitable(device: str, flops: int, elements: int) -> bool:
     """Say whether a step of so many ``flops``, and ``elements`` of results, is worth compiling its calls, too.
 
     CPU, three layers of 256 at batch 32: 0.85 to 0.9 of the time; the demo's residual network (0.6 GFLOP, 12 million
@@ -106,7 +106,7 @@ def calling_from_cpp_pays(device: str, flops: int, elements: int) -> bool:
     return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS
 
 
-def looking_pays(looked_at: int, spared: int) -> bool:
+def looking_is_profitable(looked_at: int, spared: int) -> bool:
     """Say whether it takes less to look at so many elements than passes over ``spared`` bf16 ones, for relus or maxima.
 
     The sum of fp32 elements takes 0.06 us a thousand, a relu in place of bf16 ones 0.07, a call of its own 5 to 10 us.
@@ -114,7 +114,7 @@ def looking_pays(looked_at: int, spared: int) -> bool:
     return spared > 2 * looked_at + 200_000
 
 
-def accumulating_pays(device: str, dtype: torch.dtype, in_place: bool) -> bool:
+def accumulating_is_profitable(device: str, dtype: torch.dtype, in_place: bool) -> bool:
     """Say whether a product that adds to a tensor beats a product and a sum; ``in_place``: to a tensor nobody needs.
 
     CPU with bf16 dot products: bf16 in place is 0.98 (4096 x 768) to 1.07 (1024 x 256) times as fast, and
@@ -124,7 +124,7 @@ def accumulating_pays(device: str, dtype: torch.dtype, in_place: bool) -> bool:
     return device != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and in_place)
 
 
-def scattering_pays(device: str, rows: int, table: int) -> bool:
+def scattering_is_profitable(device: str, rows: int, table: int) -> bool:
     """Say whether ``rows`` gradients of an embedding are added to one of its whole ``table`` faster row by row.
 
     CPU: 3.3 to 3.6 times as fast for 1,024 rows of GPT-2's and BERT's tables, 2.1 times for 4,096 rows of 1,000; and a
@@ -133,7 +133,7 @@ def scattering_pays(device: str, rows: int, table: int) -> bool:
     return device == "cpu" and rows <= 8 * table
 
 
-def widening_together_pays(device: str) -> bool:
+def widening_together_is_profitable(device: str) -> bool:
     """Say whether gradients are better cast to fp32 many by one call than each by its own, as soon as it is made.
 
     CUDA, where a cast of a small gradient takes no longer than to start it; not timed.
@@ -141,7 +141,7 @@ def widening_together_pays(device: str) -> bool:
     return device == "cuda"
 
 
-def reducing_from_low_pays(device: str) -> bool:
+def reducing_from_low_is_profitable(device: str) -> bool:
     """Say whether reductions to fp32 widen what they read in registers: on CUDA. On the CPU torch makes a copy."""
     return device == "cuda"
 
@@ -150,7 +150,7 @@ def reducing_from_low_pays(device: str) -> bool:
 FEWEST_WIDENED = 1 << 16
 
 
-def widening_first_pays(device: str, elements: int) -> bool:
+def widening_first_is_profitable(device: str, elements: int) -> bool:
     """Say whether a sum of two precisions is faster once the lower one is widened by a cast, and added to in place.
 
     CPU: torch adds mixed operands by way of a copy, and into a new tensor. 1.1 to 1.6 times as fast from 65,536
@@ -163,7 +163,7 @@ def widening_first_pays(device: str, elements: int) -> bool:
 LEAST_ALIGNED = 1 << 24
 
 
-def aligning_pays(device: str, dtype: torch.dtype, products: int) -> bool:
+def aligning_is_profitable(device: str, dtype: torch.dtype, products: int) -> bool:
     """Say whether a matrix product of odd sizes is faster when they are padded to multiples of 8.
 
     CUDA, from NVIDIA's documentation of matrix multiplication alone ("Performance Requirements for Tensor Cores": 16
@@ -181,7 +181,7 @@ LEAST_OF_USERS = 1 << 14  # of what is no function of torch's: two or more passe
 QUICK = ("gelu", "silu")
 
 
-def table_pays(device: str, form: str, elements: int | torch.SymInt) -> bool:
+def table_is_profitable(device: str, form: str, elements: int | torch.SymInt) -> bool:
     """Say whether an activation of bf16 is better looked up than computed: ``form`` is one of ``by_table.FORMS``.
 
     CPU with AMX, 3 million elements, of torch's time forward and in backward: GELU 0.56 and 0.38, by tanh 0.13 and
@@ -196,7 +196,7 @@ def table_pays(device: str, form: str, elements: int | torch.SymInt) -> bool:
 FEWEST_DROPPED = 1 << 13
 
 
-def dropout_in_bits_pays(device: str, elements: int | torch.SymInt) -> bool:
+def dropout_in_bits_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
     """Say whether a dropout of so many ``elements`` is faster by compiled C, drawn by vectors.
 
     CPU, forward and backward of 393,216, of torch's time: 0.29 (fp32) and 0.24 (bf16) with one thread, 0.22 and 0.18
@@ -210,7 +210,7 @@ def dropout_in_bits_pays(device: str, elements: int | torch.SymInt) -> bool:
 FEWEST_UPDATED = 1 << 20
 
 
-def one_pass_pays(device: str, elements: int) -> bool:
+def one_pass_is_profitable(device: str, elements: int) -> bool:
     """Say whether an update of ``elements`` weights in one pass of compiled C is worth a C compiler's second.
 
     CPU: see ``benchmarks/update_time.py``. A step of DLRM, with 10 million elements in tables and few others, took 0.74
@@ -223,7 +223,7 @@ def one_pass_pays(device: str, elements: int) -> bool:
 LEAST_TABLES = 1 << 22
 
 
-def reusing_gradients_pays(device: str, tables: int, computed: int) -> bool:
+def reusing_gradients_is_profitable(device: str, tables: int, computed: int) -> bool:
     """Say whether the gradients of embeddings' ``tables`` (bytes) are better made in memory that is kept for them.
 
     CPU: memory of some megabytes is returned to the system when a gradient is freed, and paged in anew at each step:
@@ -237,7 +237,7 @@ def reusing_gradients_pays(device: str, tables: int, computed: int) -> bool:
 LEAST_BY_PLACE = 1 << 14
 
 
-def adding_by_place_pays(elements: int) -> bool:
+def adding_by_place_is_profitable(elements: int) -> bool:
     """Say whether rows of bags are better added to a table by a call for each place than written out before.
 
     CPU, 4 to 100 places of widths of 64 and 256: 1.2 to 2 times as fast from 16,384 ``elements`` of all bags on, 4.5
@@ -250,7 +250,7 @@ def adding_by_place_pays(elements: int) -> bool:
 FEWEST_NORMED = 1 << 17
 
 
-def norm_in_one_pass_pays(device: str, elements: int) -> bool:
+def norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
     """Say whether a residual sum, a norm and their casts are faster as one pass of compiled C over ``elements``.
 
     CPU, forward and backward, times of torch's operations for one reader in low precision and for three, with AVX-512:
@@ -264,7 +264,7 @@ def norm_in_one_pass_pays(device: str, elements: int) -> bool:
 LEAST_MAPPED = 1 << 25
 
 
-def large_pages_pay(device: str, size: int) -> bool:
+def large_pages_are_profitable(device: str, size: int) -> bool:
     """Say whether new memory of ``size`` bytes is better mapped by large pages.
 
     CPU: widening 42 MB of logits took 3.4 ms instead of 13, and 1.3 in memory that was mapped already; inference took

@@ -27,7 +27,7 @@ from amp_graph.passes.graph.match import PLACE, Formula, is_written_meanwhile
 from amp_graph.passes.graph.meta_keys import WISH, WRITTEN_OUT
 from amp_graph.passes.native.kernel_table import is_available
 from amp_graph.passes.op_args.transposes import transposes
-from amp_graph.passes.profitability.thresholds import attention_call_pays, attention_kernel_pays
+from amp_graph.passes.profitability.thresholds import attention_call_is_profitable, attention_kernel_is_profitable
 from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
@@ -79,10 +79,10 @@ class FuseAttention(Pass):
     def _is_wanted(self) -> bool:
         rules = [self.lists.lookup(op, {}) for op in ALLOWED]
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
-        return allowed and attention_call_pays(self.device, self.dtype)
+        return allowed and attention_call_is_profitable(self.device, self.dtype)
 
     def _drops_by_ours(self) -> bool:
-        return attention_kernel_pays(self.device, self.dtype) and is_available("dropout", self.dtype)
+        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("dropout", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""

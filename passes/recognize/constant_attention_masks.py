@@ -32,14 +32,14 @@ HIDDEN = -1e4  # a score's summand that leaves no probability beside any that no
 
 
 @dataclass(frozen=True)
-class FoldMasks(Pass):
+class FoldConstantMasks(Pass):
     """Drops masks that hide nothing; puts ``is_causal=True`` for those that hide what lies ahead, and that alone.
 
     Law: the mask is made of numbers in the graph, of no input and no random number; of as many queries as keys where it
     is causal. Exactness: rounding-equal, by a kernel that reads no mask, which flash attention on CUDA demands.
     """
 
-    name: ClassVar[str] = "fold-masks"
+    name: ClassVar[str] = "fold-constant-masks"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every attention with a mask."""

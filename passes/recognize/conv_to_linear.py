@@ -23,7 +23,7 @@ from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convol
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.op_args.batch_norm_args import has_norm
 from amp_graph.passes.op_args.transposes import TRANSPOSES, swaps_last_two
-from amp_graph.passes.profitability.conv_thresholds import patches_pay
+from amp_graph.passes.profitability.conv_thresholds import patches_are_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
@@ -32,10 +32,10 @@ TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 
 
 @dataclass(frozen=True)
-class ConvAsLinear(Pass):
+class ConvToLinear(Pass):
     """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
 
-    Law: no padding, dilation or groups; more than one place, which ``PointwiseConv`` takes; patches of what
+    Law: no padding, dilation or groups; more than one place, which ``LowerPointwiseConv`` takes; patches of what
     ``what_pays`` calls few channels. Exactness: rounding-equal, sums in another order. The kernels of convolutions lay
     out such weights, which are large, anew in every call, and their gradients too; a linear reads them as they lie.
 
@@ -43,7 +43,7 @@ class ConvAsLinear(Pass):
     """
 
     folds: bool = False
-    name: ClassVar[str] = "conv-as-linear"
+    name: ClassVar[str] = "conv-to-linear"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every convolution."""
@@ -94,7 +94,7 @@ def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
     fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
     if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
         return False
-    return not is_channels_last(x) and patches_pay(x.device.type, call.channels, call.kernel, bool(rows))
+    return not is_channels_last(x) and patches_are_profitable(x.device.type, call.channels, call.kernel, bool(rows))
 
 
 def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:

@@ -27,7 +27,7 @@ ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.at
 
 
 @dataclass(frozen=True)
-class EinsumsAsProducts(Pass):
+class EinsumToMatmul(Pass):
     """Replaces ``einsum`` of two operands by ``matmul``, with transposes of the operands and the result.
 
     Law: one index is summed over; the others are of one operand and the result, one each, or of all three; or those of
@@ -36,7 +36,7 @@ class EinsumsAsProducts(Pass):
     """
 
     lists: OpList
-    name: ClassVar[str] = "einsums-as-products"
+    name: ClassVar[str] = "einsum-to-matmul"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every einsum."""

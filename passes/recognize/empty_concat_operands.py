@@ -24,14 +24,14 @@ CATS = (("aten.cat",), ("aten.concat",), ("aten.concatenate",))
 
 
 @dataclass(frozen=True)
-class DropEmpty(Pass):
+class RemoveEmptyConcatOperands(Pass):
     """Replaces ``cat([a, b, c])`` by ``cat([b, c])`` where ``a`` has no elements.
 
     Law: ``a`` has the shape (0,), which torch skips whatever the other shapes are, no gradient is asked of it, and the
     others make the same dtype without it. Exactness: bit-exact; the result is a copy as before.
     """
 
-    name: ClassVar[str] = "drop-empty"
+    name: ClassVar[str] = "remove-empty-concat-operands"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every ``cat``."""

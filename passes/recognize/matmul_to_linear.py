@@ -26,7 +26,7 @@ GIVEN = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
-class ProductsAsLinears(Pass):
+class MatmulToLinear(Pass):
     """Replaces ``x @ weight.T`` by ``linear(x, weight)``.
 
     Law: ``weight``: two dimensions, an input or attribute of the graph; the lists say the same of products and linears.
@@ -35,7 +35,7 @@ class ProductsAsLinears(Pass):
     """
 
     lists: OpList
-    name: ClassVar[str] = "products-as-linears"
+    name: ClassVar[str] = "matmul-to-linear"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product."""

@@ -19,14 +19,14 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 
 @dataclass(frozen=True)
-class DropDropout(Pass):
+class RemoveNoOpDropout(Pass):
     """Replaces ``dropout(x, p, training)`` by ``x`` where it does not train, or ``p`` is 0.
 
     Law: torch itself returns its argument then, the very tensor (aten/src/ATen/native/Dropout.cpp), so whatever is
     done to one is done to the other; one that is told to write in place stays. Exactness: bit-exact.
     """
 
-    name: ClassVar[str] = "drop-dropout"
+    name: ClassVar[str] = "remove-no-op-dropout"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every dropout."""

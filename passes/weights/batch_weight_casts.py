@@ -21,7 +21,7 @@ from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import few_calls_pay
+from amp_graph.passes.profitability.thresholds import few_calls_are_profitable
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.storage import bytes_of
 from amp_graph.passes.weights.cache_weight_casts import casts_of_parameters
@@ -36,7 +36,7 @@ MOST = 25 << 20
 
 
 @dataclass(frozen=True)
-class GroupWeightCasts(Pass):
+class BatchWeightCasts(Pass):
     """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
 
     Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off; those
@@ -46,11 +46,11 @@ class GroupWeightCasts(Pass):
 
     copies: WeightCopies
     device: str
-    name: ClassVar[str] = "group-weight-casts"
+    name: ClassVar[str] = "batch-weight-casts"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
-        if not few_calls_pay(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
+        if not few_calls_are_profitable(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
             return PassResult(gm)
         may: dict[torch.device, list[Node]] = {}
         for node, reason in casts_of_parameters(gm, self.copies.dtype):

@@ -30,7 +30,7 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 
 
 @dataclass(frozen=True)
-class KeepWeightCopies(Pass):
+class CacheWeightCasts(Pass):
     """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
 
     Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
@@ -39,7 +39,7 @@ class KeepWeightCopies(Pass):
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "keep-weight-copies"
+    name: ClassVar[str] = "cache-weight-casts"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""

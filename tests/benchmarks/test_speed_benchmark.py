@@ -335,7 +335,7 @@ def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
 
     monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(gemm_thresholds, "FEWEST_OUTPUTS", 2)
-    monkeypatch.setattr(prepack_weights, "panels_pay", lambda *sizes: False)  # whose panels are whole
+    monkeypatch.setattr(prepack_weights, "panels_are_profitable", lambda *sizes: False)  # whose panels are whole
     made = prepared("amp_graph", training=False)
     for _ in range(4):  # packed at the third read
         made.run()

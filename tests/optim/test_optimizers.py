@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
-    monkeypatch.setattr(optim, "one_pass_pays", lambda device, elements: True)
+    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: True)
 
 
 def build(kind, policy="bf16", net=Net, **options):
@@ -351,7 +351,9 @@ def test_a_train_step_takes_it_for_torchs():
 
 @pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW, torch.optim.RMSprop])
 def test_the_report_says_how_it_updates(kind, monkeypatch):
-    monkeypatch.setitem(amp_graph.report.__globals__, "one_pass_pays", lambda device, elements: elements > 100_000)
+    monkeypatch.setitem(
+        amp_graph.report.__globals__, "one_pass_is_profitable", lambda device, elements: elements > 100_000
+    )
     model, optimizer = build(kind)
     train(model, optimizer, 1)
     notes = [n for n in amp_graph.report(model, optimizer).notes if n.startswith("update: ")]
@@ -383,7 +385,7 @@ def reasons():
         patch.setattr(optim, "library", library)
 
     def few(model, optimizer):
-        patch.setattr(optim, "one_pass_pays", lambda device, elements: False)
+        patch.setattr(optim, "one_pass_is_profitable", lambda device, elements: False)
 
     patch = pytest.MonkeyPatch()
     return patch, {
@@ -417,7 +419,7 @@ def test_torchs_kernels_do_the_rest(why):
 
 def test_hooks_of_a_step_run_once_whoever_does_it(monkeypatch):
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # puts hooks around the step of its class
-    monkeypatch.setattr(optim, "one_pass_pays", lambda device, elements: False)
+    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: False)
     model, optimizer = build(optim.AdamW)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(optimizer.how))

@@ -71,22 +71,23 @@ class TestSelection(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-eager: identify-ops drop-empty drop-dropout einsums-as-products products-as-linears fuse-gelu fuse-rms-norm
-  conv-as-linear fuse-attention fold-masks expand-composites plan-precision insert-casts eliminate-casts own-
-  products share-casts protect-norms custom-activations attention gru-state lstm-backward cudnn-recurrent
-  contiguous-linear reduce-from-low channels-last pointwise-conv convolution conv-transpose depthwise conv1d
-  global-pool fuse-group-norm align-shapes fuse-batch-norm linear-cross-entropy fuse-norm fuse-dropout table-
-  activations recompute-activations grouped-products small-linears train-linears count-batches cast-parts
-  widen-large
-copies, training: keep-weight-copies group-weight-casts keep-gradient-memory linears-of-parameters
-copies, inference: keep-weight-copies group-weight-casts fold-norms pack-weights look-at-values keep-large-
-  results widen-products
-compiled: keep-gradient-memory
-handover: keep-recurrent
-inductor: fuse-bias amx-products small-products lay-gradients
-step: fuse-bias amx-products accumulate-in-place overwrite-logits
-autocast's lists: identify-ops expand-composites plan-precision insert-casts eliminate-casts share-casts
-  protect-norms""",
+eager: identify-ops remove-empty-concat-operands remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-
+  gelu fuse-rms-norm conv-to-linear fuse-attention fold-constant-masks decompose-composites plan-precision
+  insert-casts eliminate-casts fuse-gram-matrix share-casts fp32-norm-gradients lookup-custom-activations
+  attention gru-state lstm-backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-
+  last lower-pointwise-conv convolution transposed-conv-bias-gradient depthwise conv1d global-avg-pool-
+  gradient lower-group-norm pad-shapes fuse-batch-norm-relu fuse-cross-entropy fuse-add-norm lower-dropout
+  lookup-activations recompute-activations grouped-gemm lower-small-linears lower-large-linears batch-norm-
+  counters sink-casts-into-concat upcast-into-huge-pages
+copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients fuse-casts-into-linears
+copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights elide-nan-handling
+  reuse-output-buffers chunk-upcast-linears
+compiled: reuse-embedding-gradients
+handover: lower-rnn
+inductor: fuse-addmm-bias lower-weight-gradients lower-small-gemm make-weight-gradients-contiguous
+step: fuse-addmm-bias lower-weight-gradients accumulate-in-place logits-gradient-in-place
+autocast's lists: identify-ops decompose-composites plan-precision insert-casts eliminate-casts share-casts
+  fp32-norm-gradients""",
         )
 
 
@@ -95,11 +96,12 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     only_eager, none = difference(Phase.CAPTURED, runs, {})
     assert none == []
     assert only_eager == [
-        "custom-activations", "pointwise-conv", "conv1d", "fuse-batch-norm", "linear-cross-entropy", "fuse-norm",
-        "fuse-dropout", "table-activations", "recompute-activations", "grouped-products", "small-linears",
-        "train-linears", "count-batches", "cast-parts", "widen-large",
+        "lookup-custom-activations", "lower-pointwise-conv", "conv1d", "fuse-batch-norm-relu", "fuse-cross-entropy",
+        "fuse-add-norm",
+        "lower-dropout", "lookup-activations", "recompute-activations", "grouped-gemm", "lower-small-linears",
+        "lower-large-linears", "batch-norm-counters", "sink-casts-into-concat", "upcast-into-huge-pages",
     ]  # fmt: skip
-    assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["pointwise-conv", "fuse-batch-norm"], [])
+    assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["lower-pointwise-conv", "fuse-batch-norm-relu"], [])
     assert difference(Phase.CAPTURED, dict(eager=True, in_step=True), runs) == ([], [])
 
 
@@ -117,7 +119,7 @@ def test_copies_that_keep_no_memory():
     copies = WeightCopies(torch.bfloat16)
     kept = dict(copies=copies, grad=False)
     gone, _ = difference(Phase.COPIES, dict(policy="bf16,keep_memory=true", **kept), kept)
-    assert gone == ["keep-large-results", "widen-products"]
+    assert gone == ["reuse-output-buffers", "chunk-upcast-linears"]
     assert names(Phase.COPIES) == names(Phase.COMPILED, grad=False) == []
     assert names(Phase.COMPILED, "bf16,weight_copies=false") == []
 
@@ -128,9 +130,9 @@ def test_options_reach_the_passes():
     plan = made["plan-precision"]
     assert (plan.dtype, plan.accuracy, plan.keep_fp32, plan.keep_outputs) == (torch.float16, "fast", "head", False)
     assert (plan.planner, plan.in_step) == ("mincut", True)
-    assert made["align-shapes"].device == made["fuse-attention"].device == "cuda"
+    assert made["pad-shapes"].device == made["fuse-attention"].device == "cuda"
     assert made["recompute-activations"].thorough
-    assert made["train-linears"].in_step
+    assert made["lower-large-linears"].in_step
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def test_a_row_agrees_with_its_pass(row):
         assert row.grade.bound
     else:
         assert "rounding-equal" in told
-    assert not (row.cls.required and row.skippable) or row.name == "protect-norms"
+    assert not (row.cls.required and row.skippable) or row.name == "fp32-norm-gradients"
     assert set(row.devices) <= {"cpu", "cuda"}
     assert row.phases
 
@@ -189,11 +191,11 @@ def moved(name, behind):
     ("name", "behind", "other"),
     [
         ("plan-precision", "insert-casts", "plan-precision"),
-        ("pointwise-conv", "convolution", "convolution"),
-        ("fuse-gelu", "insert-casts", "expand-composites"),
+        ("lower-pointwise-conv", "convolution", "convolution"),
+        ("fuse-gelu", "insert-casts", "decompose-composites"),
         ("attention", "identify-ops", "insert-casts"),
-        ("train-linears", "protect-norms", "recompute-activations"),
-        ("identify-ops", "drop-empty", "identify-ops"),
+        ("lower-large-linears", "fp32-norm-gradients", "recompute-activations"),
+        ("identify-ops", "remove-empty-concat-operands", "identify-ops"),
     ],
 )
 def test_a_row_in_the_wrong_place_is_an_error_that_names_the_place(name, behind, other):
@@ -218,10 +220,10 @@ def test_a_new_row_is_placed_where_it_may_stand():
         place = [one.name for one in table].index("nothing")
         return table[place - 1].name, table[place + 1].name
 
-    assert at() == ("identify-ops", "drop-empty")
+    assert at() == ("identify-ops", "remove-empty-concat-operands")
     assert at(after=("fuse-gelu",)) == ("fuse-gelu", "fuse-rms-norm")
     assert at(stage=Stage.LAYOUT) == ("insert-casts", "eliminate-casts")
-    with pytest.raises(PassError, match="move the row of Nothing before that of 'expand-composites'"):
+    with pytest.raises(PassError, match="move the row of Nothing before that of 'decompose-composites'"):
         placed(row(after=("insert-casts",)), TABLE)
 
 
@@ -231,7 +233,7 @@ def test_a_placed_row_runs_in_its_place_with_its_conditions():
     assert [one.name for one in pipeline(Phase.CAPTURED, options, table)][:3] == [
         "identify-ops",
         "nothing",
-        "drop-empty",
+        "remove-empty-concat-operands",
     ]
     options = Policy.parse("bf16,lists=autocast_cpu").pipeline_options("cpu")
     assert "nothing" not in [one.name for one in pipeline(Phase.CAPTURED, options, table)]
@@ -254,9 +256,9 @@ def test_skipping_the_backend_leaves_the_core():
 def test_groups_are_the_stages_and_no_pass_has_the_name_of_one():
     assert sorted(GROUPS) == ["backend", "casts", "layout", "memory", "recognize", "weights"]
     assert not {*GROUPS} & {one.word for one in TABLE}
-    assert {"gru-state", "fold-norms", "fuse-bias"} <= {*GROUPS["backend"]}
+    assert {"gru-state", "fold-batch-norms", "fuse-addmm-bias"} <= {*GROUPS["backend"]}
     assert "insert-casts" not in GROUPS["casts"]
-    assert "keep-weight-copies" not in GROUPS["weights"]
+    assert "cache-weight-casts" not in GROUPS["weights"]
 
 
 @pytest.mark.parametrize("word", [*SKIPPABLE, *GROUPS])

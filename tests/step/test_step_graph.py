@@ -117,7 +117,7 @@ def test_gradients_that_are_widened_together_are_the_same(options, monkeypatch):
     """As on CUDA: one call for many, which is not so over micro-batches, where they are added up in fp32."""
     found, casts = [], []
     for together in (False, True):
-        monkeypatch.setattr(step_parts, "widening_together_pays", lambda device, pays=together: pays)
+        monkeypatch.setattr(step_parts, "widening_together_is_profitable", lambda device, pays=together: pays)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 3))
         given = {"policy": "bf16", "update": "torch", **options}

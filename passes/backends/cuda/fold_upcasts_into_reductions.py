@@ -18,13 +18,13 @@ from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.profitability.thresholds import reducing_from_low_pays
+from amp_graph.passes.profitability.thresholds import reducing_from_low_is_profitable
 
 REDUCTIONS = frozenset({"aten.sum", "aten.mean", "aten.prod", "aten.linalg_vector_norm"})
 
 
 @dataclass(frozen=True)
-class ReduceFromLow(Pass):
+class FoldUpcastsIntoReductions(Pass):
     """Replaces ``x.float().sum(...)`` with ``x.sum(..., dtype=torch.float32)``, when ``what_pays`` says so.
 
     Law: a cast of ours from low precision, read by nobody else, of memory that nobody writes in between; one operation
@@ -32,11 +32,11 @@ class ReduceFromLow(Pass):
     """
 
     device: str
-    name: ClassVar[str] = "reduce-from-low"
+    name: ClassVar[str] = "fold-upcasts-into-reductions"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every reduction behind a cast."""
-        if not reducing_from_low_pays(self.device):
+        if not reducing_from_low_is_profitable(self.device):
             return PassResult(gm)
         changes, lifetimes = [], Lifetimes.of(gm)
         for node in list(gm.graph.nodes):

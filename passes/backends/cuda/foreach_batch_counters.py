@@ -14,23 +14,23 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import MODULE
-from amp_graph.passes.profitability.thresholds import few_calls_pay
+from amp_graph.passes.profitability.thresholds import few_calls_are_profitable
 from amp_graph.passes.torch_compat.storage import storage_key
 
 
 @dataclass(frozen=True)
-class CountBatches(Pass):
+class BatchNormCounters(Pass):
     """Replaces ``counter.add_(1)`` of several counters by one call for all, when ``what_pays`` says so.
 
     Law: each is an input of the graph, a number of its own that nothing else reads. Exactness: bit-exact.
     """
 
     device: str
-    name: ClassVar[str] = "count-batches"
+    name: ClassVar[str] = "batch-norm-counters"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every count."""
-        counts = [n for n in gm.graph.nodes if _counts(n)] if few_calls_pay(self.device) else []
+        counts = [n for n in gm.graph.nodes if _counts(n)] if few_calls_are_profitable(self.device) else []
         if len({storage_key(value(n)) for n in counts}) < max(2, len(counts)):
             return PassResult(gm)
         with gm.graph.inserting_before(counts[-1]):

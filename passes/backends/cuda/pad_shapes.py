@@ -20,14 +20,14 @@ from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
 from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION
 from amp_graph.passes.layout.memory_format import is_channels_last
-from amp_graph.passes.profitability.thresholds import aligning_pays
+from amp_graph.passes.profitability.thresholds import aligning_is_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 ALIGNED = (("aten.linear",), ("aten.conv2d",))
 
 
 @dataclass(frozen=True)
-class AlignShapes(Pass):
+class PadShapes(Pass):
     """Replaces ``linear`` and ``conv2d`` of odd sizes with ``aligned_linear`` and ``aligned_conv2d``.
 
     Law: in low precision; of a linear, inputs and outputs that 8 does not divide; of a convolution without groups over
@@ -39,7 +39,7 @@ class AlignShapes(Pass):
     """
 
     device: str
-    name: ClassVar[str] = "align-shapes"
+    name: ClassVar[str] = "pad-shapes"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear and convolution once."""
@@ -54,7 +54,7 @@ class AlignShapes(Pass):
             if not told:
                 continue
             work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
-            if not (lies and aligning_pays(self.device, value(node).dtype, work)):
+            if not (lies and aligning_is_profitable(self.device, value(node).dtype, work)):
                 if self.device != "cpu":  # where nothing is padded, and nobody asks why
                     why = f"in {work} products" if lies else "in images that are not channels_last"
                     skips.append(Skip(node.name, f"{told} do not pay for being padded {why}"))

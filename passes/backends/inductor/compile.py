@@ -1,6 +1,6 @@
 """Inductor with passes of ours over the graphs that it has taken down to ATen operations.
 
-Before: ``compile_fx(gm, inputs)``. After: ``compile_with_inductor(gm, inputs, passes=[FuseBias()])``.
+Before: ``compile_fx(gm, inputs)``. After: ``compile_with_inductor(gm, inputs, passes=[FuseAddmmBias()])``.
 """
 
 from __future__ import annotations

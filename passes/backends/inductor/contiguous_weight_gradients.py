@@ -32,7 +32,7 @@ define_as_typed(in_rows, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.
 
 
 @dataclass(frozen=True)
-class LayGradients(Pass):
+class MakeWeightGradientsContiguous(Pass):
     """Copies a convolution's gradient of its weight that lies otherwise than what it is met with.
 
     Law: on the CPU, of 4 dimensions, with a graph's input of the same shape that lies in rows in one of the next
@@ -40,7 +40,7 @@ class LayGradients(Pass):
     U-Net's step of 227, where such copies take 8 and an update along rows 11. Exactness: bit-exact.
     """
 
-    name: ClassVar[str] = "lay-gradients"
+    name: ClassVar[str] = "make-weight-gradients-contiguous"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every convolution's backward."""

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.profitability.thresholds import calling_from_cpp_pays
+from amp_graph.passes.profitability.thresholds import calling_from_cpp_is_profitable
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import numel
 
@@ -30,7 +30,7 @@ def options_of_step(gm: GraphModule) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
     # Operators of ours are called by way of Python, which is dearer from C++.
-    if used <= {"aten", "prims"} and calling_from_cpp_pays(_device(gm), _flops(gm), _elements(gm)):
+    if used <= {"aten", "prims"} and calling_from_cpp_is_profitable(_device(gm), _flops(gm), _elements(gm)):
         found["cpp_wrapper"] = True
     return found
 

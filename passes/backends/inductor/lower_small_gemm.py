@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.backends.inductor.small_gemm_template import OPS
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.profitability.gemm_thresholds import small_product_pays
+from amp_graph.passes.profitability.gemm_thresholds import small_product_is_profitable
 from amp_graph.passes.torch_compat.versions import takes_kernels_of_ours
 
 ATEN: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class SmallProducts(Pass):
+class LowerSmallGemm(Pass):
     """Replaces ``mm(a, b)`` and ``linear_bias(x, w, b)`` with ``small_product`` when ``what_pays`` says so.
 
     Law: bf16 matrices on the CPU, in sizes known while they are traced, whose rows or columns lie without gaps. A relu
@@ -31,7 +31,7 @@ class SmallProducts(Pass):
     fp32 in another order, rounded once, with the bias in them.
     """
 
-    name: ClassVar[str] = "small-products"
+    name: ClassVar[str] = "lower-small-gemm"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product."""
@@ -63,7 +63,7 @@ def _fits(node: Node) -> bool:
         return False
     (rows, depth), columns = tensors[0].shape, value(node).shape[1]
     alike = all(t.dtype == value(node).dtype for t in tensors)
-    return alike and small_product_pays(tensors[0].device.type, tensors[0].dtype, rows, columns, depth)
+    return alike and small_product_is_profitable(tensors[0].device.type, tensors[0].dtype, rows, columns, depth)
 
 
 def _relu(node: Node) -> Node | None:

@@ -28,14 +28,14 @@ NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectiona
 
 
 @dataclass(frozen=True)
-class KeepRecurrent(Pass):
+class LowerRnn(Pass):
     """Replaces ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` with ``recurrent_whole``.
 
     Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact;
     gradients rounding-equal, with their sums in another order.
     """
 
-    name: ClassVar[str] = "keep-recurrent"
+    name: ClassVar[str] = "lower-rnn"
     why: ClassVar[str] = "its steps are no business of a compiler's"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -60,10 +60,10 @@ class KeepRecurrent(Pass):
 
 
 @dataclass(frozen=True)
-class LstmBackward(KeepRecurrent):
+class LstmBackward(LowerRnn):
     """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and ``what_pays`` says so.
 
-    Law: as for ``KeepRecurrent``. Exactness: rounding-different, with gates' sums, gates and cells in fp32, where
+    Law: as for ``LowerRnn``. Exactness: rounding-different, with gates' sums, gates and cells in fp32, where
     oneDNN's kernel rounds more often; forward bit-exact where only backward is ours, with several threads or AMX.
     """
 
@@ -80,10 +80,10 @@ class LstmBackward(KeepRecurrent):
 
 
 @dataclass(frozen=True)
-class GruState(KeepRecurrent):
+class GruState(LowerRnn):
     """Replaces ``torch.gru`` in low precision on the CPU with ``recurrent_whole``, which carries the state in fp32.
 
-    Law: as for ``KeepRecurrent``. Exactness: more exact than torch's kernel, whose state is rounded at each step, and
+    Law: as for ``LowerRnn``. Exactness: more exact than torch's kernel, whose state is rounded at each step, and
     than ``torch.autocast``, whose gates are. It stands in every plan: without it a GRU would be less exact than those.
     """
 
@@ -96,14 +96,14 @@ class GruState(KeepRecurrent):
 
 
 @dataclass(frozen=True)
-class CudnnRecurrent(KeepRecurrent):
+class CudnnRnn(LowerRnn):
     """Replaces recurrent layers on CUDA with ``recurrent_whole``, which gives cuDNN the weights as they are.
 
-    Law: as for ``KeepRecurrent``. Exactness: bit-exact. ``torch.lstm`` looks at each call whether the weights are parts
+    Law: as for ``LowerRnn``. Exactness: bit-exact. ``torch.lstm`` looks at each call whether the weights are parts
     of one piece of memory, which copies in low precision are not, warns, and cannot be traced into a step.
     """
 
-    name: ClassVar[str] = "cudnn-recurrent"
+    name: ClassVar[str] = "cudnn-rnn"
     why: ClassVar[str] = "torch looks at each call for the weights in one piece of memory"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from amp_graph.passes.backends.recurrent.lstm_gradients import lstm_backward
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
 from amp_graph.passes.native.operator_library import OPS, define_operator
-from amp_graph.passes.profitability.gemm_thresholds import lstm_backward_pays, lstm_kernel_pays
+from amp_graph.passes.profitability.gemm_thresholds import lstm_backward_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.fake import outside_modes
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
@@ -105,9 +105,9 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
 
 
 def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
-    if lstm_kernel_pays(device, dtype, batch, size) and library() is not None:
+    if lstm_kernel_is_profitable(device, dtype, batch, size) and library() is not None:
         return _LstmByKernel
-    return _LstmByProducts if lstm_backward_pays(device, dtype, batch, size) else _LstmLayer
+    return _LstmByProducts if lstm_backward_is_profitable(device, dtype, batch, size) else _LstmLayer
 
 
 class _LstmLayer(torch.autograd.Function):

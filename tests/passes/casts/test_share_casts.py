@@ -1,4 +1,4 @@
-"""ShareCasts and ProtectNorms: their laws, by the grade that each states."""
+"""ShareCasts and Fp32NormGradients: their laws, by the grade that each states."""
 
 import operator
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.casts.layer_norm_fp32_gradients import ProtectNorms
+from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.shared_cast import shared_cast
@@ -217,7 +217,7 @@ def test_protect_norms_replaces_what_loses_gradients_and_nothing_else():
         return F.layer_norm(h, (8,), s.u[0], s.u[1]) @ s.w + F.layer_norm(x, (8,), s.v[0], s.v[1])
 
     captured = capture_function(function, X, w=W, v=V, u=U)
-    gm, _ = captured.through([*passes_before(ProtectNorms), ProtectNorms()])
+    gm, _ = captured.through([*passes_before(Fp32NormGradients), Fp32NormGradients()])
     assert [n.target is layer_norm_low for n in gm.graph.nodes if "layer_norm" in n.name] == [True, False]
     assert "layer_norm_low" in body_text(gm)
 
@@ -230,7 +230,7 @@ def test_a_norm_called_with_all_its_arguments_runs(layer_norm):
         return layer_norm(torch.tanh(x @ s.w), (8,), s.u[0], s.u[1], 1e-5, False)
 
     captured = capture_function(function, X, w=W, u=U)
-    gm, _ = captured.through([*passes_before(ProtectNorms), ProtectNorms()])
+    gm, _ = captured.through([*passes_before(Fp32NormGradients), Fp32NormGradients()])
     assert run_step(gm, captured.given).outputs[0].shape == X.shape
 
 

@@ -16,7 +16,7 @@ from tests.passes.graphs import Function, capture_function, differences, passes_
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
@@ -182,7 +182,7 @@ SHARED = {"split_up", "whole_part", "padded"}  # all that they convolve with twi
 
 @pytest.fixture
 def _kernels_that_want_weights_so(monkeypatch):
-    monkeypatch.setattr(channels_last, "channels_last_weights_pay", lambda device: True)
+    monkeypatch.setattr(channels_last, "channels_last_weights_are_profitable", lambda device: True)
 
 
 @pytest.mark.sampled(2)
@@ -209,12 +209,12 @@ def test_gradients_of_such_weights_keep_their_strides(name):
 
 
 def test_where_it_pays():
-    pays = conv_thresholds.channels_last_pays
+    pays = conv_thresholds.channels_last_is_profitable
     assert pays("cpu", torch.bfloat16, 2)
     assert not pays("cpu", torch.float16, 2)
     assert all(pays("cuda", dtype, 2) and not pays("cuda", dtype, 1) for dtype in (torch.bfloat16, torch.float16))
     assert not pays("cuda", torch.float32, 9)
-    assert [conv_thresholds.channels_last_weights_pay(device) for device in ("cpu", "cuda")] == [False, True]
+    assert [conv_thresholds.channels_last_weights_are_profitable(device) for device in ("cpu", "cuda")] == [False, True]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinear
+from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
 from amp_graph.passes.manager import run_passes
 from tests.passes.graphs import capture_function, differences, passes_before, run_step
 
@@ -27,8 +27,8 @@ def passed(function, x=X, grad=False, frozen=True):
         graph = capture_function(function, x, w=W, b=B)
         if frozen:
             graph.gm.requires_grad_(False)
-        plain, ours = (graph.through(passes_before(ContiguousLinear))[0] for _ in range(2))
-        (done,) = run_passes(ours, [ContiguousLinear()], checked=True)
+        plain, ours = (graph.through(passes_before(ContiguousLinearInput))[0] for _ in range(2))
+        (done,) = run_passes(ours, [ContiguousLinearInput()], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -126,10 +126,10 @@ class Words(torch.nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-LEFT = "bf16,skip=contiguous-linear|pack-weights"  # a product of packed weights is one, however its input lies
+LEFT = "bf16,skip=contiguous-linear-input|prepack-weights"  # a product of packed weights is one, however its input lies
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=pack-weights", LEFT, "bf16,lists=autocast_cpu"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=prepack-weights", LEFT, "bf16,lists=autocast_cpu"])
 def test_a_language_model_of_lstms(policy):
     torch.manual_seed(0)
     model = amp_graph.convert(Words(), policy)
@@ -138,7 +138,7 @@ def test_a_language_model_of_lstms(policy):
     ours = policy not in (LEFT, "bf16,lists=autocast_cpu")
     assert batched_products(model, X) == (not ours)
     (graph,) = conversion_of(model).graphs
-    assert ("contiguous-linear" in [p.name for p in graph.rewritten.passes]) == ours
+    assert ("contiguous-linear-input" in [p.name for p in graph.rewritten.passes]) == ours
 
 
 def test_sizes_that_vary_are_not_guarded():

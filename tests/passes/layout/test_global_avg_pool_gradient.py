@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.layout.global_avg_pool_gradient import GlobalPool, pooled
+from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient, pooled
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import conv_thresholds, thresholds
 from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step
@@ -16,7 +16,7 @@ LAST = torch.channels_last
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
@@ -83,8 +83,8 @@ POOLS = {
 
 def passed(function, x=X):
     graph = capture_function(function, x, **STATE)
-    plain, ours = (graph.through(passes_before(GlobalPool))[0] for _ in range(2))
-    (done,) = run_passes(ours, [GlobalPool()], checked=True)
+    plain, ours = (graph.through(passes_before(GlobalAvgPoolGradient))[0] for _ in range(2))
+    (done,) = run_passes(ours, [GlobalAvgPoolGradient()], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -154,7 +154,7 @@ def test_a_converted_model_trains_as_without_and_so_does_a_step(policy):
         return [p.grad for p in model.parameters()], conversion_of(model).graphs[0].rewritten.gm.code
 
     ours, text = grads(policy)
-    plain, without = grads(f"{policy},skip=global_pool")
+    plain, without = grads(f"{policy},skip=global_avg_pool_gradient")
     assert text.count("global_pool_pooled") == 2
     assert "pooled" not in without
     for a, b in zip(ours, plain, strict=True):

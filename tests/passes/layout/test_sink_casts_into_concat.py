@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 import amp_graph
 from amp_graph.passes.layout import sink_casts_into_concat
-from amp_graph.passes.layout.sink_casts_into_concat import CastParts, joined_low
+from amp_graph.passes.layout.sink_casts_into_concat import SinkCastsIntoConcat, joined_low
 from amp_graph.passes.manager import run_passes
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture_function, differences, passes_for, run_step
@@ -18,7 +18,7 @@ V = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)) / 3
 
 @pytest.fixture(autouse=True)
 def small_parts_are_worth_it(monkeypatch):
-    monkeypatch.setattr(sink_casts_into_concat, "casting_parts_pays", lambda device, elements: True)
+    monkeypatch.setattr(sink_casts_into_concat, "casting_parts_is_profitable", lambda device, elements: True)
 
 
 JOINED = {
@@ -41,9 +41,9 @@ LEFT_ALONE = {
 def passed(function):
     """Return the graph before and after the pass, what it is given, and what was done."""
     graph, passes = capture_function(function, X, w=W, v=V), passes_for(Policy.parse("bf16"), "cpu", eager=True)
-    before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, CastParts))]
+    before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, SinkCastsIntoConcat))]
     plain, ours = (graph.through(before)[0] for _ in range(2))
-    (done,) = run_passes(ours, [CastParts()], checked=True)
+    (done,) = run_passes(ours, [SinkCastsIntoConcat()], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -121,7 +121,7 @@ def test_a_model_trains_the_same():
     torch.manual_seed(0)
     ours, theirs = Features(), Features()
     theirs.load_state_dict(ours.state_dict())
-    amp_graph.convert(ours, "bf16"), amp_graph.convert(theirs, "bf16,skip=cast_parts")
+    amp_graph.convert(ours, "bf16"), amp_graph.convert(theirs, "bf16,skip=sink_casts_into_concat")
     places = torch.randint(50, (4, 3, 5))
     for model in (ours, theirs):
         model(X, places).backward()

@@ -289,12 +289,12 @@ def test_where_it_runs(policy, compile, runs):
 
 
 def test_what_pays():
-    assert thresholds.accumulating_pays("cpu", BF16, in_place=True)
-    assert not thresholds.accumulating_pays("cpu", BF16, in_place=False)
-    assert not thresholds.accumulating_pays("cpu", torch.float16, in_place=True)
-    assert thresholds.accumulating_pays("cuda", torch.float16, in_place=False)
-    assert not thresholds.scattering_pays("cuda", 10, 10)
-    assert not thresholds.widening_first_pays("cuda", 1 << 20)
+    assert thresholds.accumulating_is_profitable("cpu", BF16, in_place=True)
+    assert not thresholds.accumulating_is_profitable("cpu", BF16, in_place=False)
+    assert not thresholds.accumulating_is_profitable("cpu", torch.float16, in_place=True)
+    assert thresholds.accumulating_is_profitable("cuda", torch.float16, in_place=False)
+    assert not thresholds.scattering_is_profitable("cuda", 10, 10)
+    assert not thresholds.widening_first_is_profitable("cuda", 1 << 20)
 
 
 class GoldenSums(expecttest.TestCase):

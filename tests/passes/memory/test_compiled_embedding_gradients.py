@@ -113,7 +113,7 @@ def gradients(model, ids):
 def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
     ours = amp_graph.convert(Tables(), "bf16", compile="inductor")
-    plain = amp_graph.convert(Tables(), "bf16,skip=keep_gradient_memory", compile="inductor")
+    plain = amp_graph.convert(Tables(), "bf16,skip=reuse_embedding_gradients", compile="inductor")
     places = []
     for turn in range(3):
         ids = (IDS + turn) % ROWS
@@ -146,7 +146,7 @@ def test_a_compiled_step_uses_one_memory_for_all_tables_of_a_shape(monkeypatch):
         return losses, list(model.parameters()), len(POOL.tensors), step.graph_text()
 
     losses, ours, kept, text = trained("bf16")
-    wanted, plain, none, _ = trained("bf16,skip=keep_gradient_memory")
+    wanted, plain, none, _ = trained("bf16,skip=reuse_embedding_gradients")
     assert text.count("amp_graph.table_gradient") == 2
     assert 1 <= kept <= 2
     assert none == 0

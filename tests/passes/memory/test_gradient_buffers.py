@@ -14,12 +14,12 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory import gradient_buffers
 from amp_graph.passes.profitability import thresholds
-from amp_graph.passes.profitability.thresholds import reusing_gradients_pays
+from amp_graph.passes.profitability.thresholds import reusing_gradients_is_profitable
 from tests.memory_holders import SEEN
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
-OFF = "bf16,skip=keep_gradient_memory"
+OFF = "bf16,skip=reuse_embedding_gradients"
 
 
 @pytest.fixture(autouse=True)
@@ -274,10 +274,10 @@ def test_a_whole_step_has_none():
 
 def test_the_rule(monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_TABLES", 1 << 22)
-    assert reusing_gradients_pays("cpu", 41 << 20, 26 << 20)
-    assert not reusing_gradients_pays("cpu", 16 << 20, 71 << 20)
-    assert not reusing_gradients_pays("cpu", 1 << 20, 0)
-    assert not reusing_gradients_pays("cuda", 41 << 20, 26 << 20)
+    assert reusing_gradients_is_profitable("cpu", 41 << 20, 26 << 20)
+    assert not reusing_gradients_is_profitable("cpu", 16 << 20, 71 << 20)
+    assert not reusing_gradients_is_profitable("cpu", 1 << 20, 0)
+    assert not reusing_gradients_is_profitable("cuda", 41 << 20, 26 << 20)
 
 
 def test_functions_are_torchs_without_gradients():

@@ -120,8 +120,8 @@ def has_it(model):
 
 def test_outputs_of_inference_are_widened_so(asked):
     """By the same products of plain weights: those by panels return fp32 themselves where nothing else widens."""
-    found, model = converted("bf16,skip=keep_large_results|pack_weights")
-    expected, plain = converted("bf16,skip=widen_large|pack_weights")
+    found, model = converted("bf16,skip=reuse_output_buffers|prepack_weights")
+    expected, plain = converted("bf16,skip=upcast_into_huge_pages|prepack_weights")
     assert has_it(model)
     assert not has_it(plain)
     assert torch.equal(found, expected)
@@ -129,8 +129,8 @@ def test_outputs_of_inference_are_widened_so(asked):
 
 
 def test_outputs_of_packed_weights_are_those_of_fp32_rounded_once(asked):
-    found, model = converted("bf16,skip=keep_large_results")
-    wide, plain = converted("bf16,skip=widen_large")
+    found, model = converted("bf16,skip=reuse_output_buffers")
+    wide, plain = converted("bf16,skip=upcast_into_huge_pages")
     assert has_it(model)
     assert not has_it(plain)
     assert torch.equal(found, wide.to(BF16).float())
@@ -140,7 +140,7 @@ def test_outputs_of_packed_weights_are_those_of_fp32_rounded_once(asked):
 def test_outputs_of_training_are_widened_so_with_their_gradients(least, asked, monkeypatch):
     monkeypatch.setattr(cast_kernel, "LARGE", least)
     grads = []
-    for policy in ("bf16", "bf16,skip=widen_large"):
+    for policy in ("bf16", "bf16,skip=upcast_into_huge_pages"):
         found, model = converted(policy, grad=True)
         assert has_it(model) == ("skip" not in policy)
         model(X).square().sum().backward()
@@ -150,7 +150,7 @@ def test_outputs_of_training_are_widened_so_with_their_gradients(least, asked, m
 
 def test_small_outputs_are_torchs(asked, monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_MAPPED", 1 << 25)
-    assert not has_it(converted("bf16,skip=keep_large_results")[1])
+    assert not has_it(converted("bf16,skip=reuse_output_buffers")[1])
 
 
 def test_widening_has_second_derivatives_and_several_gradients():
@@ -166,4 +166,4 @@ def test_widening_has_second_derivatives_and_several_gradients():
 
 def test_control_another_number_is_seen(asked, monkeypatch):
     monkeypatch.setattr(upcast_into_huge_pages, "widen", lambda x: x.float() * 1.01)
-    assert not torch.equal(converted()[0], converted("bf16,skip=widen_large")[0])
+    assert not torch.equal(converted()[0], converted("bf16,skip=upcast_into_huge_pages")[0])

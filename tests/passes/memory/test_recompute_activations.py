@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph.passes.backends.cpu.norm.add_norm_recompute import ADD_NORM, add_norm_computed_again
-from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseNorm
+from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import recompute_functions
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
@@ -202,7 +202,7 @@ def test_no_bit_changes_and_one_tensor_less_is_saved(name):
 def fused(name):
     policy, function = FUSED[name]
     graph = captured(function)
-    plain, ours, changes = both(graph, policy, before=[FuseNorm()], thorough=True)
+    plain, ours, changes = both(graph, policy, before=[FuseAddNorm()], thorough=True)
     assert len(changes) == 1
     assert sum(n.target is add_norm_computed_again for n in ours.graph.nodes) == 1
     return graph, plain, ours
@@ -377,7 +377,7 @@ def a_part_first(out, leaves):
 def test_gradients_are_those_of_the_graph_without(model, work):
     graphs = {"mlp": RECOMPUTED["gelu"][2], "norm": RECOMPUTED["norm in full"][2], "fused norm": low_stream}
     graph = captured(graphs[model]) if model in graphs else capture(residual(), IMAGES)
-    plain, ours, changes = both(graph, FAST, before=[FuseNorm()] * (model == "fused norm"))
+    plain, ours, changes = both(graph, FAST, before=[FuseAddNorm()] * (model == "fused norm"))
     assert changes
     results = [gradients(graph, run.forward, work) for run in (ours, plain)]
     for a, b in zip(*results, strict=True):

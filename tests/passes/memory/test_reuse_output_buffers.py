@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(
 )
 X, Y = (torch.randn(2, 32, 24, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
 KEEP = "bf16,keep_memory=true"
-PLAIN = f"{KEEP},skip=keep_large_results"
+PLAIN = f"{KEEP},skip=reuse_output_buffers"
 
 
 @pytest.fixture(autouse=True)
 def small_results_are_large(monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_MAPPED", 4096)
-    monkeypatch.setattr(prepack_weights, "panels_pay", lambda *given: False)
+    monkeypatch.setattr(prepack_weights, "panels_are_profitable", lambda *given: False)
     monkeypatch.setattr(chunk_upcast_linears, "outputs_at_once", lambda rows, outputs: 128)
 
 

@@ -57,7 +57,7 @@ def test_one_linear_without_gradients_by_hand(plain):
 
 
 def test_a_kept_weight_is_not_cast_at_each_call_without_gradients(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=pack_weights", grad=False)
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=prepack_weights", grad=False)
     product = 2 * N**3 / FLOPS
     assert found.ratio == pytest.approx((product / 2 + 2 * N * N * (4 + 2) / BYTES) / product)
 

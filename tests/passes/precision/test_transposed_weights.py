@@ -8,7 +8,7 @@ import amp_graph
 from amp_graph.passes.precision import transposed_weights
 
 # What is only turned is a linear's weight otherwise, and copied as such.
-AS_WRITTEN = "skip=products_as_linears"
+AS_WRITTEN = "skip=matmul_to_linear"
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 FORMS = {
     "T": lambda w: w.T,

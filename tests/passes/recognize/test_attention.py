@@ -25,7 +25,7 @@ LENGTH, WIDTH, HEADS = 12, 32, 4
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(thresholds, "cpu_has_amx", lambda: False)
     monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.recognize.constant_attention_masks import FoldMasks
+from amp_graph.passes.recognize.constant_attention_masks import FoldConstantMasks
 from tests.corpus import make
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes, with_and_without
 
@@ -60,7 +60,9 @@ KEPT = {
 
 
 def passed(function):
-    return with_and_without(FoldMasks(), capture_function(function, *(t.clone().requires_grad_() for t in (Q, K, V))))
+    return with_and_without(
+        FoldConstantMasks(), capture_function(function, *(t.clone().requires_grad_() for t in (Q, K, V)))
+    )
 
 
 def calls(gm):
@@ -103,7 +105,7 @@ def test_sizes_that_are_not_known_stay():
         lambda s, q, k, v: ATTEND(q, k, v, attn_mask=torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)),
         Q, K, V, dynamic=True,
     )  # fmt: skip
-    assert not with_and_without(FoldMasks(), graph)[3].changes
+    assert not with_and_without(FoldConstantMasks(), graph)[3].changes
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
@@ -121,5 +123,5 @@ def test_a_switch_keeps_them():
             return ATTEND(q, q, q, attn_mask=torch.ones(N, N, dtype=torch.bool))
 
     graph = capture(Masked(), Q)
-    texts = [graph.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=fold_masks")]
+    texts = [graph.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=fold_constant_masks")]
     assert ["attn_mask" in text for text in texts] == [False, True]

@@ -12,7 +12,7 @@ from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import conv_thresholds
 from amp_graph.passes.recognize import conv_to_linear
-from amp_graph.passes.recognize.conv_to_linear import ConvAsLinear
+from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from tests.passes.graphs import Function, capture_function, differences, run_step
 
@@ -48,7 +48,7 @@ OTHERS = {
 def passed(function, weight=W):
     graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
     gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear()], checked=True)
     return graph, gm, done.result
 
 
@@ -133,7 +133,7 @@ def test_norms_are_folded_rather():
     with torch.no_grad():
         model(drawn(6, 4, 6, 6))
     done = {p.name: p.result for p in conversion_of(model).graphs[0].rewritten.passes}
-    assert not done["conv-as-linear"].changes
+    assert not done["conv-to-linear"].changes
 
 
 def test_images_whose_size_varies_are_left_alone():
@@ -143,7 +143,7 @@ def test_images_whose_size_varies_are_left_alone():
 
 
 def test_a_policy_can_leave_it_out():
-    model = amp_graph.convert(Head(), "bf16,skip=conv_as_linear")
+    model = amp_graph.convert(Head(), "bf16,skip=conv_to_linear")
     model(drawn(6, 4, 6, 6))
     assert "linear" not in conversion_of(model).graphs[0].rewritten.gm.code
 
@@ -181,7 +181,7 @@ def patched(function):
     state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
     graph = capture_function(function, P.clone().requires_grad_(), **state)
     gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvAsLinear()], checked=True)
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear()], checked=True)
     return graph, gm, done.result
 
 
@@ -212,7 +212,7 @@ def test_other_convolutions_are_no_patches(name, monkeypatch):
 
 
 def test_on_gpus_smaller_patches_are_rows_too():
-    pays = conv_thresholds.patches_pay
+    pays = conv_thresholds.patches_are_profitable
     assert pays("cuda", 3, (2, 2), True)
     assert not pays("cpu", 3, (2, 2), True)
     assert not pays("cuda", 3, (4, 4), False)
@@ -263,7 +263,7 @@ def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight
 
 
 def test_images_of_other_sizes():
-    model, plain = (amp_graph.convert(Transformer(), p) for p in ("bf16", "bf16,skip=conv_as_linear"))
+    model, plain = (amp_graph.convert(Transformer(), p) for p in ("bf16", "bf16,skip=conv_to_linear"))
     for shape in ((2, 3, 32, 32), (5, 3, 32, 32), (2, 3, 30, 32), (1, 3, 16, 48)):
         x = drawn(*shape)
         torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)

@@ -8,7 +8,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.attention.attention_kernel import library
 from amp_graph.passes.graph.identify_ops import IdentifyOps
-from amp_graph.passes.recognize.einsum_to_matmul import EinsumsAsProducts
+from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
 from amp_graph.policy import Policy
 from tests.passes.graphs import Function, capture_function
 
@@ -55,7 +55,7 @@ def drawn(equation, **sizes):
 
 def through_the_pass(function, *given):
     lists = Policy.parse("bf16").op_list("cpu")
-    gm, done = capture_function(function, *given).through([IdentifyOps(), EinsumsAsProducts(lists)])
+    gm, done = capture_function(function, *given).through([IdentifyOps(), EinsumToMatmul(lists)])
     return gm, done[-1].result.changes
 
 
@@ -138,7 +138,7 @@ def attention(s, q, k, v):
 
 @pytest.mark.skipif(library() is None, reason="needs AVX512_BF16 and a C compiler")
 def test_attention_of_sums_is_our_kernel_and_as_exact():
-    fused, written_out = stepped(attention, "bf16"), stepped(attention, "bf16,skip=einsums_as_products")
+    fused, written_out = stepped(attention, "bf16"), stepped(attention, "bf16,skip=einsum_to_matmul")
     assert attention_low in fused[2]
     assert attention_low not in written_out[2]
     exact = stepped(attention, "bf16-O0")

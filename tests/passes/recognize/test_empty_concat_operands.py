@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.recognize.empty_concat_operands import DropEmpty
+from amp_graph.passes.recognize.empty_concat_operands import RemoveEmptyConcatOperands
 from tests.measure import CastCounter
 from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step, with_and_without
 
@@ -36,7 +36,7 @@ KEPT = {
 
 
 def passed(function):
-    return with_and_without(DropEmpty(), capture_function(function, X, w=W))
+    return with_and_without(RemoveEmptyConcatOperands(), capture_function(function, X, w=W))
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
@@ -44,7 +44,7 @@ def test_it_is_left_out_and_no_bit_changes(name):
     plain, ours, given, result = passed(LEFT_OUT[name])
     assert [c.action for c in result.changes] == ["left out"]
     assert not differences(run_step(ours, given), run_step(plain, given))
-    assert not run_passes(ours, [DropEmpty()], checked=True)[0].result.changes
+    assert not run_passes(ours, [RemoveEmptyConcatOperands()], checked=True)[0].result.changes
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -68,8 +68,8 @@ def test_the_result_is_a_copy_still():
 
 def test_what_a_gradient_is_asked_of_stays():
     graph = capture_function(lambda s, x: torch.cat([s.empty, x @ s.w], 1), X, w=W, empty=nothing())
-    ours, _ = graph.through(passes_before(DropEmpty))
-    (done,) = run_passes(ours, [DropEmpty()], checked=True)
+    ours, _ = graph.through(passes_before(RemoveEmptyConcatOperands))
+    (done,) = run_passes(ours, [RemoveEmptyConcatOperands()], checked=True)
     assert not done.result.changes
     assert any(g is not None and g.shape == (0,) for g in run_step(ours, graph.given).grads)
 
@@ -106,4 +106,4 @@ def test_keys_stay_low_behind_a_cache_that_begins():
     """
     assert casts_of_keys("bf16") == casts_of_keys("bf16,escaped=fp32") == ["forward"] * 2
     painted = "bf16,escaped=fp32,planner=paint"  # least cost would cast keys once for both
-    assert Counter(casts_of_keys(f"{painted},skip=drop_empty")) == {"forward": 2, "backward": 4}
+    assert Counter(casts_of_keys(f"{painted},skip=remove_empty_concat_operands")) == {"forward": 2, "backward": 4}

@@ -46,8 +46,8 @@ def passed(function, policy="bf16"):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_product_is_a_linear_of_the_same_bits(name):
-    found, linears = passed(PLAIN[name], "bf16,skip=small_linears")
-    plain, none = passed(PLAIN[name], "bf16,skip=products_as_linears")
+    found, linears = passed(PLAIN[name], "bf16,skip=lower_small_linears")
+    plain, none = passed(PLAIN[name], "bf16,skip=matmul_to_linear")
     assert (linears, none) == (1, 0)
     assert torch.equal(found[0], plain[0])
     assert torch.allclose(found[1], plain[1], rtol=2e-2, atol=2e-2)
@@ -55,7 +55,7 @@ def test_a_product_is_a_linear_of_the_same_bits(name):
 
 def test_a_bias_stays_an_addition_which_makes_fp32():
     found, linears = passed(lambda s, x: x @ s.w.T + s.b)
-    plain, _ = passed(lambda s, x: x @ s.w.T + s.b, "bf16,skip=products_as_linears")
+    plain, _ = passed(lambda s, x: x @ s.w.T + s.b, "bf16,skip=matmul_to_linear")
     assert linears == 1
     assert torch.equal(found[0], plain[0])
     assert not torch.equal(found[0], found[0].bfloat16().float())
@@ -64,7 +64,7 @@ def test_a_bias_stays_an_addition_which_makes_fp32():
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_else_stays(name):
     found, linears = passed(OTHERS[name])
-    plain, _ = passed(OTHERS[name], "bf16,skip=products_as_linears")
+    plain, _ = passed(OTHERS[name], "bf16,skip=matmul_to_linear")
     assert linears == 0
     assert torch.equal(found[0], plain[0])
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.recognize.no_op_dropout import DropDropout
+from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes, with_and_without
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
@@ -30,7 +30,7 @@ KEPT = {
 
 
 def passed(function):
-    return with_and_without(DropDropout(), capture_function(function, X, w=W))
+    return with_and_without(RemoveNoOpDropout(), capture_function(function, X, w=W))
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
@@ -62,5 +62,5 @@ def test_what_is_read_through_it_is_computed_again():
 
 def test_a_switch_keeps_it():
     model = capture(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).eval(), X)
-    texts = [model.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=drop_dropout")]
+    texts = [model.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=remove_no_op_dropout")]
     assert ["dropout" in text for text in texts] == [False, True]

@@ -13,17 +13,17 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.weights import batch_weight_casts, foreach_casts
-from amp_graph.passes.weights.cache_weight_casts import KeepWeightCopies
+from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
 
 TOGETHER = "bf16,skip=channels_last"
-ALONE = "bf16,skip=channels_last|group_weight_casts"
+ALONE = "bf16,skip=channels_last|batch_weight_casts"
 
 
 @pytest.fixture(autouse=True)
-def _pays(monkeypatch):
+def _is_profitable(monkeypatch):
     monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 3)
-    monkeypatch.setattr(batch_weight_casts, "few_calls_pay", lambda device: True)
-    monkeypatch.setattr(KeepWeightCopies, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
+    monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
+    monkeypatch.setattr(CacheWeightCasts, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
 
 
 class Net(nn.Module):

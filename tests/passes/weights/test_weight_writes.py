@@ -157,7 +157,7 @@ def form(request, monkeypatch):
     kind, x, trains = FORMS[request.param]
     monkeypatch.setattr(thresholds, "LEAST_MAPPED", 4096 if request.param == "parts" else thresholds.LEAST_MAPPED)
     if request.param in ("packed", "parts"):
-        monkeypatch.setattr(prepack_weights, "panels_pay", lambda *given: False)
+        monkeypatch.setattr(prepack_weights, "panels_are_profitable", lambda *given: False)
     monkeypatch.setattr(chunk_upcast_linears, "outputs_at_once", lambda rows, outputs: 16)
     torch.manual_seed(0)
     ours = kind().train(trains)

@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.profitability.thresholds import attention_kernel_pays
+from amp_graph.passes.profitability.thresholds import attention_kernel_is_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import softmax_backward
 from amp_graph.passes.torch_compat.dispatch import in_forward_mode, is_seen
@@ -90,7 +90,7 @@ def _in_rows(heads: Tensor) -> Tensor:
 
 
 def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int | None = None) -> bool:
-    return attention_kernel_pays(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
+    return attention_kernel_is_profitable(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
 
 
 def _drops_by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:

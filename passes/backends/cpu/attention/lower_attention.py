@@ -26,9 +26,9 @@ from amp_graph.passes.graph.node_info import is_zero
 from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.profitability.thresholds import (
-    attention_kernel_pays,
-    explicit_backward_pays,
-    torchs_attention_pays,
+    attention_kernel_is_profitable,
+    explicit_backward_is_profitable,
+    torchs_attention_is_profitable,
 )
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 from amp_graph.passes.torch_compat.storage import storage_key
@@ -100,7 +100,7 @@ def _by_ours(node: Node) -> bool:
     if made is None:
         return False
     queries = None if is_trained(node) or not _is_attention(node) else concrete_size(made.shape[-2])
-    return attention_kernel_pays(made.device.type, made.dtype, queries)
+    return attention_kernel_is_profitable(made.device.type, made.dtype, queries)
 
 
 def _drops_by_ours(node: Node) -> bool:
@@ -152,7 +152,11 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     if q.dim() == 4 and _by_ours(node):
         heads = concrete_size(q.shape[0]) * concrete_size(q.shape[1])
         few = not is_trained(node) and all(type(n) is int for n in (*q.shape, *k.shape))
-        return "torch's kernel is faster for so few scores" if few and torchs_attention_pays(heads, *sizes) else ""
-    if q.dim() != 4 or not explicit_backward_pays(q.device.type, q.dtype, *sizes):
+        return (
+            "torch's kernel is faster for so few scores"
+            if few and torchs_attention_is_profitable(heads, *sizes)
+            else ""
+        )
+    if q.dim() != 4 or not explicit_backward_is_profitable(q.device.type, q.dtype, *sizes):
         return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"
     return ""

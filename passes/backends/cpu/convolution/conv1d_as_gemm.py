@@ -27,7 +27,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION, TRANSFORM
-from amp_graph.passes.profitability.conv_thresholds import windows_pay
+from amp_graph.passes.profitability.conv_thresholds import windows_are_profitable
 from amp_graph.passes.registry import declare
 from amp_graph.passes.torch_compat.autograd import takes_fp32
 from amp_graph.passes.torch_compat.dispatch import is_recorded
@@ -72,7 +72,7 @@ def _given(node: Node) -> tuple[Any, ...] | None:
     if any(t.dtype != torch.bfloat16 for t in (x, weight, made)) or any(type(n) is not int for n in weight.shape):
         return None
     places = concrete_size(made.shape[0]) * concrete_size(made.shape[2])
-    if not windows_pay(x.device.type, x.dtype, places, weight.numel(), is_trained(node)):
+    if not windows_are_profitable(x.device.type, x.dtype, places, weight.numel(), is_trained(node)):
         return None
     return given["input"], given["weight"], given["bias"], stride, padding, any(map(_goes_by_rows, node.users))
 

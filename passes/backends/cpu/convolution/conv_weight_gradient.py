@@ -16,7 +16,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
-from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_product_pays
+from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_product_is_profitable
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,6 @@ def _why_not(call: ConvolutionCall) -> str:
     if is_image(x) and not is_channels_last(x):
         return "its images are not channels_last"
     kernel, strided = math.prod(call.kernel), call.stride != ONE
-    if not weight_gradient_by_product_pays(x.device.type, x.dtype, channels, kernel, strided, places):
+    if not weight_gradient_by_product_is_profitable(x.device.type, x.dtype, channels, kernel, strided, places):
         return f"the kernel is as fast for {channels} channels and {places} places in {x.dtype} on {x.device.type}"
     return ""

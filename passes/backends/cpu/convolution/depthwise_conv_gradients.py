@@ -24,9 +24,9 @@ from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.profitability.conv_thresholds import (
-    depthwise_by_images_pays,
-    depthwise_input_gradient_pays,
-    depthwise_weight_gradient_pays,
+    depthwise_by_images_is_profitable,
+    depthwise_input_gradient_is_profitable,
+    depthwise_weight_gradient_is_profitable,
 )
 from amp_graph.passes.torch_compat.fake import concrete_size
 
@@ -58,7 +58,7 @@ class Depthwise(Pass):
             call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
             if isinstance(call, str):
                 continue
-            weight, images = _pays(call)
+            weight, images = _is_profitable(call)
             reason = _why_not(call) if weight or images else "the kernel has gradients of its own for this form"
             if reason:
                 skips.append(Skip(node.name, reason))
@@ -70,11 +70,11 @@ class Depthwise(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _pays(call: ConvolutionCall) -> tuple[bool, bool]:
+def _is_profitable(call: ConvolutionCall) -> tuple[bool, bool]:
     """Say whether the gradients of weight and of input are better ours."""
     x, wanted = call.image, is_trained(call.input)
-    weight = call.trains and depthwise_weight_gradient_pays(x.device.type, x.dtype, call.kernel)
-    return weight, wanted and depthwise_input_gradient_pays(x.device.type, x.dtype, call.stride)
+    weight = call.trains and depthwise_weight_gradient_is_profitable(x.device.type, x.dtype, call.kernel)
+    return weight, wanted and depthwise_input_gradient_is_profitable(x.device.type, x.dtype, call.stride)
 
 
 def _why_not(call: ConvolutionCall) -> str:
@@ -108,9 +108,9 @@ def _of_sequences(node: Node) -> tuple[Any, ...] | None:
     if padding is None or inner != 1 or out != given["groups"] or out == 1 or _not_compiled_for(device, dtype):
         return None
     trains = is_trained(node)
-    own_weight = trains and is_trained(weight) and depthwise_weight_gradient_pays(device, dtype, (1, kernel))
-    own_input = trains and is_trained(x) and depthwise_input_gradient_pays(device, dtype, (1, stride))
-    if not own_weight and not own_input and not depthwise_by_images_pays(device, dtype, kernel):
+    own_weight = trains and is_trained(weight) and depthwise_weight_gradient_is_profitable(device, dtype, (1, kernel))
+    own_input = trains and is_trained(x) and depthwise_input_gradient_is_profitable(device, dtype, (1, stride))
+    if not own_weight and not own_input and not depthwise_by_images_is_profitable(device, dtype, kernel):
         return None
     return x, weight, given["bias"], (stride,), padding[-1:], own_weight, own_input
 

@@ -15,12 +15,12 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.op_args.batch_norm_args import has_norm
-from amp_graph.passes.profitability.conv_thresholds import FEW_PLACES, pointwise_product_pays
+from amp_graph.passes.profitability.conv_thresholds import FEW_PLACES, pointwise_product_is_profitable
 from amp_graph.passes.torch_compat.fake import concrete_size
 
 
 @dataclass(frozen=True)
-class PointwiseConv(Pass):
+class LowerPointwiseConv(Pass):
     """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and ``what_pays`` says so.
 
     Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows as they lie.
@@ -30,7 +30,7 @@ class PointwiseConv(Pass):
     """
 
     folds: bool = False
-    name: ClassVar[str] = "pointwise-conv"
+    name: ClassVar[str] = "lower-pointwise-conv"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every convolution."""
@@ -44,7 +44,7 @@ class PointwiseConv(Pass):
                 continue
             out = value(node)
             places = concrete_size(out.shape[0]) * call.places
-            if not pointwise_product_pays(out.device.type, out.dtype, places, call.trains):
+            if not pointwise_product_is_profitable(out.device.type, out.dtype, places, call.trains):
                 skips.append(Skip(node.name, f"torch's is as fast for {places} places in {out.dtype}"))
                 continue
             few = places <= FEW_PLACES

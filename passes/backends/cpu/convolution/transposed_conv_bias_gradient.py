@@ -20,7 +20,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
-from amp_graph.passes.profitability.conv_thresholds import bias_gradient_by_sum_pays
+from amp_graph.passes.profitability.conv_thresholds import bias_gradient_by_sum_is_profitable
 
 aten = torch.ops.aten
 SCHEMAS = {
@@ -37,14 +37,14 @@ NUMBERS = ("stride", "padding", "output_padding", "dilation")
 
 
 @dataclass(frozen=True)
-class ConvTranspose(Pass):
+class TransposedConvBiasGradient(Pass):
     """Replaces ``conv_transpose2d``, 1d and 3d, with ``conv_transpose_low`` where ``what_pays`` says so.
 
     Law: a bias that trains, batches, in no region whose precision the user set. Exactness: forward and the gradients of
     input and weight bit-exact; the bias' gradient rounding-equal, with fp32 sums in another order.
     """
 
-    name: ClassVar[str] = "conv-transpose"
+    name: ClassVar[str] = "transposed-conv-bias-gradient"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every transposed convolution that trains."""
@@ -77,7 +77,7 @@ def _why_not(given: dict[str, Any]) -> str:
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != value(weight).dim():
         return "it is not of a batch"
     device, dtype = value(x).device.type, value(x).dtype
-    if not bias_gradient_by_sum_pays(device, dtype):
+    if not bias_gradient_by_sum_is_profitable(device, dtype):
         return f"the kernel's own sum is as fast in {dtype} on {device}"
     return ""
 

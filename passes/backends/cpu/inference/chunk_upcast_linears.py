@@ -22,7 +22,7 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 
 
 @dataclass(frozen=True)
-class WidenProducts(Pass):
+class ChunkUpcastLinears(Pass):
     """Replaces a large result in kept memory, of a product that it alone reads, by ``linear_widened``.
 
     Law: a packed weight that nothing else reads, no activation between. Exactness: rounding-equal, as by packing: the
@@ -30,7 +30,7 @@ class WidenProducts(Pass):
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "widen-products"
+    name: ClassVar[str] = "chunk-upcast-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every result that is widened into kept memory."""

@@ -26,7 +26,7 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import ASKED, CAST, IDENTITY, REGION
 from amp_graph.passes.layout.conv_args import pair
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import looking_pays
+from amp_graph.passes.profitability.thresholds import looking_is_profitable
 from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.finite_check import AllFinite, all_finite_of, max_pool_of
@@ -57,7 +57,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class LookAtValues(Pass):
+class ElideNanHandling(Pass):
     """Lets relus be oneDNN's, and maxima of images those of whole numbers, where all that they come from is finite.
 
     Law: bf16 on the CPU, without gradients: relus of convolutions with folded norms and of linears with packed weights,
@@ -67,7 +67,7 @@ class LookAtValues(Pass):
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "look-at-values"
+    name: ClassVar[str] = "elide-nan-handling"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every convolution with a folded norm, every linear behind a relu, and every pool of maxima."""
@@ -178,7 +178,7 @@ def _worth_looking_at(spared: Iterable[Node], sources: dict[Node, Sources | None
         found = sources[node]
         for source in found.values if found is not None else ():
             gains[source] = gains.get(source, 0) + _size(node)
-    return frozenset(source for source, gain in gains.items() if looking_pays(_size(source), gain))
+    return frozenset(source for source, gain in gains.items() if looking_is_profitable(_size(source), gain))
 
 
 def _size(node: Node) -> int:

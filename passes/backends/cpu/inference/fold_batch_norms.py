@@ -24,7 +24,7 @@ from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.graph.node_info import calls_torch
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.conv_thresholds import folding_pays
+from amp_graph.passes.profitability.conv_thresholds import folding_is_profitable
 from amp_graph.passes.torch_compat.symbolic_sizes import alike
 from amp_graph.passes.weights.cast_cache import WeightCopies
 
@@ -54,7 +54,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class FoldNorms(Pass):
+class FoldBatchNorms(Pass):
     """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, by one convolution.
 
     Law: evaluation without gradients, channels_last images, statistics that are given; nothing else reads what is
@@ -65,7 +65,7 @@ class FoldNorms(Pass):
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "fold-norms"
+    name: ClassVar[str] = "fold-batch-norms"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -117,7 +117,7 @@ class FoldNorms(Pass):
         if bias is not None and not self._is_kept(bias):
             return None
         low = value(weight).dtype
-        if value(norm).dtype != low or value(x).dtype != low or not folding_pays(value(x).device.type, low):
+        if value(norm).dtype != low or value(x).dtype != low or not folding_is_profitable(value(x).device.type, low):
             return None
         vectors = (None if bias is None else bias.args[0], mean, var, gamma, beta)
         if not all(v is None or isinstance(v, Node) for v in vectors) or mean is None or var is None:
@@ -190,4 +190,4 @@ def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:
     for node in (*reversed(chain.nodes), *casts):
         if not node.users:
             gm.graph.erase_node(node)
-    return Change("fold-norms", "folded", made.name, "of " + ", ".join(n.name for n in chain.nodes))
+    return Change("fold-batch-norms", "folded", made.name, "of " + ", ".join(n.name for n in chain.nodes))

@@ -21,7 +21,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import ASKED, CAPTURED, CAST, IDENTITY, REGION, TURNED
-from amp_graph.passes.profitability.gemm_thresholds import packing_pays, panels_pay
+from amp_graph.passes.profitability.gemm_thresholds import packing_is_profitable, panels_are_profitable
 from amp_graph.passes.weights.cast_cache import WeightCopies
 
 ACTIVATIONS = {
@@ -44,7 +44,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class PackWeights(Pass):
+class PrepackWeights(Pass):
     """Replaces products with ``weight_copy(w)`` by such with ``packed_weight(w)`` where no gradient is recorded.
 
     Law: the same product by the same library, which is spared laying out the weight at each call; or, over few rows,
@@ -54,7 +54,7 @@ class PackWeights(Pass):
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "pack-weights"
+    name: ClassVar[str] = "prepack-weights"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -95,10 +95,10 @@ def _product(node: Node, weight: Node) -> Product | None:
         found = Product(args[0], args[1], None, True)
     else:
         return None
-    return found if found.weight is weight and _pays(node, found) else None
+    return found if found.weight is weight and _is_profitable(node, found) else None
 
 
-def _pays(node: Node, product: Product) -> bool:
+def _is_profitable(node: Node, product: Product) -> bool:
     low, bias = value(product.weight), product.bias
     outputs, inputs = low.shape if low.dim() == 2 else (0, 0)
     outputs, inputs = (inputs, outputs) if product.transposed else (outputs, inputs)
@@ -109,7 +109,7 @@ def _pays(node: Node, product: Product) -> bool:
         return False
     if bias is not None and tuple(value(bias).shape) != (outputs,):
         return False
-    return packing_pays(low.device.type, low.dtype, outputs, inputs)
+    return packing_is_profitable(low.device.type, low.dtype, outputs, inputs)
 
 
 def _has_few_rows(node: Node, product: Product | None) -> bool:
@@ -119,7 +119,7 @@ def _has_few_rows(node: Node, product: Product | None) -> bool:
         return False
     low, inputs = value(product.weight), value(product.x).shape[-1]
     outputs = value(node).shape[-1]
-    return panels_pay(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
+    return panels_are_profitable(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
 
 
 def _values(node: Node) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from amp_graph.passes.native.gemm_builds import MATRIX_UNITS, built
 from amp_graph.passes.native.jit_compiler import threads_at_once
 from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable
 from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -51,7 +51,7 @@ def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tu
     grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which both are
     cast to fp32, once they are rounded. Second derivatives and several gradients at once are torch's own.
     """
-    pays = amx_product_pays(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
+    pays = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
     calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # what a tracer sees, or the same at once

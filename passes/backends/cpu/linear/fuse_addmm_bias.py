@@ -17,21 +17,21 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.op_args.transposes import FLAT_TRANSPOSES
-from amp_graph.passes.profitability.gemm_thresholds import bias_in_product_pays
+from amp_graph.passes.profitability.gemm_thresholds import bias_in_product_is_profitable
 from amp_graph.passes.torch_compat.onednn import linear_pointwise
 
 ATEN: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FuseBias(Pass):
+class FuseAddmmBias(Pass):
     """Replaces ``addmm(b, x, w.t())`` with ``linear_bias(x, w, b)`` when ``what_pays`` says so.
 
     Law: ``x`` and ``w`` lie in rows, in sizes known while it is traced. Exactness: rounding-equal; sums are fp32 in
     another order, rounded once, with the bias in them.
     """
 
-    name: ClassVar[str] = "fuse-bias"
+    name: ClassVar[str] = "fuse-addmm-bias"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product with a bias."""
@@ -67,7 +67,7 @@ def _weight(node: Node) -> Node | None:
     fits = value(turned).shape == (inputs, outputs) and tensors[2].shape == (outputs,)
     if not fits or not all(t.is_contiguous() and t.dtype == tensors[1].dtype for t in tensors):
         return None
-    return weight if bias_in_product_pays(device, tensors[1].dtype, outputs, inputs) else None
+    return weight if bias_in_product_is_profitable(device, tensors[1].dtype, outputs, inputs) else None
 
 
 def _linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -60,14 +60,14 @@ def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True)
-class LinearsOfParameters(Pass):
+class FuseCastsIntoLinears(Pass):
     """Replaces ``linear_low`` of small weights' copies that nothing else reads with one that makes them itself.
 
     Law: gradients are rounded to low precision, and widened, as by casts. Exactness: bit-exact.
     """
 
     copies: WeightCopies
-    name: ClassVar[str] = "linears-of-parameters"
+    name: ClassVar[str] = "fuse-casts-into-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every small linear."""

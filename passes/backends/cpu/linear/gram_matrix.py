@@ -19,14 +19,14 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.graph.node_info import calls_torch
 from amp_graph.passes.op_args.transposes import is_transpose_of
-from amp_graph.passes.profitability.gemm_thresholds import own_product_pays
+from amp_graph.passes.profitability.gemm_thresholds import own_product_is_profitable
 from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
 
 PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
 
 
 @dataclass(frozen=True)
-class OwnProducts(Pass):
+class FuseGramMatrix(Pass):
     """Replaces ``x @ x.mT`` that trains with ``own_product(x)``, where ``what_pays`` says so.
 
     Law: both operands are the same memory, once turned: pairwise products of recommenders, Gram matrices. The gradient
@@ -34,7 +34,7 @@ class OwnProducts(Pass):
     bit-exact, gradients rounding-equal.
     """
 
-    name: ClassVar[str] = "own-products"
+    name: ClassVar[str] = "fuse-gram-matrix"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product of two operands."""
@@ -66,7 +66,7 @@ def _own_rows(node: Node) -> Node | None:
     shape = value(rows).shape
     if any(type(size) is not int for size in shape):
         return None
-    return rows if own_product_pays(value(node).device.type, shape[-2], shape[-1]) else None
+    return rows if own_product_is_profitable(value(node).device.type, shape[-2], shape[-1]) else None
 
 
 class _OwnProduct(torch.autograd.Function):

@@ -22,7 +22,7 @@ from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.op_args.transposes import is_transpose_of
-from amp_graph.passes.profitability.gemm_thresholds import grouped_product_pays
+from amp_graph.passes.profitability.gemm_thresholds import grouped_product_is_profitable
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, declare
 from amp_graph.passes.torch_compat.autograd import takes_fp32
 from amp_graph.passes.torch_compat.dispatch import is_seen
@@ -38,14 +38,14 @@ PLAIN = {"bias": None, "out_dtype": None}  # of the others, what is taken
 
 
 @dataclass(frozen=True)
-class GroupedProducts(Pass):
+class GroupedGemm(Pass):
     """Replaces products of groups of rows by compiled C, where ``what_pays`` says so.
 
     Law: x: [rows, depth], weight: [groups, depth, columns], bf16; ``offs``: where each group's rows end. The weight's
     gradient is fp32 where its copy takes that. Exactness: rounding-equal, fp32 sums in another order, rounded once.
     """
 
-    name: ClassVar[str] = "grouped-products"
+    name: ClassVar[str] = "grouped-gemm"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product of groups."""
@@ -79,7 +79,7 @@ def _given(node: Node) -> tuple[Node, Node, Node] | None:
         return None
     x, weight, offs = (value(n) for n in operands)
     fits = (x.dim(), weight.dim(), offs.dim()) == (2, 3, 1) and x.dtype == weight.dtype == value(node).dtype
-    return operands if fits and grouped_product_pays(x.device.type, x.dtype) else None
+    return operands if fits and grouped_product_is_profitable(x.device.type, x.dtype) else None
 
 
 def grouped_product(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Tensor:

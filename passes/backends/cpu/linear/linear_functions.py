@@ -20,7 +20,7 @@ from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows, library, pr
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.profitability.gemm_thresholds import (
     MOST_OF_A_CALL,
-    bias_in_trained_linear_pays,
+    bias_in_trained_linear_is_profitable,
     one_of_two_threads_idles,
 )
 from amp_graph.passes.registry import declare
@@ -102,7 +102,7 @@ class _Trained(torch.autograd.Function):
         form = _form(x, weight)
         if one_of_two_threads_idles(*form):
             found = multiplied(as_rows(x), weight.t(), bias)
-        elif bias is None or linear_pointwise is None or not bias_in_trained_linear_pays(*form):
+        elif bias is None or linear_pointwise is None or not bias_in_trained_linear_is_profitable(*form):
             found = torch.mm(as_rows(x), weight.t()) if bias is None else torch.addmm(bias, as_rows(x), weight.t())
         else:  # of a bias that is expanded oneDNN reads what lies behind
             found = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")

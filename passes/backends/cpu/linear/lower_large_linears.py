@@ -18,16 +18,16 @@ from amp_graph.passes.backends.cpu.linear.lower_small_linears import bias_of, li
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.profitability.gemm_thresholds import (
-    amx_product_pays,
-    bias_in_trained_linear_pays,
-    training_by_function_pays,
+    amx_product_is_profitable,
+    bias_in_trained_linear_is_profitable,
+    training_by_function_is_profitable,
 )
 
 CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
 
 
 @dataclass(frozen=True)
-class TrainLinears(Pass):
+class LowerLargeLinears(Pass):
     """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
 
     Law: the same products, the first and the gradient of ``x`` by oneDNN. The bias is given to the first, where torch
@@ -37,7 +37,7 @@ class TrainLinears(Pass):
     """
 
     in_step: bool = False
-    name: ClassVar[str] = "train-linears"
+    name: ClassVar[str] = "lower-large-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear that no other pass has taken."""
@@ -46,11 +46,11 @@ class TrainLinears(Pass):
             form, again = linear_form(node), node.target is computing_again(F.linear)
             if form is None or not (again or node.target in CALLS):
                 continue
-            if not (self.in_step or training_by_function_pays(*form[2:])):
+            if not (self.in_step or training_by_function_is_profitable(*form[2:])):
                 continue
-            biased = bias_of(node) is not None and bias_in_trained_linear_pays(*form)
+            biased = bias_of(node) is not None and bias_in_trained_linear_is_profitable(*form)
             how = ["its bias in the product"] if biased else []
-            how += ["its weight's gradient by C"] if amx_product_pays(*form) and library() is not None else []
+            how += ["its weight's gradient by C"] if amx_product_is_profitable(*form) and library() is not None else []
             if how:
                 node.target = computing_again(linear_trained) if again else linear_trained
                 changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))

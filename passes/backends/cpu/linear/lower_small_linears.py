@@ -20,25 +20,25 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
-from amp_graph.passes.profitability.gemm_thresholds import small_linear_pays
+from amp_graph.passes.profitability.gemm_thresholds import small_linear_is_profitable
 
 
 @dataclass(frozen=True)
-class SmallLinears(Pass):
+class LowerSmallLinears(Pass):
     """Replaces ``linear(x, w, b)`` that trains with ``linear_low(x, w, b)`` when ``what_pays`` says so.
 
     Law: the same product, and the same two in backward. Exactness: rounding-equal, fp32 sums in another order, rounded
     once, with the bias in them.
     """
 
-    name: ClassVar[str] = "small-linears"
+    name: ClassVar[str] = "lower-small-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear."""
         changes = []
         for node in gm.graph.nodes:
             form = linear_form(node)
-            if form is None or not small_linear_pays(*form) or library() is None:
+            if form is None or not small_linear_is_profitable(*form) or library() is None:
                 continue
             again = node.target is computing_again(F.linear)
             node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low

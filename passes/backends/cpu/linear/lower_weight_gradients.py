@@ -18,13 +18,13 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.op_args.transposes import FLAT_TRANSPOSES
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_pays, one_of_two_threads_idles
+from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 
 ATEN: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class AmxProducts(Pass):
+class LowerWeightGradients(Pass):
     """Replaces ``mm`` whose first operand's columns lie in memory with ``amx_product``, when ``what_pays`` says so.
 
     And sums over these columns, where a product reads them anyway; and ``mm`` and ``addmm`` for which oneDNN leaves one
@@ -32,14 +32,17 @@ class AmxProducts(Pass):
     fp32 sums in another order.
     """
 
-    name: ClassVar[str] = "amx-products"
+    name: ClassVar[str] = "lower-weight-gradients"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every product."""
         changes = []
         for node in gm.graph.find_nodes(op="call_function", target=ATEN.mm.default):
             a, b = node.args
-            if not (isinstance(a, Node) and isinstance(b, Node) and _pays(value(a), value(b))) or library() is None:
+            if (
+                not (isinstance(a, Node) and isinstance(b, Node) and _is_profitable(value(a), value(b)))
+                or library() is None
+            ):
                 continue
             added = _added_up(node, a)
             if added is None:
@@ -97,10 +100,10 @@ def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
         gm.graph.erase_node(turned)
 
 
-def _pays(a: Any, b: Any) -> bool:
+def _is_profitable(a: Any, b: Any) -> bool:
     if not all(isinstance(t, Tensor) and t.dim() == 2 and t.dtype == torch.bfloat16 for t in (a, b)):
         return False
     if any(type(n) is not int for n in (*a.shape, *a.stride(), *b.shape, *b.stride())):
         return False
     lies = a.stride(0) == 1 and a.stride(1) >= a.shape[0] > 1 and b.stride(1) == 1
-    return lies and amx_product_pays(a.device.type, a.dtype, a.shape[1], a.shape[0], b.shape[1])
+    return lies and amx_product_is_profitable(a.device.type, a.dtype, a.shape[1], a.shape[0], b.shape[1])

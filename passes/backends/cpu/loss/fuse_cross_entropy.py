@@ -24,7 +24,7 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_pays
+from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")
@@ -55,7 +55,7 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropy(Pass):
+class FuseCrossEntropy(Pass):
     """Replaces ``cross_entropy(logits.float(), labels)`` with ``cross_entropy_low(logits, labels)`` when it trains.
 
     The logits stay whole, in low precision: making them again in backward, or multiplying by chunks of tokens, which
@@ -65,7 +65,7 @@ class LinearCrossEntropy(Pass):
     gradient of the logits is fp32, rounded once, as that of ``float()`` is.
     """
 
-    name: ClassVar[str] = "linear-cross-entropy"
+    name: ClassVar[str] = "fuse-cross-entropy"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every cross entropy that trains on widened logits."""
@@ -146,7 +146,7 @@ def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -
     rows, classes = (concrete_size(n) for n in logits.shape)
     if found.keeps_rows and concrete_size(low.shape[-1]) != classes:
         return "its classes are not the last dimension of the logits"
-    if not cross_entropy_in_parts_pays(low.device.type, low.dtype, rows, classes):
+    if not cross_entropy_in_parts_is_profitable(low.device.type, low.dtype, rows, classes):
         return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {low.device.type}"
     return ""
 

@@ -20,7 +20,7 @@ from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
 
 @dataclass(frozen=True)
-class OverwriteLogits(Pass):
+class LogitsGradientInPlace(Pass):
     """Replaces ``cross_entropy_backward`` with ``cross_entropy_backward_`` when it is the last to read its logits.
 
     Law: the graph made the logits, whole and contiguous, and reads their memory nowhere behind. Exactness: bit-exact.
@@ -28,7 +28,7 @@ class OverwriteLogits(Pass):
     maps a new tensor page by page at each step. For graphs that run as they are: a compiler places memory itself.
     """
 
-    name: ClassVar[str] = "overwrite-logits"
+    name: ClassVar[str] = "logits-gradient-in-place"
     writes: ClassVar[Writes] = Writes.OWN
 
     def run(self, gm: GraphModule) -> PassResult:

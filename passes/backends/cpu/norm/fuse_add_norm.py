@@ -32,7 +32,7 @@ from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import norm_in_one_pass_pays
+from amp_graph.passes.profitability.thresholds import norm_in_one_pass_is_profitable
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.symbolic_sizes import same
@@ -46,7 +46,7 @@ LEFT_BEHIND = (*OWN, CAST)  # the rest of a node's meta is copied to what takes 
 
 
 @dataclass(frozen=True)
-class FuseNorm(Pass):
+class FuseAddNorm(Pass):
     """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, by one ``add_norm``.
 
     Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm; or it
@@ -57,7 +57,7 @@ class FuseNorm(Pass):
     cast. Only where C can be compiled, and from a size on that pays.
     """
 
-    name: ClassVar[str] = "fuse-norm"
+    name: ClassVar[str] = "fuse-add-norm"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every layer norm and RMS norm, in order."""
@@ -186,7 +186,7 @@ def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
 
 def _is_large(node: Node) -> bool:
     """Say whether one pass over the value of ``node`` pays."""
-    return norm_in_one_pass_pays(value(node).device.type, numel(value(node)))
+    return norm_in_one_pass_is_profitable(value(node).device.type, numel(value(node)))
 
 
 def _why_not(found: Found, memory: Memory) -> str:

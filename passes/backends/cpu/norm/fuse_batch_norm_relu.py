@@ -28,7 +28,7 @@ from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
-from amp_graph.passes.profitability.conv_thresholds import batch_norm_in_one_pass_pays
+from amp_graph.passes.profitability.conv_thresholds import batch_norm_in_one_pass_is_profitable
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
@@ -36,7 +36,7 @@ SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm:
 
 
 @dataclass(frozen=True)
-class FuseBatchNorm(Pass):
+class FuseBatchNormRelu(Pass):
     """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
 
     Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. Where others
@@ -46,7 +46,7 @@ class FuseBatchNorm(Pass):
     where C can be compiled, and from a size on that pays.
     """
 
-    name: ClassVar[str] = "fuse-batch-norm"
+    name: ClassVar[str] = "fuse-batch-norm-relu"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -87,7 +87,7 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
         return "its running statistics are not fp32"
     if x.dtype not in HALVES or not is_channels_last(x):
         return "its images are not channels_last in low precision"
-    if not batch_norm_in_one_pass_pays(x.device.type, numel(x)):
+    if not batch_norm_in_one_pass_is_profitable(x.device.type, numel(x)):
         return f"torch's operations are as fast for {tuple(x.shape)} on {x.device.type}"
     try:
         library(x.dtype)

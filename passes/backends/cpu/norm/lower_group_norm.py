@@ -21,7 +21,7 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.profitability.conv_thresholds import group_norm_backward_pays
+from amp_graph.passes.profitability.conv_thresholds import group_norm_backward_is_profitable
 from amp_graph.passes.torch_compat.fake import numel
 
 SCHEMA = torch.ops.aten.group_norm.default
@@ -29,14 +29,14 @@ NAMES = ("input", "num_groups", "weight", "bias", "eps")
 
 
 @dataclass(frozen=True)
-class FuseGroupNorm(Pass):
+class LowerGroupNorm(Pass):
     """Replaces ``group_norm`` with ``group_norm_low`` when it trains and ``what_pays`` says so.
 
     Law: low-precision channels_last images on the CPU, fp32 parameters, in no region whose precision the user set.
     Exactness: forward bit-exact; gradients rounding-equal, with sums in another order.
     """
 
-    name: ClassVar[str] = "fuse-group-norm"
+    name: ClassVar[str] = "lower-group-norm"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every group norm that trains."""
@@ -61,7 +61,7 @@ def _why_not(given: dict[str, Any]) -> str:
         return "it has no weight and bias in fp32"
     if x.dtype.itemsize != 2 or not is_channels_last(x):
         return "its images are not channels_last in low precision"
-    if not group_norm_backward_pays(x.device.type, numel(x)):
+    if not group_norm_backward_is_profitable(x.device.type, numel(x)):
         return f"torch's gradients are as fast for {tuple(x.shape)} on {x.device.type}"
     try:
         library(x.dtype)

@@ -19,7 +19,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.graph.node_info import calls_torch
-from amp_graph.passes.profitability.thresholds import table_pays
+from amp_graph.passes.profitability.thresholds import table_is_profitable
 from amp_graph.passes.registry import Recomputable, declare
 
 TABLED: dict[tuple[str, ...], Callable[..., Any]] = {
@@ -30,7 +30,7 @@ TABLED: dict[tuple[str, ...], Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class TableActivations(Pass):
+class LookupActivations(Pass):
     """Replaces ``gelu``, ``silu`` and ``mish`` by ones that look their values up, where ``what_pays`` says so.
 
     Law: bf16 in the CPU's memory, by torch's functions called as such, not in place. Exactness: forward bit-exact, and
@@ -38,7 +38,7 @@ class TableActivations(Pass):
     channels_last are rounding-equal: torch's own differ from those of contiguous ones.
     """
 
-    name: ClassVar[str] = "table-activations"
+    name: ClassVar[str] = "lookup-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every activation."""
@@ -62,7 +62,7 @@ def _fits(node: Node) -> bool:
     made, given = value(node), [value(n) for n in node.all_input_nodes]
     if len(given) != 1 or any(not isinstance(t, torch.Tensor) or t.dtype != torch.bfloat16 for t in (made, *given)):
         return False
-    return table_pays(made.device.type, form_of(node), made.numel())
+    return table_is_profitable(made.device.type, form_of(node), made.numel())
 
 
 def _name_the_form(node: Node) -> None:

@@ -25,13 +25,13 @@ from amp_graph.passes.graph.fake_values import adopt_values, fake_mode_of, tenso
 from amp_graph.passes.graph.identify_ops import Identity, identify, is_tensor_call
 from amp_graph.passes.graph.match import CONVERSIONS
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
-from amp_graph.passes.profitability.thresholds import table_pays
+from amp_graph.passes.profitability.thresholds import table_is_profitable
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
 @dataclass(frozen=True)
-class CustomActivations(Pass):
+class LookupCustomActivations(Pass):
     """Replaces custom functions of one number each by look-ups, where ``what_pays`` says so.
 
     Law: of bf16 in the CPU's memory, in bf16, or in fp32 between casts; the result is that of pointwise operations on
@@ -39,7 +39,7 @@ class CustomActivations(Pass):
     that tensor. Exactness: bit-exact, values and gradients.
     """
 
-    name: ClassVar[str] = "custom-activations"
+    name: ClassVar[str] = "lookup-custom-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every custom function."""
@@ -77,7 +77,7 @@ def _site(node: Node) -> _Site | None:
         return None
     given = value(x)
     low = all(isinstance(t, Tensor) and t.dtype == torch.bfloat16 for t in (given, *map(value, results)))
-    return _Site(x, results) if low and table_pays(given.device.type, "", given.numel()) else None
+    return _Site(x, results) if low and table_is_profitable(given.device.type, "", given.numel()) else None
 
 
 def _looked_up(gm: GraphModule, site: _Site, form: str, mode: FakeTensorMode) -> Node:

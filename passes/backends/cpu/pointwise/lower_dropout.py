@@ -16,18 +16,18 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION, TRANSFORM
 from amp_graph.passes.op_args.dropout_args import given_to
-from amp_graph.passes.profitability.thresholds import dropout_in_bits_pays
+from amp_graph.passes.profitability.thresholds import dropout_in_bits_is_profitable
 
 
 @dataclass(frozen=True)
-class FuseDropout(Pass):
+class LowerDropout(Pass):
     """Replaces ``dropout`` that trains by compiled C, where ``what_pays`` says so.
 
     Law: the same draws of torch's default generator, in the same order, of which a bit is saved instead of the noise.
     Exactness: bit-exact, values, gradients, and what is drawn after it.
     """
 
-    name: ClassVar[str] = "fuse-dropout"
+    name: ClassVar[str] = "lower-dropout"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every dropout."""
@@ -48,5 +48,5 @@ def _fits(node: Node, x: Any, p: Any, trains: Any, in_place: bool) -> bool:
     made, source = value(node), value(x)
     if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta) or not isinstance(made, torch.Tensor):
         return False
-    pays = made.dtype == source.dtype and dropout_in_bits_pays(made.device.type, made.numel())
+    pays = made.dtype == source.dtype and dropout_in_bits_is_profitable(made.device.type, made.numel())
     return pays and library(made.dtype) is not None

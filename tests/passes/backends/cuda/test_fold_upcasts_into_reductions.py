@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import ReduceFromLow
+from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
 from amp_graph.passes.manager import run_passes
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture_function, differences, passes_for, run_step
@@ -33,9 +33,9 @@ KEPT = {
 def passed(function, device="cuda"):
     """Return the graph that is planned for CUDA before and after the pass, what it is given, and what was done."""
     graph, passes = capture_function(function, X, w=W), passes_for(Policy.parse(POLICY), "cuda")
-    before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, ReduceFromLow))]
+    before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, FoldUpcastsIntoReductions))]
     plain, ours = (graph.through(before)[0] for _ in range(2))
-    (done,) = run_passes(ours, [ReduceFromLow(device)], checked=True)
+    (done,) = run_passes(ours, [FoldUpcastsIntoReductions(device)], checked=True)
     return plain, ours, graph.given, done.result
 
 

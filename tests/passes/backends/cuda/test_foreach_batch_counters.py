@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(("pays", "calls"), [(True, (1, 2)), (False, (0, 4))])
 def test_counters_are_raised_together(pays, calls, monkeypatch):
-    monkeypatch.setattr(foreach_batch_counters, "few_calls_pay", lambda device: pays)
+    monkeypatch.setattr(foreach_batch_counters, "few_calls_are_profitable", lambda device: pays)
     model = amp_graph.convert(Net(), "bf16", strict=True)
     for _ in range(2):
         model(torch.randn(2, 3, 4, 4))

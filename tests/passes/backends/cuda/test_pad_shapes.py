@@ -8,7 +8,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cuda import padded_ops
-from amp_graph.passes.backends.cuda.pad_shapes import AlignShapes
+from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
 from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
@@ -102,7 +102,7 @@ KEPT = {
 def passed(function):
     graph = capture_function(function, drawn(3, 5, 13), w=W)
     plain, ours = (graph.through(standard_passes())[0] for _ in range(2))
-    (done,) = run_passes(ours, [AlignShapes("cuda")], checked=True)
+    (done,) = run_passes(ours, [PadShapes("cuda")], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -114,7 +114,7 @@ def test_the_pass(name):
     for x, y in zip(a.outputs + a.grads, b.outputs + b.grads, strict=True):
         assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
         assert error(x, y.double()) <= 2**-8
-    (again,) = run_passes(ours, [AlignShapes("cuda")], checked=True)
+    (again,) = run_passes(ours, [PadShapes("cuda")], checked=True)
     assert not again.result.changes
 
 
@@ -167,7 +167,7 @@ def found_in(model):
         ("bf16,device=cuda", 3),
         ("fp16,device=cuda", 3),
         ("bf16,device=cuda,accuracy=fast", 3),
-        ("bf16,device=cuda,skip=align-shapes", 0),
+        ("bf16,device=cuda,skip=pad-shapes", 0),
         ("bf16,lists=autocast_cuda,device=cuda", 0),
         ("bf16", 0),
     ],
@@ -180,7 +180,7 @@ def test_where_it_runs_and_that_a_model_trains_as_without_it(policy, count):
     loss, logits = exact(X.double())
     (loss + logits.square().sum()).backward()
     want = [loss.detach(), logits.detach(), *(p.grad for p in exact.parameters())]
-    _, plain = trained(policy + ("" if "skip" in policy else ",skip=align_shapes"))
+    _, plain = trained(policy + ("" if "skip" in policy else ",skip=pad_shapes"))
     assert all(a.stride() == b.stride() for a, b in zip(ours, plain, strict=True))
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
 
@@ -192,7 +192,7 @@ def test_a_whole_step_updates_as_without_it():
         step = amp_graph.TrainStep(model, lambda out: out[0], torch.optim.SGD(model.parameters(), 0.5), policy)
         return [step(X).item() for _ in range(5)]
 
-    assert losses("bf16,device=cuda") == pytest.approx(losses("bf16,device=cuda,skip=align_shapes"), rel=0.01)
+    assert losses("bf16,device=cuda") == pytest.approx(losses("bf16,device=cuda,skip=pad_shapes"), rel=0.01)
 
 
 def test_small_products_are_left_with_a_reason(monkeypatch):
@@ -203,6 +203,6 @@ def test_small_products_are_left_with_a_reason(monkeypatch):
 
 
 def test_on_the_cpu_it_does_not_pay():
-    assert thresholds.aligning_pays("cuda", BF16, 1)
-    assert not thresholds.aligning_pays("cpu", BF16, 1 << 40)
-    assert not thresholds.aligning_pays("cuda", FP32, 1 << 40)
+    assert thresholds.aligning_is_profitable("cuda", BF16, 1)
+    assert not thresholds.aligning_is_profitable("cpu", BF16, 1 << 40)
+    assert not thresholds.aligning_is_profitable("cuda", FP32, 1 << 40)

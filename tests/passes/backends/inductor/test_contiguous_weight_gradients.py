@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_graph.passes.backends.inductor.contiguous_weight_gradients import LayGradients
+from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
@@ -34,7 +34,7 @@ def given(across=True, filters=3, rows=True):
 
 def passed(tensors):
     plain, ours = (make_fx(update, tracing_mode="fake")(*tensors) for _ in range(2))
-    (done,) = run_passes(ours, [LayGradients()], checked=True)
+    (done,) = run_passes(ours, [MakeWeightGradientsContiguous()], checked=True)
     return plain, ours, len(done.result.changes)
 
 
@@ -55,7 +55,7 @@ def test_what_lies_alike_is_left(options):
 
 def test_a_second_run_changes_nothing():
     _, ours, _ = passed(given())
-    (again,) = run_passes(ours, [LayGradients()], checked=True)
+    (again,) = run_passes(ours, [MakeWeightGradientsContiguous()], checked=True)
     assert not again.result.changes
 
 

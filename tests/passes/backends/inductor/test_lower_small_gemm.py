@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseBias
+from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
 from amp_graph.passes.backends.inductor import lower_small_gemm
-from amp_graph.passes.backends.inductor.lower_small_gemm import SmallProducts
+from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
 from amp_graph.passes.backends.inductor.small_gemm_template import NUMBERS, POINTERS, source_of
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
@@ -115,7 +115,7 @@ def test_elements_that_are_no_numbers_stay_where_they_belong(kernel):
 def passed(function, *given):
     """The graph of ``function`` after the passes, and how many products changed."""
     gm = make_fx(function, tracing_mode="fake")(*given)
-    _, done = run_passes(gm, [FuseBias(), SmallProducts()], checked=True)
+    _, done = run_passes(gm, [FuseAddmmBias(), LowerSmallGemm()], checked=True)
     return gm, len(done.result.changes)
 
 
@@ -203,7 +203,7 @@ def test_compiled_code_calls_the_kernel_and_gradients_stay(cpp_wrapper):
     calls = [code.count("cpp_small_product_") for code in codes]
     assert len(calls) == 2, "forward and backward"
     assert all(count > 2 for count in calls), "defined, and called for each product"
-    without = gradients("bf16,skip=small_products", "inductor")
+    without = gradients("bf16,skip=lower_small_gemm", "inductor")
     for got, other, wanted in zip(ours, without, gradients("bf16-O0", "eager"), strict=True):
         assert (got - wanted).norm() <= 3e-2 * wanted.norm()
         assert (got - other).norm() <= 1e-2 * wanted.norm()

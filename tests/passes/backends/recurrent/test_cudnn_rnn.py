@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_graph.passes.backends.recurrent import cudnn_rnn, lower_rnn, rnn_functions
-from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRecurrent
+from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn
 from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
 from tests.passes.graphs import capture, passes_before
 
@@ -135,9 +135,9 @@ def test_it_is_for_cuda_alone():
 def test_the_pass_is_for_cuda_alone(device, whole, monkeypatch):
     with torch._dynamo.config.patch(allow_rnn=True):
         graph = capture(nn.RNN(WIDTH, SIZE), torch.randn(LENGTH, BATCH, WIDTH))
-    gm, _ = graph.through(passes_before(CudnnRecurrent))
+    gm, _ = graph.through(passes_before(CudnnRnn))
     seen = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(lower_rnn, "value", lambda node: seen)
-    result = CudnnRecurrent().run(gm)
+    result = CudnnRnn().run(gm)
     assert result.modified == whole
     assert any(n.target is recurrent_whole for n in gm.graph.nodes) == whole

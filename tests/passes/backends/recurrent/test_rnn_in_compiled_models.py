@@ -12,7 +12,7 @@ import amp_graph
 from amp_graph.passes.backends.recurrent import lstm_functions, lstm_gradients, lstm_kernel, rnn_functions
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import lstm_kernel_pays
+from amp_graph.passes.profitability.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 from tests.measure import DtypeLog
 
@@ -38,7 +38,7 @@ WHOLE = (
     OPS.gru_forward.default,
     OPS.gru_backward.default,
 )
-NO_KERNEL = lstm_kernel.library() is None or not lstm_kernel_pays("cpu", torch.bfloat16, 1, 8)
+NO_KERNEL = lstm_kernel.library() is None or not lstm_kernel_is_profitable("cpu", torch.bfloat16, 1, 8)
 needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
 
 
@@ -92,7 +92,7 @@ X = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
 def anyhow(request, monkeypatch):
     """LSTMs by compiled C where that pays, and as where it does not."""
     if request.param == "by onednn":
-        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_is_profitable", lambda *given: False)
     return request.param
 
 
@@ -131,7 +131,7 @@ def test_without_gradients_all_layers_are_one_call_and_those_of_a_gru_one_each(k
 
 def test_without_the_pass_the_steps_are_taken_apart():
     graphs = []
-    step(amp_graph.convert(built("LSTM"), "bf16,skip=keep_recurrent|lstm_backward", compile=watching(graphs)), X)
+    step(amp_graph.convert(built("LSTM"), "bf16,skip=lower_rnn|lstm_backward", compile=watching(graphs)), X)
     whole, nodes = counted(graphs)
     assert whole == 0
     assert nodes > 20 * 8
@@ -269,19 +269,19 @@ def test_where_a_compiled_layer_pays(monkeypatch):
     for threads in (1, 2, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512)
         monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
-        assert lstm_kernel_pays("cpu", torch.bfloat16, 128, 512) is (threads == 1)
+        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512) is (threads == 1)
     monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    assert not lstm_kernel_pays("cpu", torch.float16, 32, 512)
-    assert not lstm_kernel_pays("cuda", torch.bfloat16, 32, 512)
+    assert not lstm_kernel_is_profitable("cpu", torch.float16, 32, 512)
+    assert not lstm_kernel_is_profitable("cuda", torch.bfloat16, 32, 512)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
     for shared in (True, False):
         monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
-        assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512) is shared
+        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 32, 512) is shared
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert lstm_kernel_pays("cpu", torch.bfloat16, 32, 512)
-    assert not lstm_kernel_pays("cpu", torch.bfloat16, 128, 512)
+    assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 32, 512)
+    assert not lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512)
 
 
 @needs_kernel
@@ -318,8 +318,8 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
 def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
     """What stands for absent biases has the shape of the weights."""
     if by == "products":
-        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
-        monkeypatch.setattr(lstm_functions, "lstm_backward_pays", lambda *given: True)
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_is_profitable", lambda *given: False)
+        monkeypatch.setattr(lstm_functions, "lstm_backward_is_profitable", lambda *given: True)
     torch.manual_seed(0)
     model = Net(nn.LSTM, bias=False)
     model.layers = nn.LSTM(12, 8, 2, batch_first=True, bias=False)
@@ -341,7 +341,7 @@ def test_gradients_by_products_are_right(reverse, monkeypatch):
 @pytest.mark.parametrize("name", ["lstm_backward", pytest.param("lstm_backward_of_sums", marks=needs_kernel)])
 def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile, monkeypatch):
     if name == "lstm_backward":
-        monkeypatch.setattr(lstm_functions, "lstm_kernel_pays", lambda *given: False)
+        monkeypatch.setattr(lstm_functions, "lstm_kernel_is_profitable", lambda *given: False)
     backward = getattr(OPS, name).default
     monkeypatch.setattr(gemm_thresholds, "FEWEST_OF_A_STATE", 1)
     monkeypatch.setattr(gemm_thresholds, "STATES_OF_A_BATCH", 1)

@@ -257,8 +257,8 @@ def test_torchs_own_kernels_find_the_matrix_units_as_they_left_them():
 def test_one_query_stays_with_torch_where_its_kernel_is_faster(monkeypatch):
     for units in (True, False):
         monkeypatch.setattr(thresholds, "cpu_has_amx", lambda units=units: units)
-        assert thresholds.attention_kernel_pays("cpu", BF16, 1) is not units
-        assert thresholds.attention_kernel_pays("cpu", BF16, 2)
+        assert thresholds.attention_kernel_is_profitable("cpu", BF16, 1) is not units
+        assert thresholds.attention_kernel_is_profitable("cpu", BF16, 2)
 
 
 def test_a_forgotten_scale_is_seen():

@@ -17,7 +17,7 @@ from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
-from amp_graph.passes.profitability.thresholds import explicit_backward_pays
+from amp_graph.passes.profitability.thresholds import explicit_backward_is_profitable
 from amp_graph.passes.torch_compat import double_backward
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
 
@@ -366,12 +366,12 @@ def test_a_policy_can_leave_it_out_and_reproductions_do():
 
 @by_products
 def test_the_rule_is_about_the_machine(monkeypatch):
-    assert explicit_backward_pays("cpu", BF16, 128, 128)
-    assert not explicit_backward_pays("cpu", BF16, 4096, 4096)
-    assert not explicit_backward_pays("cuda", BF16, 128, 128)
-    assert not explicit_backward_pays("cpu", torch.float16, 128, 128)
+    assert explicit_backward_is_profitable("cpu", BF16, 128, 128)
+    assert not explicit_backward_is_profitable("cpu", BF16, 4096, 4096)
+    assert not explicit_backward_is_profitable("cuda", BF16, 128, 128)
+    assert not explicit_backward_is_profitable("cpu", torch.float16, 128, 128)
     monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: False)
-    assert not explicit_backward_pays("cpu", BF16, 128, 128)
+    assert not explicit_backward_is_profitable("cpu", BF16, 128, 128)
     _, _, _, result = passed(attend)
     assert not result.changes
     assert "the kernel is as fast" in result.skips[0].reason

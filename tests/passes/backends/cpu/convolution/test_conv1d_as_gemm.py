@@ -33,8 +33,8 @@ SIZES = [
 
 
 @pytest.fixture(autouse=True)
-def it_always_pays(monkeypatch):
-    monkeypatch.setattr(module, "windows_pay", lambda device, dtype, places, weight, trains: device == "cpu")
+def it_is_always_profitable(monkeypatch):
+    monkeypatch.setattr(module, "windows_are_profitable", lambda device, dtype, places, weight, trains: device == "cpu")
 
 
 def operands(size, biased):
@@ -216,7 +216,7 @@ def test_a_step_computes_what_the_loop_does():
 
 def test_sizes_that_pay(monkeypatch):
     monkeypatch.setattr(conv_thresholds, "multiplies_bf16", lambda: True)
-    pays = conv_thresholds.windows_pay
+    pays = conv_thresholds.windows_are_profitable
     assert pays("cpu", BF16, 800, 512 * 512 * 3, True)
     assert not pays("cpu", BF16, 100, 64 * 64, True)
     assert not pays("cuda", BF16, 800, 512 * 512 * 3, True)

@@ -12,12 +12,12 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import conv2d_low,
 from amp_graph.passes.backends.cpu.convolution.conv_weight_gradient import Convolution
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import conv_thresholds, thresholds
-from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_product_pays
+from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_product_is_profitable
 from tests.passes.graphs import BF16, capture_function, passes_before, run_step
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
@@ -155,15 +155,15 @@ def test_left_alone(name):
 
 
 def test_the_rule(monkeypatch):
-    assert weight_gradient_by_product_pays("cpu", BF16, 64, 9, False, 16)
-    assert weight_gradient_by_product_pays("cpu", BF16, 64, 9, True, 49)
+    assert weight_gradient_by_product_is_profitable("cpu", BF16, 64, 9, False, 16)
+    assert weight_gradient_by_product_is_profitable("cpu", BF16, 64, 9, True, 49)
     for units in (True, False):
         monkeypatch.setattr(conv_thresholds, "cpu_has_amx", lambda units=units: units)
-        assert weight_gradient_by_product_pays("cpu", BF16, 128, 9, False, 49) is units
-        assert not weight_gradient_by_product_pays("cpu", BF16, 64, 9, False, 49)
-    assert not weight_gradient_by_product_pays("cpu", BF16, 16, 9, False, 16)
-    assert not weight_gradient_by_product_pays("cuda", BF16, 64, 9, False, 16)
-    assert not weight_gradient_by_product_pays("cpu", torch.float16, 64, 9, False, 16)
+        assert weight_gradient_by_product_is_profitable("cpu", BF16, 128, 9, False, 49) is units
+        assert not weight_gradient_by_product_is_profitable("cpu", BF16, 64, 9, False, 49)
+    assert not weight_gradient_by_product_is_profitable("cpu", BF16, 16, 9, False, 16)
+    assert not weight_gradient_by_product_is_profitable("cuda", BF16, 64, 9, False, 16)
+    assert not weight_gradient_by_product_is_profitable("cpu", torch.float16, 64, 9, False, 16)
 
 
 class Small(nn.Module):

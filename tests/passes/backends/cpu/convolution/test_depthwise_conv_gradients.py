@@ -14,7 +14,10 @@ from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import jit_compiler
 from amp_graph.passes.profitability import conv_thresholds, thresholds
-from amp_graph.passes.profitability.conv_thresholds import depthwise_input_gradient_pays, depthwise_weight_gradient_pays
+from amp_graph.passes.profitability.conv_thresholds import (
+    depthwise_input_gradient_is_profitable,
+    depthwise_weight_gradient_is_profitable,
+)
 from tests.passes.graphs import BF16, Function, capture_function, passes_before, run_step
 
 LAST = torch.channels_last
@@ -262,13 +265,13 @@ def test_without_a_compiler_torchs_stay(monkeypatch):
 
 @pytest.mark.usefixtures("pays")
 def test_the_rules():
-    assert depthwise_weight_gradient_pays("cpu", BF16, (5, 5))
-    assert depthwise_weight_gradient_pays("cpu", BF16, (1, 7))
-    assert not depthwise_weight_gradient_pays("cpu", BF16, (3, 3))
-    assert not depthwise_weight_gradient_pays("cuda", BF16, (7, 7))
-    assert depthwise_input_gradient_pays("cpu", BF16, (1, 2))
-    assert not depthwise_input_gradient_pays("cpu", BF16, (1, 1))
-    assert not depthwise_input_gradient_pays("cpu", torch.float16, (2, 2))
+    assert depthwise_weight_gradient_is_profitable("cpu", BF16, (5, 5))
+    assert depthwise_weight_gradient_is_profitable("cpu", BF16, (1, 7))
+    assert not depthwise_weight_gradient_is_profitable("cpu", BF16, (3, 3))
+    assert not depthwise_weight_gradient_is_profitable("cuda", BF16, (7, 7))
+    assert depthwise_input_gradient_is_profitable("cpu", BF16, (1, 2))
+    assert not depthwise_input_gradient_is_profitable("cpu", BF16, (1, 1))
+    assert not depthwise_input_gradient_is_profitable("cpu", torch.float16, (2, 2))
 
 
 # Length, kernel, stride, padding.

@@ -17,7 +17,7 @@ BF16, LAST = torch.bfloat16, torch.channels_last
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
@@ -128,7 +128,7 @@ def trained(policy, compile="eager"):
         ("bf16", "eager", 4),
         ("bf16,accuracy=fast", "eager", 4),
         ("bf16-O2", "eager", 4),
-        ("bf16,skip=pointwise-conv", "eager", 0),
+        ("bf16,skip=lower-pointwise-conv", "eager", 0),
         ("bf16,lists=autocast_cpu", "eager", 0),
         ("fp16", "eager", 0),
         ("bf16", "aot_eager", 0),
@@ -151,7 +151,7 @@ def test_a_block_trains_as_without_it(monkeypatch, few):
     out = exact(X.double())
     out.square().sum().backward()
     want = [out.detach(), *(p.grad for p in exact.parameters())]
-    (_, ours), (_, plain) = trained("bf16"), trained("bf16,skip=pointwise_conv")
+    (_, ours), (_, plain) = trained("bf16"), trained("bf16,skip=lower_pointwise_conv")
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
 
 
@@ -198,7 +198,7 @@ def test_a_whole_step(kind):
         )
         return [step(X).item() for _ in range(5)]
 
-    assert losses("bf16") == pytest.approx(losses("bf16,skip=pointwise_conv"), rel=0.02)
+    assert losses("bf16") == pytest.approx(losses("bf16,skip=lower_pointwise_conv"), rel=0.02)
 
 
 def test_convolution_gets_what_is_left():
@@ -207,8 +207,8 @@ def test_convolution_gets_what_is_left():
     amp_graph.convert(model, "bf16")(drawn(2, 32, 8, 8)).sum().backward()
     (graph,) = conversion_of(model).graphs
     changed = [(t.name, c.node) for t in graph.rewritten.passes for c in t.result.changes]
-    ours = [(name, node) for name, node in changed if name in ("convolution", "pointwise-conv")]
-    assert [name for name, _ in ours] == ["pointwise-conv", "convolution"]
+    ours = [(name, node) for name, node in changed if name in ("convolution", "lower-pointwise-conv")]
+    assert [name for name, _ in ours] == ["lower-pointwise-conv", "convolution"]
     assert len({node for _, node in ours}) == 2
 
 

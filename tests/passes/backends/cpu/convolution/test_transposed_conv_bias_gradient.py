@@ -8,17 +8,17 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.convolution.conv_functions import conv_transpose_low
-from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import ConvTranspose
+from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import TransposedConvBiasGradient
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import conv_thresholds, thresholds
-from amp_graph.passes.profitability.conv_thresholds import bias_gradient_by_sum_pays
+from amp_graph.passes.profitability.conv_thresholds import bias_gradient_by_sum_is_profitable
 from tests.passes.graphs import BF16, capture_function, passes_before, run_step
 
 TORCHS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
 
@@ -104,8 +104,8 @@ X = drawn(4, 6, 8, 8, seed=1)
 
 def passed(function, policy="bf16", **state):
     graph = capture_function(function, X, **(STATE | state))
-    plain, ours = (graph.through(passes_before(ConvTranspose, policy))[0] for _ in range(2))
-    (done,) = run_passes(ours, [ConvTranspose()], checked=True)
+    plain, ours = (graph.through(passes_before(TransposedConvBiasGradient, policy))[0] for _ in range(2))
+    (done,) = run_passes(ours, [TransposedConvBiasGradient()], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -152,9 +152,9 @@ def test_left_alone(name):
 
 
 def test_the_rule():
-    assert bias_gradient_by_sum_pays("cpu", BF16)
-    assert not bias_gradient_by_sum_pays("cpu", torch.float16)
-    assert not bias_gradient_by_sum_pays("cuda", BF16)
+    assert bias_gradient_by_sum_is_profitable("cpu", BF16)
+    assert not bias_gradient_by_sum_is_profitable("cpu", torch.float16)
+    assert not bias_gradient_by_sum_is_profitable("cuda", BF16)
 
 
 class Up(nn.Module):
@@ -181,7 +181,7 @@ def test_a_converted_model_trains_as_without(compile, policy):
         return [p.grad for p in model.parameters()], text
 
     ours, text = grads(policy)
-    plain, without = grads(f"{policy},skip=conv_transpose")
+    plain, without = grads(f"{policy},skip=transposed_conv_bias_gradient")
     assert compile != "eager" or ("conv_transpose_low" in text and "conv_transpose_low" not in without)
     for a, b in zip(ours, plain, strict=True):
         assert a.stride() == b.stride()

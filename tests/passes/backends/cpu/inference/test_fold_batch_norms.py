@@ -15,7 +15,7 @@ from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.weights.cast_cache import FOLDED
 
 pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16")
-OFF = "bf16,skip=fold_norms"
+OFF = "bf16,skip=fold_batch_norms"
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
 

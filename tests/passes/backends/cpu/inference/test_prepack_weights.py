@@ -29,7 +29,7 @@ X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
 def kernel(request, monkeypatch):
     """By which kernel weights are multiplied that few rows read."""
     if request.param == ONEDNN:
-        monkeypatch.setattr(prepack_weights, "panels_pay", lambda *sizes: False)
+        monkeypatch.setattr(prepack_weights, "panels_are_profitable", lambda *sizes: False)
     elif library() is None:
         pytest.skip("needs AVX512_BF16 and a C compiler")
     return request.param
@@ -61,7 +61,7 @@ def pair(kind=Net, on="bf16", off="weight_copies=true"):
     torch.manual_seed(0)
     plain = kind()
     ours = amp_graph.convert(copy.deepcopy(plain), on, strict=True)
-    return ours, amp_graph.convert(plain, f"bf16,skip=pack_weights,{off}", strict=True)
+    return ours, amp_graph.convert(plain, f"bf16,skip=prepack_weights,{off}", strict=True)
 
 
 def packed(model):

@@ -24,14 +24,14 @@ from amp_graph.passes.backends.cpu.linear import (
 )
 from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_product_and_sums, gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_trained
-from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import AmxProducts
+from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.profitability import gemm_thresholds
 from amp_graph.passes.profitability.gemm_thresholds import (
-    amx_product_pays,
+    amx_product_is_profitable,
     one_of_two_threads_idles,
-    training_by_function_pays,
+    training_by_function_is_profitable,
 )
 from amp_graph.passes.torch_compat.autograd import borrow
 from amp_graph.passes.torch_compat.fake import make_fx
@@ -223,11 +223,11 @@ def test_oneDNN_finds_its_own_tiles_afterwards():
 
 
 @pytest.fixture
-def it_always_pays(monkeypatch):
+def it_is_always_profitable(monkeypatch):
     for module in (kernel, lower_large_linears, lower_weight_gradients):
-        monkeypatch.setattr(module, "amx_product_pays", lambda device, dtype, *sizes: dtype == BF16)
-    monkeypatch.setattr(lower_large_linears, "training_by_function_pays", lambda *sizes: True)
-    monkeypatch.setattr(lower_small_linears, "small_linear_pays", lambda *form: False)
+        monkeypatch.setattr(module, "amx_product_is_profitable", lambda device, dtype, *sizes: dtype == BF16)
+    monkeypatch.setattr(lower_large_linears, "training_by_function_is_profitable", lambda *sizes: True)
+    monkeypatch.setattr(lower_small_linears, "small_linear_is_profitable", lambda *form: False)
     monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
 
 
@@ -244,7 +244,7 @@ def linear_operands(shape, biased):
     return x, weight, bias, grad
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
 def test_gradients_are_as_near_as_torchs(shape, biased):
@@ -267,7 +267,7 @@ def image(*shape):
 HANDED = {
     "linear_trained": (linear_trained, drawn(96, 64), (50, 64), ()),
     "linear_low": (linear_functions.linear_low, drawn(96, 64), (50, 64), ()),
-    "pointwise_conv": (pointwise_conv, image(2, 32, 6, 6), (48, 32, 1, 1), (None, (1, 1), True)),
+    "lower_pointwise_conv": (pointwise_conv, image(2, 32, 6, 6), (48, 32, 1, 1), (None, (1, 1), True)),
     "conv2d_low": (conv2d_low, image(2, 32, 6, 6), (48, 32, 3, 3), (None, (1, 1), (1, 1))),
 }
 
@@ -285,7 +285,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("name", HANDED)
 def test_a_parameter_is_handed_fp32_that_nothing_casts(name):
     """With the bits of a cast; and what is bf16, or was cast, is handed bf16."""
@@ -307,7 +307,7 @@ def test_a_parameter_is_handed_fp32_that_nothing_casts(name):
         assert seen.seen == casts
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("kept", [True, False])
 def test_every_mode_of_autograd(kept):
     x, weight = torch.randn(6, 32).to(BF16).requires_grad_(), torch.randn(48, 32).to(BF16).requires_grad_()
@@ -334,14 +334,14 @@ def test_every_mode_of_autograd(kept):
 
 def passed(function, *given):
     plain, ours = (make_fx(function, tracing_mode="fake")(*given) for _ in range(2))
-    (done,) = run_passes(ours, [AmxProducts()], checked=True)
+    (done,) = run_passes(ours, [LowerWeightGradients()], checked=True)
     return plain, ours, [c.action for c in done.result.changes]
 
 
 G, X = torch.randn(24, 40).to(BF16), torch.randn(24, 32).to(BF16)
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 def test_products_of_a_flat_graph():
     plain, ours, actions = passed(lambda g, x: (torch.mm(t := g.t(), x), torch.mm(t, x * 2), t.sum()), G, X)
     assert actions == ["own kernel", "own kernel"]
@@ -354,7 +354,7 @@ def with_bias(g, x):
     return torch.mm(g.t(), x), g.sum(0), g.sum(0, keepdim=True), g.sum(1), torch.mm(g.t(), x * 2)
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 def test_sums_of_a_flat_graph():
     """One with each product; what adds up otherwise, or before it, is torch's."""
     plain, ours, _ = passed(with_bias, G, X)
@@ -376,7 +376,7 @@ LEFT = {
 }
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("name", LEFT)
 def test_all_else_is_left_alone(name):
     function, given = LEFT[name]
@@ -393,13 +393,13 @@ class Net(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 def test_a_step_trains_as_the_loop(compile):
     torch.manual_seed(0)
     base, x = Net(), torch.randn(24, 32)
     losses = {}
-    for policy in ("bf16", "bf16,skip=amx_products"):
+    for policy in ("bf16", "bf16,skip=lower_weight_gradients"):
         model = copy.deepcopy(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = amp_graph.TrainStep(model, F.mse_loss, optimizer, policy, compile=compile)
@@ -418,7 +418,7 @@ def test_a_step_trains_as_the_loop(compile):
     assert "linear_trained" in amp_graph.report(loop).graphs[0].text
 
 
-@pytest.mark.usefixtures("it_always_pays")
+@pytest.mark.usefixtures("it_is_always_profitable")
 def test_a_converted_model_casts_no_gradient_of_a_weight():
     """In an update's first and later backwards; nor of a bias, which comes with it."""
     torch.manual_seed(0)
@@ -446,7 +446,7 @@ def a_thread_idles(monkeypatch):
         monkeypatch.setattr(module, "one_of_two_threads_idles", lambda device, dtype, *sizes: dtype == BF16)
 
 
-@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+@pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
 def test_products_whose_second_thread_would_idle(shape, biased):
@@ -472,7 +472,7 @@ def profiled():
     names += [event.name for event in profile.events()]
 
 
-@pytest.mark.usefixtures("it_always_pays", "a_thread_idles")
+@pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")
 def test_a_step_leaves_no_thread_idle():
     torch.manual_seed(0)
     model, x = Net(), torch.randn(24, 32)
@@ -483,7 +483,9 @@ def test_a_step_leaves_no_thread_idle():
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16,skip=amx_products|fuse_bias|small_linears")
+    plain = amp_graph.TrainStep(
+        model, F.mse_loss, optimizer, "bf16,skip=lower_weight_gradients|fuse_addmm_bias|lower_small_linears"
+    )
     torch.testing.assert_close(found, torch.stack([plain(x, x) for _ in range(3)]).detach(), rtol=2**-7, atol=0)
 
 
@@ -509,15 +511,15 @@ def test_where_a_thread_idles(monkeypatch):
 
 def test_a_function_around_small_linears_is_seen(monkeypatch):
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    assert training_by_function_pays(1024, 768, 768)
-    assert not training_by_function_pays(512, 384, 384)
+    assert training_by_function_is_profitable(1024, 768, 768)
+    assert not training_by_function_is_profitable(512, 384, 384)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    assert training_by_function_pays(512, 384, 384)
-    assert not lower_large_linears.TrainLinears().in_step
+    assert training_by_function_is_profitable(512, 384, 384)
+    assert not lower_large_linears.LowerLargeLinears().in_step
 
 
 def test_sizes_that_pay(monkeypatch):
-    pays = amx_product_pays
+    pays = amx_product_is_profitable
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
     assert pays("cpu", BF16, 1024, 768, 768)
     assert pays("cpu", BF16, 32, 64, 64)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseBias
+from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.profitability import gemm_thresholds
@@ -30,7 +30,7 @@ def drawn(*shape, dtype=BF16):
 def passed(function, *given):
     """The graph of ``function`` before and after the pass, and how many products changed."""
     plain, ours = (make_fx(function, tracing_mode="fake")(*given) for _ in range(2))
-    (done,) = run_passes(ours, [FuseBias()], checked=True)
+    (done,) = run_passes(ours, [FuseAddmmBias()], checked=True)
     return plain, ours, len(done.result.changes)
 
 
@@ -94,13 +94,13 @@ def compiled_gradients(policy):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_code_calls_the_kernel(monkeypatch):
     seen = []
-    kept = FuseBias.run
+    kept = FuseAddmmBias.run
 
     def run(self, gm):
         seen.append(kept(self, gm))
         return seen[-1]
 
-    monkeypatch.setattr(FuseBias, "run", run)
+    monkeypatch.setattr(FuseAddmmBias, "run", run)
     torch.manual_seed(0)
     plain = Net()
     plain(X.float()).backward()
@@ -108,7 +108,7 @@ def test_compiled_code_calls_the_kernel(monkeypatch):
     with torch._inductor.config.patch(fx_graph_cache=False), caches:
         ours = compiled_gradients("bf16")
         counts = [len(result.changes) for result in seen]
-        without = compiled_gradients("bf16,skip=fuse_bias")
+        without = compiled_gradients("bf16,skip=fuse_addmm_bias")
     assert counts == [2, 0], "two linears in forward, none in backward"
     assert len(seen) == 2
     for got, other, wanted in zip(ours, without, [p.grad for p in plain.parameters()], strict=True):
@@ -125,7 +125,7 @@ def stepped(policy):
 
 
 def test_eager_steps_call_the_kernel():
-    ours, without = stepped("bf16"), stepped("bf16,skip=fuse_bias")
+    ours, without = stepped("bf16"), stepped("bf16,skip=fuse_addmm_bias")
     assert ours[2].count("amp_graph.linear_bias") == 2
     assert without[2].count("aten.addmm.default") == 2
     torch.testing.assert_close(ours[0], without[0], rtol=1e-2, atol=0)

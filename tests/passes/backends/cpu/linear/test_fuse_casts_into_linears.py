@@ -18,7 +18,7 @@ from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F4
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 BF16 = torch.bfloat16
-PLAIN = "bf16,skip=linears_of_parameters"
+PLAIN = "bf16,skip=fuse_casts_into_linears"
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 import amp_graph
 from amp_graph.passes.backends.cpu.linear import gram_matrix
-from amp_graph.passes.backends.cpu.linear.gram_matrix import OwnProducts, own_product
+from amp_graph.passes.backends.cpu.linear.gram_matrix import FuseGramMatrix, own_product
 from tests.passes.graphs import BF16, Function, capture_function, run_step, with_and_without
 
 X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
@@ -40,7 +40,7 @@ OTHERS = {
 
 
 def passed(function):
-    return with_and_without(OwnProducts(), capture_function(function, X, w=W))
+    return with_and_without(FuseGramMatrix(), capture_function(function, X, w=W))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -99,7 +99,7 @@ def test_every_mode_of_autograd():
         assert forward_ad.unpack_dual(own_product(dual)).tangent is not None
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=own_products"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=fuse_gram_matrix"])
 def test_a_step_has_the_bits_of_the_loop(policy):
     found = []
     for whole in (False, True):

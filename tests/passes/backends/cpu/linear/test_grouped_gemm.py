@@ -25,8 +25,10 @@ ENDS = {
 
 
 @pytest.fixture(autouse=True)
-def it_always_pays(monkeypatch):
-    monkeypatch.setattr(module, "grouped_product_pays", lambda device, dtype: device == "cpu" and dtype == BF16)
+def it_is_always_profitable(monkeypatch):
+    monkeypatch.setattr(
+        module, "grouped_product_is_profitable", lambda device, dtype: device == "cpu" and dtype == BF16
+    )
 
 
 def operands(ends, depth=48, columns=80, turned=False):
@@ -196,7 +198,7 @@ def test_torchs_own_operator_in_bf16():
 
 
 def test_where_it_does_not_pay_torchs_own_stays(monkeypatch):
-    monkeypatch.setattr(module, "grouped_product_pays", lambda device, dtype: False)
+    monkeypatch.setattr(module, "grouped_product_is_profitable", lambda device, dtype: False)
     model = amp_graph.convert(Experts())
     model(torch.randn(96, 32)).sum().backward()
     assert not calls(model)

@@ -12,11 +12,14 @@ from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_large_linears, 
 from amp_graph.passes.backends.cpu.linear import linear_functions as low
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import SmallLinears
-from amp_graph.passes.casts.layer_norm_fp32_gradients import ProtectNorms
+from amp_graph.passes.backends.cpu.linear.lower_small_linears import LowerSmallLinears
+from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import bias_in_trained_linear_pays, small_linear_pays
+from amp_graph.passes.profitability.gemm_thresholds import (
+    bias_in_trained_linear_is_profitable,
+    small_linear_is_profitable,
+)
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16, capture_function, passes_until
 
@@ -136,8 +139,8 @@ def test_transforms_and_modes_get_torchs_own():
 
 
 def through(function, *inputs, **state):
-    gm, _ = capture_function(function, *inputs, **state).through(passes_until(ProtectNorms))
-    (done,) = run_passes(gm, [SmallLinears()], checked=True)
+    gm, _ = capture_function(function, *inputs, **state).through(passes_until(Fp32NormGradients))
+    (done,) = run_passes(gm, [LowerSmallLinears()], checked=True)
     return gm, done.result
 
 
@@ -195,7 +198,7 @@ class Called(nn.Module):
 
 def check_like_torchs_kernels(function, x):
     exact = train(Called(function), x)
-    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=small_linears")]
+    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_small_linears")]
     for true, one, theirs in zip(exact, *given, strict=True):
         assert one.shape == true.shape
         assert (one - true).norm() <= 1.1 * (theirs - true).norm()
@@ -250,7 +253,7 @@ def test_errors_are_those_of_torchs_products():
     exact = copy.deepcopy(base).double()
     exact(X.double()).square().mean().backward()
     errors = {}
-    for policy in ("bf16", "bf16,skip=small_linears"):
+    for policy in ("bf16", "bf16,skip=lower_small_linears"):
         model = amp_graph.convert(copy.deepcopy(base), policy)
         model(X).square().mean().backward()
         assert ("linear_of_parameters" in amp_graph.report(model).graphs[0].text) == ("skip" not in policy)
@@ -280,7 +283,7 @@ def test_a_step_has_the_bits_of_the_loop():
 
 def test_results_whose_bias_pays_in_the_product(monkeypatch):
     monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
-    pays = bias_in_trained_linear_pays
+    pays = bias_in_trained_linear_is_profitable
     assert pays("cpu", BF16, 1024, 768, 768)
     assert not pays("cpu", BF16, 32, 768, 768), "a call is seen"
     assert not pays("cpu", BF16, 2048, 8192, 512), "mapped anew at each call"
@@ -290,7 +293,7 @@ def test_results_whose_bias_pays_in_the_product(monkeypatch):
 def test_sizes_that_pay(monkeypatch):
     monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    pays = small_linear_pays
+    pays = small_linear_is_profitable
     assert pays("cpu", BF16, 32, 256, 256)
     assert not pays("cuda", BF16, 32, 256, 256)
     assert not pays("cpu", torch.float16, 32, 256, 256)
@@ -311,7 +314,7 @@ def test_sizes_that_pay(monkeypatch):
     assert pays("cpu", BF16, 64, 512, 512)
     assert not pays("cpu", BF16, 2048, 512, 256)
     assert not pays("cpu", BF16, 32, 1024, 1024)
-    assert lower_small_linears.small_linear_pays is pays
+    assert lower_small_linears.small_linear_is_profitable is pays
 
 
 # -- many rows: the bias in the product -------------------------------------------------------------------------
@@ -322,10 +325,10 @@ NAMES = ("x", "weight", "bias")
 
 @pytest.fixture
 def many_are_few(monkeypatch):
-    monkeypatch.setattr(lower_small_linears, "small_linear_pays", lambda *form: False)
-    monkeypatch.setattr(lower_large_linears, "training_by_function_pays", lambda *sizes: True)
+    monkeypatch.setattr(lower_small_linears, "small_linear_is_profitable", lambda *form: False)
+    monkeypatch.setattr(lower_large_linears, "training_by_function_is_profitable", lambda *sizes: True)
     for module in (lower_large_linears, low):
-        monkeypatch.setattr(module, "bias_in_trained_linear_pays", lambda *form: True)
+        monkeypatch.setattr(module, "bias_in_trained_linear_is_profitable", lambda *form: True)
 
 
 @pytest.mark.usefixtures("many_are_few")
@@ -395,7 +398,7 @@ def test_results_of_many_rows_may_be_written_in_place(edit):
 def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
     torch.manual_seed(0)
     base, found = Net(), []
-    for policy in ("bf16" + more, "bf16,skip=train_linears" + more):
+    for policy in ("bf16" + more, "bf16,skip=lower_large_linears" + more):
         loop = amp_graph.convert(copy.deepcopy(base), policy)
         loss = F.mse_loss(loop(X), X)
         loss.backward()
@@ -423,7 +426,7 @@ def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
     x, errors = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1)), {}
     exact = Attends().double()
     exact(x.double()).square().sum().backward()
-    for policy in ("bf16", "bf16,skip=train_linears"):
+    for policy in ("bf16", "bf16,skip=lower_large_linears"):
         model = amp_graph.convert(Attends(), policy)
         model(x).square().sum().backward()
         assert amp_graph.report(model).graphs[0].text.count("linear_trained(") == (2 if "skip" not in policy else 0)

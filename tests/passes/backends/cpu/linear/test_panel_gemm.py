@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from amp_graph.passes.backends.cpu.inference import prepacked_linear
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import panels_pay
+from amp_graph.passes.profitability.gemm_thresholds import panels_are_profitable
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
@@ -173,26 +173,26 @@ def test_a_profile_shows_what_is_run():
 def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    assert panels_pay("cpu", BF16, 32, 256, 256)
-    assert not panels_pay("cuda", BF16, 32, 256, 256)
-    assert not panels_pay("cpu", torch.float16, 32, 256, 256)
-    assert not panels_pay("cpu", BF16, 1024, 768, 768)
-    assert panels_pay("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
-    assert not panels_pay("cpu", BF16, 17, 3072, 768)
-    assert not panels_pay("cpu", BF16, 0, 256, 256)
+    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
+    assert not panels_are_profitable("cuda", BF16, 32, 256, 256)
+    assert not panels_are_profitable("cpu", torch.float16, 32, 256, 256)
+    assert not panels_are_profitable("cpu", BF16, 1024, 768, 768)
+    assert panels_are_profitable("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
+    assert not panels_are_profitable("cpu", BF16, 17, 3072, 768)
+    assert not panels_are_profitable("cpu", BF16, 0, 256, 256)
     with monkeypatch.context() as with_units:
         with_units.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-        assert panels_pay("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
-        assert not panels_pay("cpu", BF16, 33, 3072, 768)
+        assert panels_are_profitable("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
+        assert not panels_are_profitable("cpu", BF16, 33, 3072, 768)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    assert panels_pay("cpu", BF16, 32, 256, 256)
-    assert panels_pay("cpu", BF16, 16, 3072, 768)
-    assert not panels_pay("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
+    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
+    assert panels_are_profitable("cpu", BF16, 16, 3072, 768)
+    assert not panels_are_profitable("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
     monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
-    assert panels_pay("cpu", BF16, 32, 256, 256)
-    assert not panels_pay("cpu", BF16, 16, 3072, 768)
-    assert not panels_pay("cpu", BF16, 1, 768, 768), "together they read faster"
+    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
+    assert not panels_are_profitable("cpu", BF16, 16, 3072, 768)
+    assert not panels_are_profitable("cpu", BF16, 1, 768, 768), "together they read faster"
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])

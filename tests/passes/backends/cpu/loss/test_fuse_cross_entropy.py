@@ -8,11 +8,11 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import LinearCrossEntropy
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
-from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_pays
-from amp_graph.passes.weights.cache_weight_casts import KeepWeightCopies
+from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
+from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
 from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES, drawn, error
 from tests.passes.graphs import BF16, capture_function, differences, run_step, standard_passes
 
@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_where_it_pays(monkeypatch):
+def _a_machine_where_it_is_profitable(monkeypatch):
     monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 1)
     monkeypatch.setattr(runtime, "CHUNK", 7 * CLASSES)
@@ -69,7 +69,7 @@ FOUND = {
 def passed(function, x=X):
     graph = capture_function(function, x, w=W, ids=IDS, c=drawn(CLASSES, seed=8))
     plain, found = (graph.through(standard_passes())[0] for _ in range(2))
-    (done,) = run_passes(found, [LinearCrossEntropy()], checked=True)
+    (done,) = run_passes(found, [FuseCrossEntropy()], checked=True)
     return plain, found, graph.given, done.result
 
 
@@ -85,7 +85,7 @@ def test_the_pass(name):
     a, b = run_step(found, given), run_step(plain, given)
     assert [t.dtype for t in a.outputs] == [t.dtype for t in b.outputs]
     assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
-    (again,) = run_passes(found, [LinearCrossEntropy()], checked=True)
+    (again,) = run_passes(found, [FuseCrossEntropy()], checked=True)
     assert not again.result.changes
 
 
@@ -142,9 +142,9 @@ def test_each_loss_ignores_its_own_index():
 def test_small_logits_are_left_alone(monkeypatch):
     monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 36 * CLASSES + 1)
     assert "as fast" in passed(FOUND["nanogpt"])[3].skips[0].reason
-    assert cross_entropy_in_parts_pays("cpu", BF16, 37, CLASSES)
-    assert not cross_entropy_in_parts_pays("cuda", BF16, 37, CLASSES)
-    assert not cross_entropy_in_parts_pays("cpu", torch.float16, 37, CLASSES)
+    assert cross_entropy_in_parts_is_profitable("cpu", BF16, 37, CLASSES)
+    assert not cross_entropy_in_parts_is_profitable("cuda", BF16, 37, CLASSES)
+    assert not cross_entropy_in_parts_is_profitable("cpu", torch.float16, 37, CLASSES)
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "the loss alone"])
@@ -191,7 +191,7 @@ def test_gradients_are_as_exact_as_autocasts():
     ("policy", "compile", "count"),
     [
         ("bf16", "eager", 1),
-        ("bf16,skip=linear_cross_entropy", "eager", 0),
+        ("bf16,skip=fuse_cross_entropy", "eager", 0),
         ("bf16,lists=autocast_cpu", "eager", 0),
         ("fp16", "eager", 0),
         ("bf16,accuracy=fast", "eager", 1),
@@ -209,7 +209,7 @@ def test_where_it_runs(policy, compile, count):
     assert len(found) == count
     assert "cross_entropy_loss" in amp_graph.report(model).text()
     names = [p.name for p in graph.rewritten.passes]
-    assert names.index("linear-cross-entropy") < names.index(KeepWeightCopies.name) if count else True
+    assert names.index("fuse-cross-entropy") < names.index(CacheWeightCasts.name) if count else True
 
 
 def test_without_gradients_torchs_stays():
@@ -238,7 +238,7 @@ def test_a_region_has_its_say(function):
 
 def test_lengths_that_change_are_one_graph():
     model = amp_graph.convert(Words(), "bf16", dynamic=True)
-    plain = amp_graph.convert(Words(), "bf16,skip=linear-cross-entropy", dynamic=True)
+    plain = amp_graph.convert(Words(), "bf16,skip=fuse-cross-entropy", dynamic=True)
     for length in (12, 7, 9):
         ids = IDS[:, :length].clamp(min=0)
         assert all(map(close, model(ids), plain(ids)))
@@ -257,6 +257,6 @@ def test_the_whole_step_has_a_node_for_each_direction():
     losses, text = trained("bf16")
     assert text.count("cross_entropy_rows") == text.count("cross_entropy_backward") == 1
     assert losses[2] < losses[0]
-    expected, text = trained("bf16,skip=linear_cross_entropy")
+    expected, text = trained("bf16,skip=fuse_cross_entropy")
     assert "cross_entropy_rows" not in text
     assert losses == pytest.approx(expected, rel=1e-4)

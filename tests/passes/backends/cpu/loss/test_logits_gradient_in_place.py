@@ -5,13 +5,13 @@ import torch
 
 import amp_graph
 from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
-from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import OverwriteLogits
+from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
-from tests.passes.backends.cpu.loss.test_fuse_cross_entropy import IDS, Words, _a_machine_where_it_pays  # noqa: F401
+from tests.passes.backends.cpu.loss.test_fuse_cross_entropy import IDS, Words, _a_machine_where_it_is_profitable  # noqa: F401
 
 ROWS, CLASSES, IGNORED = 130, 1003, -100
 TARGET = torch.arange(ROWS).mul(37) % CLASSES
@@ -79,7 +79,7 @@ STAYS = {
 
 def passed(function):
     plain, ours = (make_fx(function, tracing_mode="fake")(*GIVEN) for _ in range(2))
-    (done,) = run_passes(ours, [OverwriteLogits()], checked=True)
+    (done,) = run_passes(ours, [LogitsGradientInPlace()], checked=True)
     return plain, ours, done.result
 
 
@@ -93,7 +93,7 @@ def test_what_goes(name):
     plain, ours, result = passed(GOES[name])
     assert [change.action for change in result.changes] == ["over the logits"]
     assert equal(plain, ours)
-    assert not run_passes(ours, [OverwriteLogits()], checked=True)[0].result.changes
+    assert not run_passes(ours, [LogitsGradientInPlace()], checked=True)[0].result.changes
 
 
 @pytest.mark.parametrize("name", STAYS)
@@ -106,7 +106,7 @@ def test_what_stays(name):
 
 def test_logits_of_the_caller_stay():
     ours = make_fx(gradient, tracing_mode="fake")(drawn(ROWS, CLASSES).bfloat16(), TARGET, GRAD)
-    (done,) = run_passes(ours, [OverwriteLogits()], checked=True)
+    (done,) = run_passes(ours, [LogitsGradientInPlace()], checked=True)
     assert not done.result.changes
 
 
@@ -127,7 +127,7 @@ def test_a_step_has_it_and_trains_the_same_bits(monkeypatch):
 
     losses, text = trained()
     assert "cross_entropy_backward_" in text
-    monkeypatch.setattr(OverwriteLogits, "run", lambda self, gm: PassResult(gm))
+    monkeypatch.setattr(LogitsGradientInPlace, "run", lambda self, gm: PassResult(gm))
     expected, text = trained()
     assert "cross_entropy_backward_" not in text
     assert losses == expected

@@ -17,7 +17,7 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_recompute import (
     norm_add_relu_kept,
     norm_and_relu_computed_again,
 )
-from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNorm
+from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.memory.recompute_functions import KEY
@@ -28,7 +28,7 @@ from tests.passes.graphs import capture, differences, passes_for, run_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAST, EPS = torch.channels_last, 1e-5
-WITHOUT = ",skip=fuse_batch_norm"
+WITHOUT = ",skip=fuse_batch_norm_relu"
 # Images, channels, height, width: around vectors (16 channels), rows at a time (4), and blocks (128 rows).
 SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 20, 21), (4, 15, 8, 4))
 
@@ -254,7 +254,7 @@ def graphs(model, policy="bf16", images=IMAGES):
         gm = captured.fresh()
         found.append((gm, run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)))
     (ours, done), (plain, _) = found
-    return ours, plain, captured.given, next((t.result for t in done if t.name == "fuse-batch-norm"), None)
+    return ours, plain, captured.given, next((t.result for t in done if t.name == "fuse-batch-norm-relu"), None)
 
 
 def targets(gm):
@@ -345,7 +345,7 @@ def test_a_whole_step_has_kernels_of_ours_whoever_compiles_it(in_step, wanted, m
 
 def test_running_twice_changes_nothing():
     gm, *_ = graphs(made())
-    assert not run_passes(gm, [FuseBatchNorm()], checked=True)[0].result.changes
+    assert not run_passes(gm, [FuseBatchNormRelu()], checked=True)[0].result.changes
 
 
 def left_alone():

@@ -1,4 +1,4 @@
-"""FuseNorm: which sums, norms and casts become one pass, by its law, and that gradients are as exact as before."""
+"""FuseAddNorm: which sums, norms and casts become one pass, by its law, and that gradients are as exact as before."""
 
 import operator
 
@@ -11,7 +11,7 @@ import amp_graph
 from amp_graph.passes.backends.cpu.norm import add_norm_kernel, fuse_add_norm
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cpu.norm.add_norm_recompute import add_norm_computed_again
-from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseNorm
+from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import jit_compiler
@@ -20,7 +20,7 @@ from amp_graph.policy import Policy
 from tests.passes.graphs import BF16, FP32, capture_function, passes_for, run_step
 
 WIDTH = 16
-WITHOUT = ",skip=fuse_norm"
+WITHOUT = ",skip=fuse_add_norm"
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def graphs(function, policy="bf16", x=X, **state):
         gm = captured.fresh()
         made.append((gm, run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)))
     (ours, done), (plain, _) = made
-    return ours, plain, captured.given, next(t.result for t in done if t.name == "fuse-norm")
+    return ours, plain, captured.given, next(t.result for t in done if t.name == "fuse-add-norm")
 
 
 def calls(gm):
@@ -161,7 +161,7 @@ def test_each_reader_has_a_part_of_its_own():
 def test_rewriting_again_changes_nothing():
     gm, _, _, _ = graphs(post_norm)
     done = run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", eager=True), checked=True)
-    assert not next(t.result for t in done if t.name == "fuse-norm").modified
+    assert not next(t.result for t in done if t.name == "fuse-add-norm").modified
     assert len(calls(gm)) == 2
 
 
@@ -268,13 +268,13 @@ def test_without_a_compiler_the_graph_stays_and_says_so(monkeypatch, tmp_path):
 def test_compilers_get_torchs_operations():
     gm = capture_function(pre_norm, X, **STATE).fresh()
     done = run_passes(gm, passes_for(Policy.parse("bf16"), "cpu"), checked=True)
-    assert "fuse-norm" not in [t.name for t in done]
-    assert any(isinstance(p, FuseNorm) for p in passes_for(Policy.parse("bf16"), "cpu", eager=True))
+    assert "fuse-add-norm" not in [t.name for t in done]
+    assert any(isinstance(p, FuseAddNorm) for p in passes_for(Policy.parse("bf16"), "cpu", eager=True))
 
 
 def test_a_reproduction_of_autocast_keeps_torchs_norms():
     passes = passes_for(Policy.parse("bf16,lists=autocast_cpu"), "cpu", eager=True)
-    assert not any(isinstance(p, FuseNorm) for p in passes)
+    assert not any(isinstance(p, FuseAddNorm) for p in passes)
 
 
 def low_rms_norms(s, x):

@@ -9,7 +9,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.norm import group_norm_kernel
 from amp_graph.passes.backends.cpu.norm.group_norm_kernel import group_norm_low
-from amp_graph.passes.backends.cpu.norm.lower_group_norm import FuseGroupNorm
+from amp_graph.passes.backends.cpu.norm.lower_group_norm import LowerGroupNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import jit_compiler
 from amp_graph.passes.native.operator_library import OPS
@@ -118,8 +118,8 @@ X = drawn(2, 3, 8, 8, seed=1)
 
 def passed(model):
     graph = capture_function(lambda s, x: model(x), X)
-    plain, mine = (graph.through(passes_before(FuseGroupNorm))[0] for _ in range(2))
-    (done,) = run_passes(mine, [FuseGroupNorm()], checked=True)
+    plain, mine = (graph.through(passes_before(LowerGroupNorm))[0] for _ in range(2))
+    (done,) = run_passes(mine, [LowerGroupNorm()], checked=True)
     return plain, mine, graph.given, done.result
 
 
@@ -156,7 +156,7 @@ def test_a_converted_model_trains_as_without_and_so_does_a_step(policy):
         return [p.grad for p in model.parameters()], conversion_of(model).graphs[0].rewritten.gm.code
 
     mine, text = grads(policy)
-    plain, without = grads(f"{policy},skip=fuse_group_norm")
+    plain, without = grads(f"{policy},skip=lower_group_norm")
     assert "group_norm_low" in text
     assert "group_norm_low" not in without
     for a, b in zip(mine, plain, strict=True):

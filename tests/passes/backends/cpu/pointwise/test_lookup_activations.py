@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(lookup_table.library() is None, reason="needs a 
 
 
 @pytest.fixture(autouse=True)
-def it_always_pays(monkeypatch):
-    monkeypatch.setattr(lookup_activations, "table_pays", lambda device, form, elements: device == "cpu")
+def it_is_always_profitable(monkeypatch):
+    monkeypatch.setattr(lookup_activations, "table_is_profitable", lambda device, form, elements: device == "cpu")
 
 
 def every_number(extra=13):
@@ -198,7 +198,7 @@ def passed(function, policy="bf16"):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_model_computes_the_same(name, recompute):
     found, text = passed(CALLS[name], f"bf16,recompute={recompute}")
-    plain, without = passed(CALLS[name], f"bf16,recompute={recompute},skip=table_activations")
+    plain, without = passed(CALLS[name], f"bf16,recompute={recompute},skip=lookup_activations")
     assert text != without
     assert torch.equal(found[0], plain[0])
     assert (found[1] - plain[1]).norm() <= (0 if "gelu" in name or "tanh" in name else 2**-8) * plain[1].norm()
@@ -206,7 +206,7 @@ def test_a_model_computes_the_same(name, recompute):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_else_is_left_alone(name):
-    assert passed(OTHERS[name])[1] == passed(OTHERS[name], "bf16,skip=table_activations")[1]
+    assert passed(OTHERS[name])[1] == passed(OTHERS[name], "bf16,skip=lookup_activations")[1]
 
 
 def test_graphs_for_compilers_are_left_alone():
@@ -254,9 +254,9 @@ def test_sizes_that_pay(monkeypatch):
     monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: True)
     for units in (True, False):
         monkeypatch.setattr(thresholds, "cpu_has_amx", lambda units=units: units)
-        assert thresholds.table_pays("cpu", "gelu", 1 << 20) is units
-        assert thresholds.table_pays("cpu", "mish", 1 << 20)
-        assert not thresholds.table_pays("cpu", "mish", 1 << 10)
-        assert not thresholds.table_pays("cuda", "mish", 1 << 20)
+        assert thresholds.table_is_profitable("cpu", "gelu", 1 << 20) is units
+        assert thresholds.table_is_profitable("cpu", "mish", 1 << 20)
+        assert not thresholds.table_is_profitable("cpu", "mish", 1 << 10)
+        assert not thresholds.table_is_profitable("cuda", "mish", 1 << 20)
     monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: False)
-    assert not thresholds.table_pays("cpu", "mish", 1 << 20)
+    assert not thresholds.table_is_profitable("cpu", "mish", 1 << 20)

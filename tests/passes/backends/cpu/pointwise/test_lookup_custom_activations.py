@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.backends.cpu.pointwise import lookup_custom_activations, lookup_table
-from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import CustomActivations
+from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import LookupCustomActivations
 from tests.measure import saved_bytes
 from tests.passes.graphs import Function
 
@@ -19,8 +19,10 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def it_always_pays(monkeypatch):
-    monkeypatch.setattr(lookup_custom_activations, "table_pays", lambda device, form, elements: device == "cpu")
+def it_is_always_profitable(monkeypatch):
+    monkeypatch.setattr(
+        lookup_custom_activations, "table_is_profitable", lambda device, form, elements: device == "cpu"
+    )
 
 
 class Swish(torch.autograd.Function):
@@ -153,7 +155,7 @@ def passed(activation, policy="bf16"):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_model_has_the_bits_of_its_own_function(name):
     found, text = passed(ACTIVATIONS[name])
-    plain, without = passed(ACTIVATIONS[name], "bf16,skip=custom_activations")
+    plain, without = passed(ACTIVATIONS[name], "bf16,skip=lookup_custom_activations")
     assert "activated(" in text
     assert "activated(" not in without
     assert all(map(torch.equal, found, plain))
@@ -177,7 +179,7 @@ def test_every_number_has_the_bits_of_the_function(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_else_is_left_alone(name):
     found, text = passed(OTHERS[name])
-    plain, without = passed(OTHERS[name], "bf16,skip=custom_activations")
+    plain, without = passed(OTHERS[name], "bf16,skip=lookup_custom_activations")
     assert text == without
     assert all(map(torch.equal, found, plain))
 
@@ -185,7 +187,7 @@ def test_all_else_is_left_alone(name):
 def test_control_a_gradient_that_is_no_product_would_be_wrong(monkeypatch):
     monkeypatch.setattr(lookup_custom_activations, "_is_slope_times_gradient", lambda body, dtype: True)
     found, _ = passed(OTHERS["adds to its gradient"])
-    plain, _ = passed(OTHERS["adds to its gradient"], "bf16,skip=custom_activations")
+    plain, _ = passed(OTHERS["adds to its gradient"], "bf16,skip=lookup_custom_activations")
     assert not torch.equal(found[1], plain[1])
 
 
@@ -237,7 +239,7 @@ def test_images_stay_in_channels_last():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_step_whose_functions_compute_in_fp32_has_the_same_bits(name):
     losses = {}
-    for policy in ("bf16", "bf16,skip=custom_activations"):
+    for policy in ("bf16", "bf16,skip=lookup_custom_activations"):
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(16, 16), Own(ACTIVATIONS[name]), nn.Linear(16, 16), Own(Swish), nn.Linear(16, 4)
@@ -255,7 +257,7 @@ def step_text(step):
 
 def test_only_its_input_is_saved():
     saved = {}
-    for policy in ("bf16", "bf16,skip=custom_activations"):
+    for policy in ("bf16", "bf16,skip=lookup_custom_activations"):
         model = amp_graph.convert(nn.Sequential(nn.Linear(16, 256), Own(Swish), nn.Linear(256, 16)), policy)
         model(X)
         saved[policy] = saved_bytes(lambda model=model: model(X), model, weight_copies=False)
@@ -279,5 +281,5 @@ def test_graphs_for_compilers_are_left_alone():
     policy = amp_graph.policy.Policy.parse("bf16")
     from tests.passes.graphs import passes_for
 
-    assert any(isinstance(one, CustomActivations) for one in passes_for(policy, "cpu", eager=True))
-    assert not any(isinstance(one, CustomActivations) for one in passes_for(policy, "cpu"))
+    assert any(isinstance(one, LookupCustomActivations) for one in passes_for(policy, "cpu", eager=True))
+    assert not any(isinstance(one, LookupCustomActivations) for one in passes_for(policy, "cpu"))

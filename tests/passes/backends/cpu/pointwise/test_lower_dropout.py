@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(kernel.library(torch.bfloat16) is None, reason="
 
 
 @pytest.fixture(autouse=True)
-def it_always_pays(monkeypatch):
-    monkeypatch.setattr(lower_dropout, "dropout_in_bits_pays", lambda device, elements: device == "cpu")
+def it_is_always_profitable(monkeypatch):
+    monkeypatch.setattr(lower_dropout, "dropout_in_bits_is_profitable", lambda device, elements: device == "cpu")
 
 
 @pytest.fixture(params=INSTRUCTIONS)
@@ -177,7 +177,7 @@ def passed(function, policy="bf16"):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_model_computes_the_same(name):
     found, text = passed(CALLS[name])
-    plain, without = passed(CALLS[name], "bf16,skip=fuse_dropout")
+    plain, without = passed(CALLS[name], "bf16,skip=lower_dropout")
     assert "dropout_in_bits" in text
     assert "dropout_in_bits" not in without
     same(found, plain)
@@ -205,7 +205,7 @@ def test_a_bit_is_saved_for_each_number():
     """Torch saves noise of the size of what is dropped: of bf16 sixteen times as much."""
     x = torch.randn(64, 32)
     bytes_of = {}
-    for policy in ("bf16", "bf16,skip=fuse_dropout"):
+    for policy in ("bf16", "bf16,skip=lower_dropout"):
         model = amp_graph.convert(Net(), policy)
         model(x).sum().backward()
         bytes_of[policy] = saved_bytes(lambda model=model: model(x), model)

@@ -1,5 +1,6 @@
 """``report(model).to_networkx()`` says what the report says; GraphML holds all of it."""
 
+import ast
 import io
 import re
 from collections import Counter
@@ -214,6 +215,15 @@ def test_dump_writes_graphml(tmp_path, capsys):
     assert capsys.readouterr().out == path.read_text()
     assert main([*words, "--diff"]) == 1
     assert "--diff needs --format text, and --format is graphml" in capsys.readouterr().err
+
+
+def test_networkx_is_imported_only_where_a_graph_is_made():
+    """So that `import amp_graph` and reading a command line do not wait for it."""
+    for path in (ROOT / "amp_graph").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert "networkx" not in names, path
+            assert not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("networkx")), path
 
 
 def test_the_docs_example_finds_what_it_says():

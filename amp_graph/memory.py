@@ -40,7 +40,7 @@ def keep_heap(on: bool = True) -> bool:
     For the CPU, glibc and the main thread: without it glibc may give the end of its heap back to the system after each
     step, and the next step gets it as new pages. It costs resident memory between steps: up to three times what a step
     has alive at once stays reserved, and what steps have written to stays resident. Steps of many large, short-lived
-    tensors gain most; those of transformers often nothing (docs/training.md). Results are the same bit for bit.
+    tensors gain most; those of transformers often nothing (docs/memory.md). Results are the same bit for bit.
 
     It is what the policy word ``keep_memory=true`` does for one model, and ``keep_memory=false`` excepts a model from
     it. The memory of a model goes back to the system once the model is reverted or gone. ``on=False`` is for graphs

@@ -29,7 +29,7 @@ class WithLoss(nn.Module):
 
 
 def main() -> tuple[float, float]:
-    """Run a step whose scale is too large, and one whose scale is not; return the scales behind them."""
+    """Run a step whose scale is too large, and one whose scale is not; return the scale after each."""
     torch.manual_seed(0)
     model, x, y = WithLoss(), torch.randn(2, 8), 1e-4 * torch.randn(2, 4)
     gm, signature = aot_export_module(model, (x, y), trace_joint=True, output_loss_index=0)

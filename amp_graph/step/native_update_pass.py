@@ -64,7 +64,8 @@ class UpdateInOnePass(Pass):
         return PassResult(gm, (Change("update", "update in one pass", nodes[0].rate.name, f"{count} parameters"),))
 
     def _finish(self, given: Sequence[Any], rates: Sequence[Tensor], scale: Tensor | None) -> Tensor | None:
-        counted = ["step" in update.state_names() for update in self.updates]
-        groups = [GroupTensors(*tensors, steps) for tensors, steps in zip(given, counted, strict=True)]
+        groups = []
+        for update, (params, grads, states, lows) in zip(self.updates, given, strict=True):
+            groups.append(GroupTensors(params, grads, states, lows, "step" in update.state_names()))
         inverse = None if scale is None else inverse_of(scale)
         return self.one_pass.finish(self.updates, groups, rates, inverse, self.clip_norm, self.clip_value)

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.fused_update import group_updates
-from amp_graph.loss_scale import LossScale
+from amp_graph.optim.torch_fused_update import group_updates
 from amp_graph.passes.base import PassError
 from amp_graph.passes.loss_scaling import (
     CheckFiniteAndUnscale,
@@ -28,6 +27,7 @@ from amp_graph.passes.step.low_copies import WriteLowCopies
 from amp_graph.passes.step.outputs import ReturnOutputs
 from amp_graph.passes.step.update_parameters import GroupInputs, UpdateParameters
 from amp_graph.passes.step.update_targets import AddUpdateTargets
+from amp_graph.scaling.loss_scale import LossScale
 from tests.passes.loss_scaling.joint_graphs import exported, traced
 
 

@@ -54,6 +54,12 @@ def dead_links(page, text):
     return found
 
 
+def dead_paths(text):
+    """Return the files of the repository that ``text`` names and that are not there."""
+    found = re.findall(r"`(?:python )?((?:amp_graph|benchmarks|docs|examples|lists|passes|tests)/[\w/.-]+)", text)
+    return [path for path in found if not (ROOT / re.sub("^amp_graph/(passes|lists)/", r"\1/", path)).exists()]
+
+
 def idiom(text):
     return re.findall(rf"\b(?:{IDIOM})\b", prose(text), re.IGNORECASE)
 
@@ -103,6 +109,17 @@ def test_dead_links_are_found():
     page = ROOT / "docs" / "policy.md"
     text = "# A page\n[a](lists.md) [b](#a-page) [c](none.md) [d](#none) [e](lists.md#none) [f](https://x.org/y.md)"
     assert dead_links(page, text) == ["none.md", "#none", "lists.md#none"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_pages_name_are_there(page):
+    new = {"cancel_transposes.py", "test_cancel_transposes.py"} if page.name == "writing-a-pass.md" else set()
+    assert [path for path in dead_paths(page.read_text()) if Path(path).name not in new] == []
+
+
+def test_files_that_are_not_there_are_found():
+    text = "`passes/base.py`, `amp_graph/passes/base.py`, `python docs/generate.py`, `passes/none.py`, passes/none.py"
+    assert dead_paths(text) == ["passes/none.py"]
 
 
 def test_readme_is_short():

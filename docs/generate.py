@@ -15,7 +15,7 @@ from pathlib import Path
 from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_skips import GROUPS
-from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
 COLUMNS = ("pass", "stage", "runs over", "devices", "on where", "exactness", "law")
@@ -26,14 +26,15 @@ DIAGRAM = {
     Phase.COMPILED: "then, where Inductor compiles it for a CPU",
     Phase.HANDOVER: "then, before any compiler gets it",
     Phase.INDUCTOR: "inside Inductor, the flat graphs of forward and backward",
-    Phase.STEP: "the flat graph of a whole training step that runs eagerly",
+    Phase.JOINT: "the joint graph of forward and backward of a training step, which these passes complete",
+    Phase.STEP: "then, the flat graph of a whole training step that runs eagerly",
 }
 
 
 def table() -> str:
     """Return the table of passes in Markdown, in order."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in TABLE)])
+    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in EVERY)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ def diagram() -> str:
     """Return the passes by the graph that they run over, as a block of text."""
     lines = []
     for phase, title in DIAGRAM.items():
-        names = "\0> ".join(row.name for row in TABLE if phase in row.phases)  # no line begins with >
+        names = "\0> ".join(row.name for row in EVERY if phase in row.phases)  # no line begins with >
         shown = textwrap.fill(names, 104, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
         lines += [f"{title}:", shown.replace("\0", " ")]
     return "\n".join(["```", "your module > capture > FX graph", *lines, "```"])

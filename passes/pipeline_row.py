@@ -27,6 +27,8 @@ class Stage(str, enum.Enum):
     MEMORY = "memory"
     WEIGHTS = "weights"
     BACKEND = "backend"
+    LOSS_SCALING = "loss_scaling"
+    STEP = "step"
 
 
 class Phase(str, enum.Enum):
@@ -37,6 +39,7 @@ class Phase(str, enum.Enum):
     COMPILED = "compiled"  # the same, afterwards, where Inductor will compile it
     HANDOVER = "handover"  # the rewritten graph, just before any compiler takes it apart
     INDUCTOR = "inductor"  # the flat graphs inside Inductor, forward and backward
+    JOINT = "joint"  # the joint graph of forward and backward of a training step, to which these append the rest
     STEP = "step"  # the flat graph of a whole training step that runs as it is
 
 
@@ -102,11 +105,13 @@ class Row:
     """One pass in the table of all passes.
 
     cls: the pass; its name and its law come from there. stage: its subject. grade: how exact it is.
-    make: builds it; None for a pass without options.
+    make: builds it from the options of a pipeline; None for a pass without options, and in the phase ``JOINT``, whose
+    passes are built from the parts of a training step by ``amp_graph.step.step_passes.appended_passes``.
     phases: the graphs that it runs over. devices: those for which it changes anything; it asks by itself, of each node.
     needs: what must hold for it to be in a pipeline. joins: names of passes without which it is left out.
     after, before: names of passes that it must stand behind, or before.
-    skippable: whether ``skip=`` may name it; the others make the plan and its casts, or have an option of their own.
+    skippable: whether ``skip=`` may name it; the others make the plan and its casts, are parts of a training step, or
+    have an option of their own.
     worth: what it gains, in one line, or where that is measured.
     """
 
@@ -145,9 +150,14 @@ class Row:
         return self.stage is Stage.BACKEND
 
     @property
+    def by_step(self) -> bool:
+        """Whether a training step builds the pass from its parts, and no pipeline from its options."""
+        return self.phases == (Phase.JOINT,)
+
+    @property
     def all_after(self) -> tuple[str, ...]:
         """The passes that this one stands behind: by its row, and by its stage."""
-        always = () if self.name == FIRST else (FIRST,)
+        always = () if self.name == FIRST or self.by_step else (FIRST,)
         of_stage = STAGE_AFTER.get(self.stage, self.name)
         return (*always, *(() if of_stage == self.name else (of_stage,)), *self.after)
 
@@ -157,7 +167,12 @@ class Row:
         return (*((STAGE_BEFORE[self.stage],) if self.stage in STAGE_BEFORE else ()), *self.before)
 
     def built(self, options: PipelineOptions) -> Pass:
-        """Return the pass with its options."""
+        """Return the pass with its options; PassError for one that a training step builds."""
+        if self.by_step:
+            raise PassError(
+                f"pipeline: the pass {self.name!r} is built from the parts of a training step, not from a policy\n"
+                f"  fix:   {self.cls.__name__}(...).run(gm), or amp_graph.TrainStep"
+            )
         return self.cls() if self.make is None else self.make(options)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -25,7 +25,7 @@ def test_the_pages_agree_with_the_table(generate, capsys):
 
 def test_the_diagram_names_every_pass(generate):
     shown = generate.diagram()
-    assert [row.name for row in TABLE if row.name not in shown] == []
+    assert [row.name for row in EVERY if row.name not in shown] == []
     assert {*generate.DIAGRAM} == {*Phase}
 
 
@@ -33,7 +33,7 @@ def test_the_page_says_what_each_word_of_the_table_means():
     text = (DOCS / "passes.md").read_text()
     for phase in Phase:
         assert f"| `{phase.value}` |" in text
-    for word in {need.word for row in TABLE for need in row.needs}:
+    for word in {need.word for row in EVERY for need in row.needs}:
         assert f"| {word} |" in text
 
 

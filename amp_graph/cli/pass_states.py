@@ -5,7 +5,7 @@ Before: ``Policy.parse("bf16,skip=attention")``, "cpu", ``Mode()``. After: ``Sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ import torch
 from amp_graph.passes.pipeline import why_off
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import Policy
+from amp_graph.step.step_table import EVERY
 
 # What ``State.to_dict`` says of a pass, and what each key means.
 KEYS = {
@@ -81,7 +81,9 @@ def states(policy: Policy, device: str, mode: Mode) -> list[State]:
             in_step=mode.step,
             copies=WeightCopies(policy.torch_dtype(device)),
         )
-    return [_state(row, policy, options, mode) for row in TABLE]
+    if policy.level == "O0":  # nothing is lowered, whatever dtype the policy names: no loss is scaled
+        options = replace(options, dtype=torch.float32)
+    return [_state(row, policy, options, mode) for row in EVERY]
 
 
 def _state(row: Row, policy: Policy, options: PipelineOptions, mode: Mode) -> State:
@@ -102,6 +104,8 @@ def _state(row: Row, policy: Policy, options: PipelineOptions, mode: Mode) -> St
 def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
     """Return why no graph of ``mode`` is in ``phase``; "" where one is."""
     compiler = mode.compile != "eager"
+    if phase is Phase.JOINT:
+        return "" if mode.step else "only in a training step"
     if policy.level == "O0" and phase not in (Phase.HANDOVER, Phase.INDUCTOR):
         return "level O0 runs the model as it is"
     if phase is Phase.COPIES:

@@ -64,7 +64,7 @@ def tables_of(gm: GraphModule, *, sparse: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class RowSparseGradients(Pass):
-    """Rewrites every gradient of a table that fits.
+    """Replaces the gradient of an embedding table with the rows that were read, where the update takes rows.
 
     Law: the rows are added up in fp32 in the order of ``ids``, then to the dense gradient, as in the table. Exactness:
     rounding-equal.

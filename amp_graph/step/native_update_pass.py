@@ -27,7 +27,7 @@ class UpdateInOnePass(Pass):
 
     lows: the input that holds the first copy of a parameter, by its name. Gradients stay as they were.
 
-    Law: that of these passes. Exactness: bit-exact, but for what ``OnePass`` says.
+    Law: that of these passes. Exactness: approximate, in what ``OnePass`` says; bit-exact elsewhere.
     """
 
     one_pass: OnePass

@@ -31,20 +31,21 @@ from amp_graph.passes.step.update_parameters import GroupInputs, UpdateParameter
 from amp_graph.passes.step.update_targets import AddUpdateTargets
 from amp_graph.step.native_update_pass import UpdateInOnePass
 from amp_graph.step.step_parts import StepParts
+from amp_graph.step.step_table import in_order
 
 
 def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -> tuple[list[Pass], dict[str, Tensor]]:
     """Return the passes that make a whole step of a joint graph, and the tensors of the inputs that these add.
 
+    The order is that of ``STEP_TABLE``; PassError where it is not.
     outputs: how many outputs the captured forward has. inputs: the joint graph's inputs by their numbers; the copies of
     weights stand behind the captured graph's own.
     """
     work = _Appended(parts, inputs)
-    options = parts.options
-    gradients = [
-        ScaleLoss(options.micro_batches, parts.scale is not None),
-        AddUpdateTargets(work.absent()),
-        AddUpdateTargets(work.masters()),
+    options, scaled = parts.options, parts.scale is not None
+    gradients: list[Pass] = [
+        *([ScaleLoss(options.micro_batches, scaled)] if scaled or options.micro_batches > 1 else []),
+        *(AddUpdateTargets(found) for found in (work.absent(), work.masters()) if found),
         LayOutGradients(parts.keeps()),
     ]
     sums = work.sums()
@@ -58,7 +59,7 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
         returned,
         *([RowSparseGradients()] if options.one_pass is not None else []),
     ]
-    return found, work.tensors
+    return in_order(found), work.tensors
 
 
 def names_of_trained(parts: StepParts) -> dict[int, str]:
@@ -121,10 +122,11 @@ class _Appended:
 
     def _by_torch(self, scaled: bool) -> list[Pass]:
         options = self.parts.options
+        clips = options.clip_norm, options.clip_value
         return [
             *([] if options.pointwise else [UpcastGradients()]),
             *([CheckFiniteAndUnscale()] if scaled else []),
-            ClipGradients(options.clip_norm, options.clip_value),
+            *([ClipGradients(*clips)] if any(limit is not None for limit in clips) else []),
             UpdateParameters(self._groups()),
         ]
 

@@ -94,7 +94,10 @@ class AddGradients(Pass):
 
 @dataclass(frozen=True)
 class ZeroSums(Pass):
-    """Zeroes ``sums``, inputs of a joint graph, behind what read them."""
+    """Zeroes ``sums``, inputs of a joint graph, behind what read them.
+
+    Law: the sums are those of no gradients. Exactness: bit-exact.
+    """
 
     sums: Sequence[StateInput] = ()
 

@@ -16,6 +16,7 @@ class ReturnOutputs(Pass):
     """Returns the first ``count`` outputs of a joint graph, and behind them its ``gradients`` and ``found_inf``.
 
     Law: what is returned is what it was; what is no longer returned stays computed where something reads it.
+    Exactness: bit-exact.
     """
 
     count: int = 1

@@ -69,7 +69,8 @@ def update(apply: Apply, params: Any, grads: Any, states: Any, rate: Tensor, fou
 class UpdateParameters(Pass):
     """Updates parameters in place by functions of the optimizer, one a group.
 
-    Law: what ``apply`` does to tensors; with ``found_inf`` above 0, nothing changes. Exactness: that of ``apply``.
+    Law: what ``apply`` does to tensors; with ``found_inf`` above 0, nothing changes. Exactness: bit-exact, against
+    ``apply``.
     """
 
     groups: Sequence[GroupInputs] = ()

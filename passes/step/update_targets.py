@@ -18,10 +18,10 @@ from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of
 
 @dataclass(frozen=True)
 class AddUpdateTargets(Pass):
-    """Has an update write these ``targets``, by name of parameter; adds an input for each.
+    """Lets an update write these ``targets``, by name of parameter; adds an input for each.
 
     Masters, and parameters that other micro-batches alone have sent gradients. Law: the graph computes what it did.
-    ``WriteLowCopies`` rounds masters into their parameters.
+    ``WriteLowCopies`` rounds masters into their parameters. Exactness: bit-exact.
     """
 
     targets: Mapping[str, StateInput] = field(default_factory=dict)

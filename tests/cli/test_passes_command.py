@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from amp_graph.cli.pass_states import KEYS, Mode, states
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_skips import GROUPS
-from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.step.step_table import EVERY
 
-PAGE = Path(__file__).parent.parent / "docs" / "passes.md"
 MODES = [Mode(), Mode(gradients=False), Mode(step=True), *(Mode(step, "inductor") for step in (False, True))]
 
 
@@ -50,12 +48,12 @@ def test_what_is_on_is_what_runs(policy, device, mode):
         phases += [] if eager else [Phase.HANDOVER, Phase.INDUCTOR, *([Phase.COMPILED] if device == "cpu" else [])]
         runs = {one.name for phase in phases for one in pipeline(phase, options)}
     found = states(read, device, mode)
-    assert [state.row for state in found] == [*TABLE]
-    assert {s.row.name for s in found if s.phase} == {n for n in runs if device in devices_of(n)}
+    assert [state.row for state in found] == [*EVERY]
+    assert {s.row.name for s in found if s.phase and not s.row.by_step} == {n for n in runs if device in devices_of(n)}
 
 
 def devices_of(name):
-    return next(row.devices for row in TABLE if row.name == name)
+    return next(row.devices for row in EVERY if row.name == name)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +68,24 @@ def devices_of(name):
         ("bf16", "fuse-add-norm", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
         ("bf16", "fold-batch-norms", "cpu", Mode(), "needs a graph without gradients"),
         ("bf16", "fuse-casts-into-linears", "cpu", Mode(gradients=False), "needs gradients"),
-        ("bf16,keep_memory=false", "reuse-output-buffers", "cpu", Mode(gradients=False), "keep_memory=false"),
+        ("bf16", "reuse-output-buffers", "cpu", Mode(gradients=False), "keep_memory=true in the policy"),
         ("bf16,weight_copies=false", "cache-weight-casts", "cpu", Mode(), "weight_copies=false"),
         ("bf16", "fuse-addmm-bias", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
         ("bf16", "fuse-addmm-bias", "cpu", Mode(step=True), ""),
         ("bf16", "cache-weight-casts", "cpu", Mode(step=True), "a training step makes the copies"),
         ("O0", "insert-casts", "cpu", Mode(), "level O0"),
+        ("fp16", "scale-loss", "cpu", Mode(), "only in a training step"),
+        ("fp16", "scale-loss", "cpu", Mode(step=True), ""),
+        ("fp16", "update-loss-scale", "cuda", Mode(step=True, compile="inductor"), ""),
+        ("bf16", "check-finite-and-unscale", "cpu", Mode(step=True), "only with a loss scale"),
+        ("fp16-O0", "update-loss-scale", "cpu", Mode(step=True), "only with a loss scale"),
+        ("O0", "update-parameters", "cpu", Mode(step=True), ""),
+        ("bf16", "average-over-ranks", "cpu", Mode(step=True), "only with several ranks"),
+        ("bf16", "clip-gradients", "cpu", Mode(step=True), "only with clip_norm or clip_value"),
+        ("bf16", "zero-sums", "cpu", Mode(step=True), "only with micro_batches"),
+        ("bf16", "upcast-gradients", "cpu", Mode(step=True, compile="inductor"), "needs a step that runs eagerly"),
+        ("bf16", "update-in-one-pass", "cpu", Mode(step=True), "see update= of TrainStep"),
+        ("bf16", "update-in-one-pass", "cuda", Mode(step=True), "device cuda: for cpu only"),
     ],
 )
 def test_a_pass_that_is_off_says_why(policy, name, device, mode, reason):
@@ -90,7 +100,7 @@ def test_the_text_is_the_table_in_order(amp):
     head, columns, *lines = out.splitlines()
     assert re.fullmatch(r"# policy bf16-O1,skip=attention, cpu, training, eager: \d+ of \d+ passes are on", head)
     assert columns.split() == ["pass", "stage", "phase", "exactness", "state", "law"]
-    assert [line.split()[0] for line in lines[: len(TABLE)]] == [row.name for row in TABLE]
+    assert [line.split()[0] for line in lines[: len(EVERY)]] == [row.name for row in EVERY]
     assert re.search(r"^attention +backend +captured +rounding-equal +off: skip=attention in the policy +R", out, re.M)
     assert re.search(r"^insert-casts +casts +captured +approximate +on \(not optional\) +Inserts", out, re.M)
     assert f"backend ({len(GROUPS['backend'])})" in lines[-1]

@@ -22,6 +22,7 @@ from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, 
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.step.step_table import EVERY
 
 ROWS = {row.name: row for row in TABLE}
 
@@ -138,7 +139,7 @@ def test_options_reach_the_passes():
 # -- rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", EVERY, ids=lambda row: row.name)
 def test_a_row_agrees_with_its_pass(row):
     told = " ".join((row.cls.__doc__ or "").split()).lower().replace("*", "")
     assert row.law.endswith(".")
@@ -155,8 +156,8 @@ def test_a_row_agrees_with_its_pass(row):
 
 
 def test_the_backend_is_what_stands_in_its_room():
-    assert all(row.backend == (row.stage is Stage.BACKEND) for row in TABLE)
-    in_rooms = [row for row in TABLE if row.cls.__module__.count(".") > 2]
+    assert all(row.backend == (row.stage is Stage.BACKEND) for row in EVERY)
+    in_rooms = [row for row in EVERY if row.cls.__module__.count(".") > 2]
     for row in in_rooms:  # amp_graph.passes.backends.cpu.norm.fuse_add_norm
         assert row.backend == row.cls.__module__.startswith("amp_graph.passes.backends."), row.name
 
@@ -170,7 +171,8 @@ def test_every_pass_has_a_row():
 
     named = {cls for cls in below(Pass) if cls.__module__.startswith("amp_graph.") and hasattr(cls, "name")}
     ours = {cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls}
-    assert ours == {row.cls for row in TABLE}
+    assert ours == {row.cls for row in EVERY}
+    assert len(EVERY) == len(ours)
 
 
 # -- order --------------------------------------------------------------------------------------------------

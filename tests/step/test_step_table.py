@@ -1,0 +1,127 @@
+"""The passes that make a step of a joint graph: a row each, in the order in which every kind of step appends them."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import amp_graph
+from amp_graph.passes.base import PassError
+from amp_graph.passes.loss_scaling import ClipGradients, ScaleLoss
+from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_row import Phase, checked
+from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
+from amp_graph.step import step_graph, step_table
+from amp_graph.step.step_table import (
+    BY_TORCH,
+    CLIPPED,
+    EAGERLY,
+    MASTERS,
+    ONE_PASS,
+    RANKS,
+    SCALED,
+    SCALED_OR_SPLIT,
+    SPLIT,
+    STEP_TABLE,
+    in_order,
+)
+
+ROWS = {row.name: row for row in STEP_TABLE}
+
+
+@contextlib.contextmanager
+def two_ranks():
+    """A process group of two ranks whose collectives return at once: this process is the first."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def appended(monkeypatch):
+    """Run a step, and return the names of what was appended to its last graph."""
+    graphs = []
+    original = step_graph.appended_passes
+
+    def seen(*given):
+        made = original(*given)
+        graphs.append([one.name for one in made[0]])
+        return made
+
+    monkeypatch.setattr(step_graph, "appended_passes", seen)
+
+    def run(policy="bf16", optimizer=torch.optim.AdamW, batches=2, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        step = amp_graph.TrainStep(model, F.mse_loss, optimizer(model.parameters(), lr=0.01), policy, **options)
+        for _ in range(batches):
+            step(torch.randint(32, (4,)), torch.randn(4, 4))
+        return graphs
+
+    return run
+
+
+KINDS = {
+    "bf16": ({}, {BY_TORCH, EAGERLY}),
+    "fp16, clip": (dict(policy="fp16", clip_norm=1.0), {SCALED, SCALED_OR_SPLIT, BY_TORCH, EAGERLY, CLIPPED}),
+    "masters": (dict(policy="bf16-O2", clip_value=0.1), {MASTERS, BY_TORCH, EAGERLY, CLIPPED}),
+    "micro-batches": (dict(micro_batches=2), {SCALED_OR_SPLIT, SPLIT, BY_TORCH, EAGERLY}),
+    "masters, fp16, micro-batches": (
+        dict(policy="fp16-O2", micro_batches=2),
+        {SCALED, SCALED_OR_SPLIT, SPLIT, MASTERS, BY_TORCH, EAGERLY},
+    ),
+    "one pass": (dict(policy="fp16", update="one_pass", clip_norm=1.0), {SCALED, SCALED_OR_SPLIT, ONE_PASS}),
+    "one pass, micro-batches": (dict(update="one_pass", micro_batches=2), {SCALED_OR_SPLIT, SPLIT, ONE_PASS}),
+    "outside": (dict(optimizer=torch.optim.RMSprop, policy="fp16"), {SCALED, SCALED_OR_SPLIT, BY_TORCH, EAGERLY}),
+    "of torch": (dict(optimizer=torch.optim.SGD, update="torch"), {BY_TORCH, EAGERLY}),
+    "compiled": (dict(policy="fp16", compile="aot_eager"), {SCALED, SCALED_OR_SPLIT, BY_TORCH}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_appends_in_the_order_of_the_table_what_its_rows_say(kind, appended):
+    options, holds = KINDS[kind]
+    _says_what_is_appended(appended(**options)[-1], holds)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
+def test_so_does_a_step_over_two_ranks(options, appended):
+    with two_ranks():
+        names = appended("fp16", **options)[-1]
+    split = {SPLIT} if options else set()
+    _says_what_is_appended(names, {SCALED, SCALED_OR_SPLIT, RANKS, BY_TORCH, EAGERLY} | split)
+
+
+def _says_what_is_appended(names, holds):
+    once = [*dict.fromkeys(names)]
+    assert once == [name for name in ROWS if name in once]
+    assert {*once} == {name for name, row in ROWS.items() if {*row.needs} <= holds}
+
+
+def test_what_is_appended_out_of_order_is_an_error_that_names_both():
+    with pytest.raises(PassError, match=r"(?s)'scale-loss' is appended behind 'clip-gradients'.*fix:"):
+        in_order([ClipGradients(1.0), ScaleLoss()])
+    with pytest.raises(PassError, match=r"(?s)'remove-no-op-dropout' has no row in STEP_TABLE.*fix:"):
+        in_order([RemoveNoOpDropout()])
+    assert in_order([]) == []
+
+
+@pytest.mark.parametrize("name", ["check-finite-and-unscale", "update-loss-scale", "write-low-copies"])
+def test_a_row_in_the_wrong_place_is_an_error(name):
+    rest = [row for row in STEP_TABLE if row.name != name]
+    with pytest.raises(PassError, match="stands on the wrong side"):
+        checked([ROWS[name], *rest])
+
+
+def test_no_policy_builds_or_skips_what_a_step_appends():
+    options = amp_graph.Policy.parse("fp16").pipeline_options("cpu", in_step=True, eager=True)
+    assert pipeline(Phase.JOINT, options) == []
+    assert not any(row.skippable for row in STEP_TABLE)
+    with pytest.raises(PassError, match=r"(?s)'scale-loss' is built from the parts of a training step.*ScaleLoss\("):
+        ROWS["scale-loss"].built(options)
+    assert [row.phases for row in step_table.EVERY[-len(STEP_TABLE) :]] == [(Phase.JOINT,)] * len(STEP_TABLE)

@@ -1,5 +1,5 @@
-"""Thresholds: from which size, and on which machine, a rewrite is faster than what it replaces.
+"""Thresholds: the sizes and machines for which a rewrite is faster than the code that it replaces.
 
-Each function answers one question for one pass; each number names the benchmark that it was read off.
-Imports ``graph`` and what is below it; every pass may ask here.
+Each function answers one question for one pass. Each docstring gives the measurements behind its numbers.
+Imports ``graph`` and rooms below it; any pass may import it.
 """

@@ -1,6 +1,6 @@
-"""Write a planning problem as numbers: one variable an operation, and what each choice and each cast costs.
+"""Turn a planning problem into numbers: one variable per operation, a cost for each choice and each cast.
 
-Before: ``linear -> gelu -> linear`` with classes and shapes. After: a ``cut.Task`` in which the gelu is free.
+Before: ``linear -> gelu -> linear`` with classes and shapes. After: a ``Task`` in which the gelu's variable is free.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan, without
 
 @dataclass(frozen=True)
 class Operands:
-    """The inputs of a node, by how they are read.
+    """The inputs of a node, grouped by the precision in which the node reads them.
 
-    ``moved``: in the node's own precision. ``promoted``: likewise, but a full node takes low ones as they come.
-    ``beside``: in full precision always.
+    ``moved``: the node's own precision. ``promoted``: the same, but a full-precision node also accepts
+    low-precision operands without a cast. ``beside``: always full precision.
     """
 
     moved: tuple[Node, ...] = ()
@@ -38,10 +38,10 @@ class Operands:
 
 @dataclass
 class Formulation:
-    """A task, and which of its variables stand for what.
+    """A task under construction, and what its variables stand for.
 
-    ``of``: the variable of each operation. ``holds``: the variable that says in which precision a node's value is.
-    ``tied``: operations whose precision is that of another one's value.
+    ``of``: the variable of each operation. ``holds``: the variable that gives the precision of a node's value.
+    ``tied``: operations that must have the precision of another node's value.
     """
 
     problem: Problem
@@ -63,7 +63,7 @@ class Formulation:
     promotions: list[Promotion] = field(default_factory=list)
 
     def task(self) -> Task:
-        """Return the numbers."""
+        """Return the task as numbers."""
         casts, kept = [], []
         for node in {**self.lowers, **self.widens}:
             price = self._cast_price(node)
@@ -72,7 +72,7 @@ class Formulation:
             )
         for node, readers in self.keepers.items():
             low = kept_picoseconds(node, self.machine, self.dtype)
-            leaf = node.op in ("placeholder", "get_attr")  # it is there anyway
+            leaf = node.op in ("placeholder", "get_attr")  # it stays in memory anyway
             kept.append(Kept(_once(readers), low, 0 if leaf else kept_picoseconds(node, self.machine, "float32")))
         return Task(
             tuple(self.full),
@@ -94,7 +94,7 @@ class Formulation:
         return kind.cls in FREE or kind.cls is OpClass.PROMOTE
 
     def operands(self, node: Node) -> Operands:
-        """Return the inputs of a free node by how they are read."""
+        """Return the inputs of a free node, grouped by how the node reads them."""
         kind = self.problem.classes[node]
         inputs = tuple(n for n in node.all_input_nodes if is_eligible(captured(n)))
         moved = tuple(n for n in inputs if n in kind.applies)
@@ -108,14 +108,14 @@ class Formulation:
         return Operands(counted if kind.mixed else moved, (), beside)
 
     def _cast_price(self, node: Node, within: bool = False) -> int:
-        # A parameter is trained, whatever reads it; where nothing that does is, no gradient comes back.
-        comes_back = is_trained(node) and (node.op != "placeholder" or any(map(is_trained, node.users)))
-        return cast_picoseconds(node, self.machine, self.dtype, within) * (1 + comes_back)
+        # A parameter always counts as trained. It gets a gradient only if one of its readers is trained too.
+        has_gradient = is_trained(node) and (node.op != "placeholder" or any(map(is_trained, node.users)))
+        return cast_picoseconds(node, self.machine, self.dtype, within) * (1 + has_gradient)
 
     # -- building --------------------------------------------------------------------------------------
 
     def build(self) -> Formulation:
-        """Walk the graph once: a variable for each operation, then what its operands cost."""
+        """Create a variable for each operation, then add the costs of its operands."""
         for node in self.problem.gm.graph.nodes:
             self._declare(node)
         for node in self.problem.gm.graph.nodes:
@@ -126,7 +126,7 @@ class Formulation:
         return self
 
     def _declare(self, node: Node) -> None:
-        """Give ``node`` a variable, and its value the variable that says how it is kept."""
+        """Give ``node`` a variable, and record which variable gives the precision of its value."""
         self.holds[node] = LOW_ALWAYS if GIVEN in node.meta else FULL_ALWAYS
         if node not in self.problem.classes:
             if is_part(node) and isinstance(node.args[0], Node):
@@ -159,7 +159,7 @@ class Formulation:
                     self.keepers.setdefault(source, []).append(i)
 
     def _followed(self, node: Node, kind: Classification) -> Node | None:
-        """Return the input whose precision is that of ``node`` without a choice: what it writes to, shows or copies."""
+        """Return the input that dictates the precision of ``node``: one that it writes to, aliases or copies."""
         if GIVEN in node.meta:
             return None
         inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
@@ -201,10 +201,10 @@ class Formulation:
         self._limit(node, kind, given)
 
     def _promote(self, i: int, sources: tuple[Node, ...]) -> None:
-        """Count what a full operation pays for low operands.
+        """Add the cost of low operands to a full-precision operation, which promotes them.
 
-        A copy takes what a cast does but for its call, and in registers it is nothing; but where all operands are low,
-        the first is cast, which is counted wherever that can be.
+        Promotion by a copy costs as much as a cast without its call; promotion in registers is free. If all operands
+        are low, the first one is cast; this cost is added wherever that is possible.
         """
         can_be_low = all(self.fixed.get(self.holds[source], True) for source in sources)
         for position, source in enumerate(sources):
@@ -213,11 +213,11 @@ class Formulation:
                 self.promotions.append(Promotion(i, self.holds[source], self._cast_price(source, not is_cast)))
 
     def _limit(self, node: Node, kind: Classification, given: Operands) -> None:
-        """Keep to the accuracy: nothing is rounded that the painting would not round."""
+        """Add the limits of the accuracy: round nothing that the rule-based planner would not round."""
         i = self.of[node]
         if node in self.permitted.ahead.shown or self.problem.memory.is_written(node):
             for source in filter(lambda s: self._shares(node, s), node.all_input_nodes):
-                self._tie(i, self.holds[source])  # a cast between them would be another memory
+                self._tie(i, self.holds[source])  # a cast between them would break the alias
         follows = kind.cls in (OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE, OpClass.NEUTRAL)
         if follows and self._is_exact(node, kind, given):
             self.limits += [(i, self.holds[n]) for n in (*given.moved, *given.promoted)]
@@ -249,7 +249,7 @@ class Formulation:
             return
         read = [n for n in node.all_input_nodes if is_eligible(captured(n))]
         leaves = self.permitted.ahead.leaving if node.op == "output" else {}
-        leaving = {n for n in read if n in leaves}  # in low precision, as it is
+        leaving = {n for n in read if n in leaves}  # returned in low precision, without a cast
         self._widen(n for n in read if n not in leaving)
         for source in leaving:
             self.lowers.setdefault(source, []).append(LOW_ALWAYS)
@@ -260,14 +260,14 @@ def _once(variables: list[int] | None) -> tuple[int, ...]:
 
 
 def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> Formulation:
-    """Return ``problem`` as a task for ``machine`` with the low precision ``dtype`` ("bfloat16", "float16").
+    """Formulate ``problem`` as a task for ``machine`` with the low precision ``dtype`` ("bfloat16", "float16").
 
-    ``skip``: an ``allow`` operation may stay full precision too, where low precision does not pay.
+    ``skip``: an ``allow`` operation may also stay in full precision where low precision is not profitable.
     """
     permitted = RuleBasedPlan(problem, widest=True)
     return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
 
 
 def low_of(choices: Mapping[Node, Choice], made: Formulation) -> frozenset[int]:
-    """Return the low variables of any planner's choices, to compare by cost."""
+    """Return the low variables of any planner's choices, so that plans can be compared by cost."""
     return frozenset({LOW_ALWAYS, *(i for node, i in made.of.items() if choices[node].precision == LOW)})

@@ -1,4 +1,4 @@
-"""Which class a node falls into under a list, and which of its inputs the class speaks of.
+"""Find the class of a node under an operator list, and the inputs to which the class applies.
 
 Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` and ``b`` stay as captured.
 """
@@ -23,7 +23,7 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.dynamo_capture import allow_in_graph
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
-# A node's explicit dtype is the user's instruction: these methods and operations convert and do no more.
+# These methods and operations only convert. A dtype that a user passes to one is kept.
 CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
 CONVERSION_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 
@@ -32,11 +32,11 @@ CONVERSION_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "ty
 class Classification:
     """A node's class under a list.
 
-    ``applies`` are the nodes to which the class applies (the others keep their captured precision),
-    ``written`` those that the node writes to. ``mixed`` says that the kernel itself promotes operands of
-    different precision. ``dtype`` is the precision the user asked for by a ``dtype`` argument, if any, and
-    ``takes_dtype`` that the call has such an argument and leaves it open. ``partial``: the list names the
-    inputs that the class speaks of. ``full_in_autocast``: ``torch.autocast`` returns float32 of what computes in it.
+    ``applies``: the inputs to which the class applies; the others keep their captured precision. ``written``: the
+    inputs that the node writes to. ``mixed``: the kernel promotes operands of different precision itself.
+    ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``takes_dtype``: the call has such an
+    argument, and it is not set. ``partial``: the list names the inputs to which the class applies.
+    ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns float32.
     """
 
     cls: OpClass
@@ -60,7 +60,7 @@ _FUNCTIONS: dict[type, OpClass] = {}
 
 
 def register_function(function: type, cls: OpClass) -> None:
-    """Let the ``autograd.Function`` subclass ``function`` be ``allow`` or ``deny`` wherever it is called."""
+    """Give the ``autograd.Function`` subclass ``function`` the class ``allow`` or ``deny`` in every call."""
     _FUNCTIONS[function] = cls
     allow_in_graph(function)
 
@@ -80,7 +80,7 @@ def _is_function(content: object) -> bool:
 
 
 def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
-    """Return ``classify(...)``, remembered on the node for as long as its inputs are the same."""
+    """Return ``classify(...)``, cached on the node as long as its inputs stay the same."""
     known = node.meta.get(CLASSIFIED)
     if known is None or known[0] is not lists or known[1] != node.all_input_nodes:
         known = node.meta[CLASSIFIED] = (lists, node.all_input_nodes, classify(node, lists, mode))
@@ -89,7 +89,7 @@ def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classificatio
 
 
 def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
-    """Classify ``node``; a node that cannot be traced alone, or whose parts disagree, says so."""
+    """Classify ``node``; ``why`` tells if it cannot be traced alone, or if its operations have different classes."""
     owned = _registered(node)
     if owned is not None:
         return owned
@@ -138,20 +138,20 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
 
 
 def _takes_dtype(operation: Operation, cls: OpClass | None) -> bool:
-    """Say whether a call leaves the dtype of its result open, and may be given one, its gradient included.
+    """Say whether the ``dtype`` argument of a call is unset and can be set, also for backward.
 
-    A composite converts its operand by an operation with a gradient of its own; the gradients of other operations
-    that compute (``_safe_softmax``) want the operand in the dtype of the result.
+    A composite converts its operand by a separate, differentiable operation. The backward of other operations that
+    compute in fp32 (``_safe_softmax``) needs the operand in the dtype of the result.
     """
     open_ = operation.arguments.get("dtype", ...) is None
     return open_ and (cls is not OpClass.FP32_INSIDE or node_info.is_composite(operation.op))
 
 
 def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:
-    """Say whether ``torch.autocast`` returns float32 of operations that compute in it inside.
+    """Say whether ``torch.autocast`` returns float32 from operations that compute in float32 inside.
 
-    On CUDA it does of a softmax, and of norms that it has a rule for, as it has none for batch norms. On the CPU all
-    return what they were given.
+    On CUDA it does for softmax, and for the norms that it has a rule for (it has none for batch norms). On the CPU
+    all of them return the dtype of their input.
     """
     is_norm = rule is not None and rule.inputs is not None
     return lists.device == "cuda" and (
@@ -160,9 +160,9 @@ def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: 
 
 
 def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]) -> Rule | None:
-    """Return ``rule``, or that for moving values where operands are to be promoted and there is but one.
+    """Return ``rule``, or the neutral rule if ``rule`` promotes operands and there is only one.
 
-    ``x[mask] = 0`` writes a number, which torch makes in the precision of ``x``: there is nothing to agree with.
+    ``x[mask] = 0`` writes a number, which torch converts to the dtype of ``x``: nothing needs promotion.
     """
     if rule is None or rule.cls is not OpClass.PROMOTE:
         return rule
@@ -175,9 +175,9 @@ def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]
 
 
 def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations: list[Operation]) -> bool:
-    """Say whether every operation takes operands of two precisions as they come.
+    """Say whether every operation accepts operands of two precisions.
 
-    A composite that no list names meets them in the operations that it is written in terms of.
+    A composite that no list names leaves this to the operations that it calls.
     """
     return all(
         k is None or k.promotes or (r is None and node_info.is_composite(o.op))
@@ -186,24 +186,24 @@ def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations:
 
 
 def _kernel_facts(rule: Rule | None, operation: Operation, lists: OpList) -> Rule | None:
-    """Return what our own list knows of an operation's kernel where PyTorch's policy does not name it."""
+    """Return ``rule``, or the rule of our default list for an operation that PyTorch's policy does not name."""
     if rule is not None:
         return rule
     return defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
 
 
 def is_conversion_target(node: Node) -> bool:
-    """Say whether ``node`` is a conversion as the user wrote it, even one that does nothing at capture."""
+    """Say whether ``node`` is a conversion that the user wrote, even one that did nothing at capture."""
     return node.op == "call_method" and node.target in CONVERSION_METHODS
 
 
 def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
-    """Identify ``node``, taking composites that no list names apart until the list names the parts."""
+    """Identify ``node``; decompose composites that no list names until the list names their operations."""
     apart: frozenset[OpOverload] = frozenset()
     whole = identify_for(node, lists, mode)
     while True:
         found = identify_for(node, lists, mode, apart)
-        if isinstance(found, str):  # a composite that will not come apart counts as one operation
+        if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
             return whole, frozenset()
         more = {
             o.op
@@ -212,7 +212,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
             and o.op not in apart
             and (node_info.is_composite(o.op) or o.op in DECOMPOSITIONS)
             and not node_info.is_view(o.op)
-            and "dropout" not in str(o.op)  # its parts are others while tracing, and draw other bits
+            and "dropout" not in str(o.op)  # tracing decomposes it differently, which draws other random bits
             and str(o.op).rsplit(".", 1)[0] not in CONVERSIONS
             and lists.lookup(o.op, o.arguments) is None
         }
@@ -234,9 +234,9 @@ def _class_of(rule: Rule | None, operation: Operation, lists: OpList) -> OpClass
 
 
 def _joined(classes: set[OpClass], count: int) -> OpClass | None:
-    """Return the one class that serves a node of several operations, or None where they disagree.
+    """Return one class for a node of several operations, or None if their classes differ.
 
-    Moving values commutes with a cast, so a neutral part takes the class of the rest.
+    A neutral operation commutes with a cast, so it takes the class of the others.
     """
     rest = classes - {OpClass.NEUTRAL}
     if not rest:
@@ -253,14 +253,14 @@ def _written(operation: Operation) -> list[int]:
 
 
 def _applies(rule: Rule | None, operations: list[Operation], inputs: list[Node]) -> frozenset[Node]:
-    """Return the inputs that the class speaks of: all, or those that the rule names."""
+    """Return the inputs to which the class applies: all, or those that the rule names."""
     if rule is None or rule.inputs is None or len(operations) != 1:
         return frozenset(inputs)
     return frozenset(inputs[i] for name in rule.inputs for i in operations[0].operands(name))
 
 
 def _asked_dtype(operations: list[Operation]) -> torch.dtype | None:
-    """Return the floating dtype that the last operation was asked for explicitly, if any."""
+    """Return the floating dtype that the last operation got as its ``dtype`` argument, if any."""
     asked: Any = operations[-1].arguments.get("dtype")
     return asked if isinstance(asked, torch.dtype) and asked.is_floating_point else None
 

@@ -1,7 +1,7 @@
-"""Composites that are a matrix product or none, depending on how they are called.
+"""Composites that are a matmul for some arguments only.
 
-Before: ``inner(v, w)`` of two vectors, which the lists call a product. After: ``aten.dot``, which is what it calls, and
-what ``torch.autocast`` sees of it. ``inner(a, b)`` of matrices stays a product.
+Before: ``inner(v, w)`` of two vectors, which the lists class as a matmul. After: ``aten.dot``, which it calls, and
+which ``torch.autocast`` sees. ``inner(a, b)`` of matrices stays a matmul.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode
 def without_false_products(
     node: Node, lists: OpList, mode: FakeTensorMode, found: Identity, apart: frozenset[OpOverload]
 ) -> tuple[Identity, frozenset[OpOverload]]:
-    """Take a composite that the defaults name as a product apart where, as it is called, it holds none.
+    """Decompose a composite that the default list classes as a matmul if this call contains no matmul.
 
-    ``inner`` of two vectors is a ``dot``, and ``einsum("i,i->i")`` a ``mul``: ``torch.autocast`` sees the parts only.
+    ``inner`` of two vectors is a ``dot``, and ``einsum("i,i->i")`` a ``mul``: ``torch.autocast`` sees only those.
     """
     left = [o for o in found.operations if _is_product_by_its_parts(o, lists)]
     if not left or len(left) < sum(_is_allowed(o, lists) for o in found.operations):
@@ -39,7 +39,7 @@ def without_false_products(
 
 
 def _comes_apart(operation: Operation, lists: OpList) -> bool:
-    """Say whether what ``operation`` is made of decides its class: it is in no list, or a product by its parts."""
+    """Say whether the operations inside ``operation`` decide its class: no list names it, or only the default list."""
     if not operation.floating or not node_info.is_composite(operation.op) or node_info.is_view(operation.op):
         return False
     return lists.lookup(operation.op, operation.arguments) is None or _is_product_by_its_parts(operation, lists)
@@ -51,7 +51,7 @@ def _is_allowed(operation: Operation, lists: OpList) -> bool:
 
 
 def _is_product_by_its_parts(operation: Operation, lists: OpList) -> bool:
-    """Say whether the defaults alone call ``operation`` a product, and ``torch.autocast`` only what it is made of."""
+    """Say whether only the default list names ``operation`` as a matmul; ``torch.autocast`` sees its decomposition."""
     if not _is_allowed(operation, lists) or not node_info.is_composite(operation.op):
         return False
     if lists.unlisted != "opaque" or node_info.autocast_has_rule(operation.op, lists.device):
@@ -62,5 +62,5 @@ def _is_product_by_its_parts(operation: Operation, lists: OpList) -> bool:
 
 @lru_cache(maxsize=8)
 def defaults(dtype: str, device: str) -> OpList:
-    """Return our own list for ``dtype`` on ``device``."""
+    """Return the default list for ``dtype`` on ``device``."""
     return load("default", dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""The cheapest assignment whose harm stays within a bound, on the lower convex hull: numbers in, numbers out.
+"""Find the cheapest assignment whose harm stays within a bound, on the lower convex hull; works on numbers only.
 
-Before: a task with costs, the same task with harms, a bound. After: the operations that are low.
+Before: a task with costs, the same task with harms, a bound. After: the operations that run in low precision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from amp_graph.passes.precision.precision_assignment import Task, cheapest, cost
 
 @dataclass(frozen=True)
 class Point:
-    """An assignment, by its low variables; what it costs, and what harm it does."""
+    """An assignment: its low variables, its cost and its harm."""
 
     low: frozenset[int]
     cost: int
@@ -23,9 +23,9 @@ class Point:
 class Tradeoff:
     """Assignments between the cheapest and the least harmful one.
 
-    ``harm`` has the variables, the fixed ones and the limits of ``costs``. For any weight of harm against cost the
-    best assignment is one minimum cut, so the lower convex hull of all assignments' (harm, cost) can be walked; what
-    lies above the hull, and yet may be the best within a bound, cannot be found so.
+    ``harm`` and ``costs`` have the same variables, fixed variables and limits. For any weight of harm against cost,
+    one minimum cut finds the best assignment; so the search can walk the lower convex hull of all (harm, cost) pairs.
+    It cannot find an assignment above the hull, even where that one is the best within a bound.
     """
 
     def __init__(self, costs: Task, harm: Task) -> None:
@@ -37,19 +37,19 @@ class Tradeoff:
         return Point(frozenset(low), cost(self.costs, low), cost(self.harm, low))
 
     def fastest(self) -> Point:
-        """Return an assignment of least cost; of several, one of least harm."""
+        """Return an assignment of least cost; among several, one of least harm."""
         return self._best(1 + _most(self.harm), 1)
 
     def safest(self) -> Point:
-        """Return an assignment of least harm; of several, one of least cost."""
+        """Return an assignment of least harm; among several, one of least cost."""
         return self._best(1, 1 + _most(self.costs))
 
     def within(self, bound: int, others: Iterable[Point] = ()) -> Point:
-        """Return the cheapest assignment found of harm up to ``bound``; the safest where none is so harmless.
+        """Return the cheapest assignment found with harm up to ``bound``, or the safest one if there is none.
 
-        Walks to the edge of the hull over ``bound`` by the slope between the best points known on both sides, as
-        LARAC does (A. Juettner et al., INFOCOM 2001), then goes along that edge as far as its parts allow. Takes one
-        of ``others`` (legal assignments from elsewhere) where that is cheaper: it lies above the hull.
+        Searches for the edge of the hull that crosses ``bound`` by the slope between the best known points on both
+        sides, as LARAC does (A. Juettner et al., INFOCOM 2001). Then moves along that edge as far as its independent
+        parts allow. Returns one of ``others`` (assignments from elsewhere) if that is legal and cheaper.
         """
         found = self._on_hull(bound)
         legal = [p for p in others if p.harm <= bound and is_legal(self.costs, p.low)]
@@ -75,10 +75,10 @@ class Tradeoff:
         return self._solved[key]
 
     def _along(self, start: Point, end: Point, bound: int) -> Point:
-        """Go from ``start`` towards ``end``, two ends of an edge of the hull, by the parts in which they differ.
+        """Move from ``start`` towards ``end``, two ends of an edge of the hull, by the parts in which they differ.
 
-        Both are best for one weight, so each part by itself keeps to the edge: all have its slope, and the most harm
-        that fits is the least cost. The largest part that fits is taken first.
+        Both ends are optimal for the same weight, so changing one part alone stays on the edge: all parts have its
+        slope, and the most harm that fits is the least cost. Takes the largest part that fits first.
         """
         steps = [(self.point(start.low ^ part), part) for part in self._parts(start.low ^ end.low)]
         rises = sorted(((p.harm - start.harm, part) for p, part in steps if p.cost < start.cost), key=lambda s: -s[0])
@@ -89,7 +89,7 @@ class Tradeoff:
         return self.point(low)
 
     def _parts(self, differing: frozenset[int]) -> list[frozenset[int]]:
-        """Divide variables into those that share no term and no limit: each can change without the others."""
+        """Split variables into groups that share no term and no limit: each group can change alone."""
         part = {i: {i} for i in sorted(differing)}
         terms = (t.variables for task in (self.costs, self.harm) for t in task.terms)
         for group in (*terms, *self.costs.limits):
@@ -98,7 +98,7 @@ class Tradeoff:
 
 
 def _join(part: dict[int, set[int]], group: list[int]) -> None:
-    """Make one part of those that the variables in ``group`` are in."""
+    """Merge the parts of the variables in ``group``."""
     for i in group[1:]:
         one, other = part[group[0]], part[i]
         if one is not other:
@@ -107,7 +107,7 @@ def _join(part: dict[int, set[int]], group: list[int]) -> None:
 
 
 def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:
-    """Return the task whose costs are ``of_cost`` times those of one and ``of_harm`` times those of the other."""
+    """Return the task whose costs are ``of_cost * costs + of_harm * harm``."""
     a, b = _times(costs, of_cost), _times(harm, of_harm)
     return replace(
         a,
@@ -131,6 +131,6 @@ def _times(task: Task, factor: int) -> Task:
 
 
 def _most(task: Task) -> int:
-    """Return no less than what any assignment costs."""
+    """Return an upper bound on the cost of any assignment."""
     terms = [*(c.down + c.up for c in task.casts), *(p.price for p in task.promotions)]
     return sum(map(max, task.full, task.low)) + sum(terms) + sum(k.low + k.full for k in task.kept)

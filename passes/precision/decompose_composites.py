@@ -1,7 +1,7 @@
-"""Expand a node that is several operations of different classes into those operations, in place.
+"""Expand a node whose operations have different classes into those operations.
 
 Before: ``y, _ = multi_head_attention_forward(q, k, v, ...)``. After: the linears, the softmax and the matmuls
-that it consists of. Exactness: bit-exact (the same ATen operations run, in the same order).
+inside it. Exactness: bit-exact (the same ATen operations run, in the same order).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DecomposeComposites(Pass):
     name: ClassVar[str] = "decompose-composites"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Expand what can be; what cannot be runs as captured, and the skip says so."""
+        """Expand what can be expanded; report the others, which run as captured."""
         mode = fake_mode_of(gm)
         changes: list[Change] = []
         skips: list[Skip] = []
@@ -52,22 +52,21 @@ class DecomposeComposites(Pass):
                 continue
             parts = expand(gm, node, found.decomposed, mode)
             if parts is None:
-                skips.append(Skip(node.name, "of several classes, and cannot be expanded: runs as captured"))
+                skips.append(Skip(node.name, "its operations have different classes; not expandable: runs as captured"))
             else:
-                what = f"into {len(parts)} operations of several classes"
+                what = f"into {len(parts)} operations of different classes"
                 changes.append(Change(self.name, "expanded", node.name, what))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
-    """Replace ``node`` by its operations and return them; None, and no change, where that cannot be.
+    """Replace ``node`` by its operations and return them; return None and change nothing if that is not possible.
 
-    It cannot where the result is a structure whose parts are not taken out one by one, or where symbolic
-    sizes do not survive the tracing.
+    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes.
     """
     try:
         small = trace_node(node, mode, decompose, symbolic=True)
-    except Exception:  # torch's own tracing of symbolic sizes; the caller reports the node as left alone
+    except Exception:  # torch cannot trace some symbolic sizes; the caller reports the node as skipped
         return None
     taken_apart = all(u.op == "call_function" and u.target is operator.getitem for u in node.users)
     result = small.graph.output_node().args[0]
@@ -131,7 +130,7 @@ def _replace(gm: GraphModule, node: Node, result: Any) -> None:
 
 
 def _put_none(reader: Node, user: Node) -> None:
-    """Replace ``user`` by None in the arguments of ``reader`` (an output that was not asked for)."""
+    """Replace ``user`` by None in the arguments of ``reader``: an output that was not requested."""
     swap = lambda n: None if n is user else n  # noqa: E731
     reader.args = map_arg(reader.args, swap)
     reader.kwargs = map_arg(reader.kwargs, swap)

@@ -1,7 +1,7 @@
-"""What the dtypes that the user's code sees do to a plan: ``y.to(x.dtype)``, a custom ``autograd.Function`` of ``x``.
+"""Find code that reads a dtype and so upcasts low values: ``y.to(x.dtype)``, a custom ``autograd.Function`` of ``x``.
 
-Before: capture in fp32 shows fp32, and what is made so, or wants it so, raises low values. After: known, and the call
-can be captured under ``torch.autocast``, where the code sees what it would see there.
+Before: captured in fp32, the code reads fp32, and its fp32 result upcasts low values. After: this is known, and the
+call can be captured under ``torch.autocast``, where the code reads the dtype that it would read there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PASSED_ON = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.PROMOTE)
 
 
 def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
-    """Say whether values that the painting makes low (dtype ``low``) are raised by what was captured in fp32.
+    """Say whether code captured in fp32 upcasts values that the rule-based planner makes low (dtype ``low``).
 
-    That are custom functions, and values that a ``dtype`` argument made, in code that read the dtype of a low value.
-    False for what could not be planned after a capture under autocast. Asked of the painting, which lowers all that
-    autocast would: of what costs decide, a value may be full because it is raised behind.
+    Such code is a custom function, or makes values with a ``dtype`` argument after it read the dtype of a low value.
+    False for a graph that could not be planned after a capture under autocast. Asks the rule-based planner, which
+    lowers all that autocast would: a planner by cost may keep a value full because of the upcast behind it.
     """
     gm = problem.gm
     functions = [node for node in gm.graph.nodes if is_custom_function(node)]
@@ -59,7 +59,7 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
 
 
 def _shows_bits(lowered: list[Node], problem: Problem) -> bool:
-    """Say whether the bits of values that autocast would lower are shown: captured under it they would be others."""
+    """Say whether code reads the bits of values that autocast would lower: under autocast the bits would differ."""
     storages = problem.memory.storages
     keys: frozenset[int] = frozenset().union(*(storages[node] for node in lowered))
     showing = (node for node in problem.gm.graph.nodes if bits_shown(node))
@@ -67,7 +67,7 @@ def _shows_bits(lowered: list[Node], problem: Problem) -> bool:
 
 
 def has_raised(gm: GraphModule) -> bool:
-    """Say whether ``gm``, planned, is better captured under autocast."""
+    """Say whether the planned ``gm`` is better captured under autocast."""
     return bool(gm.meta.get(RAISES))
 
 
@@ -77,7 +77,7 @@ def _is(node: Node, dtype: torch.dtype) -> bool:
 
 
 def _asks_fp32(node: Node) -> bool:
-    """Say whether the user's call of ``node`` names fp32."""
+    """Say whether the user passed ``torch.float32`` to the call ``node``."""
     return _is(node, torch.float32) and any(
         leaf is torch.float32 for leaf in tree_leaves((node.args, dict(node.kwargs)))
     )

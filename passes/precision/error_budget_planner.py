@@ -1,4 +1,4 @@
-"""The planner for an error budget: the fastest plan whose predicted error is within a multiple of autocast's.
+"""Planner for an error budget: finds the fastest plan whose predicted error is within a multiple of autocast's.
 
 Before: a planning problem and 1.5. After: a precision for every operation, and ``Budget(1.5, error=1.47, ...)``.
 """
@@ -24,11 +24,11 @@ from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 
 @dataclass(frozen=True)
 class Budget:
-    """What was allowed, and what a plan makes of it.
+    """The error that was allowed, and the predicted error and time of a plan.
 
-    ``multiple``: of the predicted error of the plan of accuracy "autocast", which is 1; ``error``: the plan's own,
-    in the same unit. ``picoseconds``: what the plan takes on the machine planned for, and ``of_autocast`` that other
-    one. ``origin``: where the influence of roundings is from, "by rule" or "measured".
+    ``multiple``: the allowed error; the unit is the predicted error of the plan of accuracy "autocast". ``error``: the
+    plan's predicted error in this unit. ``picoseconds``: the plan's time on the machine planned for; ``of_autocast``:
+    the time of that other plan. ``origin``: how the influence of roundings was found, "by rule" or "measured".
     """
 
     multiple: float
@@ -39,11 +39,11 @@ class Budget:
 
 
 class ErrorBudget:
-    """All plans for one problem, by what they cost on ``machine`` and by the error that they are predicted to make.
+    """All plans for one problem, with their cost on ``machine`` and their predicted error.
 
-    The error is the root of the sum of all roundings' harm, relative to the plan of accuracy "autocast". Any free
-    operation may be low and any product full, whatever "autocast" and "fast" permit; ``deny`` operations stay full.
-    Exactness: approximate (a prediction to first order, for roundings that are independent).
+    The error is the square root of the summed harm of all roundings, relative to the plan of accuracy "autocast". Any
+    free operation may be low and any matmul full, whatever "autocast" and "fast" permit; ``deny`` operations stay
+    full. Exactness: approximate (a first-order prediction for independent roundings).
     """
 
     def __init__(self, problem: Problem, machine: Machine, dtype: str, influence: Influence | None = None) -> None:
@@ -56,69 +56,69 @@ class ErrorBudget:
 
     @cached_property
     def known(self) -> tuple[Point, ...]:
-        """The plans of the accuracies that have names, painted and by least cost."""
+        """The plans of the named accuracies, from the rule-based planner and by minimum cut."""
         named = ("autocast", "fast")
         return (*map(self.painted, named), *map(self.cut, named))
 
     def painted(self, accuracy: str) -> Point:
-        """Return the painting's plan for an accuracy that has a name."""
+        """Return the rule-based plan for a named accuracy."""
         return self.plans.point(low_of(paint(replace(self.problem, accuracy=accuracy)), self.made))
 
     def cut(self, accuracy: str, skip: bool = False) -> Point:
-        """Return the plan of least cost for an accuracy that has a name; ``skip`` as in ``mincut``."""
+        """Return the plan of least cost for a named accuracy; ``skip`` as in ``mincut``."""
         named = replace(self.problem, accuracy=accuracy)
         return self.plans.point(cheapest(formulate(named, self.machine, self.dtype, skip).task()))
 
     def within(self, multiple: float) -> Point:
-        """Return the fastest plan found of error up to ``multiple``; the safest where none has so little.
+        """Return the fastest plan found with error up to ``multiple``, or the safest plan if there is none.
 
-        Found on the lower convex hull of time and error's square, and among the plans of accuracy "autocast" and
-        "fast": one that is faster yet above the hull may exist. A larger multiple never gives a slower plan.
+        Searches the lower convex hull of time and squared error, and the plans of accuracy "autocast" and "fast". A
+        faster plan above the hull may exist. A larger multiple never gives a slower plan.
         """
         return self.plans.within(math.floor(multiple * multiple * self.autocast.harm), self.known)
 
     def error(self, plan: Point) -> float:
-        """Return the predicted error of a plan, as a multiple of that of accuracy "autocast"."""
+        """Return the predicted error of a plan as a multiple of that of accuracy "autocast"."""
         if plan.harm == 0:
             return 0.0
         return math.sqrt(plan.harm / self.autocast.harm) if self.autocast.harm else math.inf
 
     def variance(self, plan: Point) -> float:
-        """Return a plan's harm in the unit of the influences: comparable between graphs where both were measured."""
+        """Return a plan's harm in the unit of the influences: comparable between graphs if both were measured."""
         return plan.harm * sum(self.influence.readings.values()) / WHOLE
 
     def budget(self, multiple: float, plan: Point) -> Budget:
-        """Return what there is to say of a plan."""
+        """Summarize a plan."""
         return Budget(multiple, self.error(plan), plan.cost, self.autocast.cost, self.influence.origin)
 
     def choices(self, multiple: float, plan: Point) -> dict[Node, Choice]:
-        """Return a plan as a planner's answer, with reasons that weigh time against error."""
+        """Return the choices of a plan, with reasons that give time and error."""
         allowed = multiple * multiple * self.autocast.harm
         return choices(self.made, plan.low, _Weighed(self.plans, plan.low, allowed))
 
 
 class _Weighed(Prices):
-    """What it would cost, and what harm it would do, to choose otherwise for one variable alone."""
+    """The change of cost and of harm if one variable alone took the other precision."""
 
     def __init__(self, plans: Tradeoff, low: frozenset[int], allowed: float) -> None:
         super().__init__(plans.costs, low)
         self.harms, self.allowed = Prices(plans.harm, low), allowed
 
     def told(self, i: int, other: str) -> str:
-        """Say what the choice saves, and what it takes of the error that is allowed."""
+        """Say how much time the choice saves, and which share of the allowed error it takes."""
         saved, spared = self.of(i), self.harms.of(i)
         if saved is None or spared is None:
-            return f"goes with its neighbours, which are better so than {other}"
-        time = f"{time_text(abs(saved))} {'cheaper' if saved > 0 else 'dearer'}" if saved else "as cheap"
+            return f"takes the precision of its neighbours, which are better so than {other}"
+        time = f"{time_text(abs(saved))} {'cheaper' if saved > 0 else 'more expensive'}" if saved else "as cheap"
         text = f"{time} {'than' if saved else 'as'} {other}"
         share = abs(spared) / self.allowed if self.allowed else math.inf
-        return f"{text}, and {'spares' if spared > 0 else 'takes'} {share:.2%} of the error budget" if spared else text
+        return f"{text}, and {'saves' if spared > 0 else 'takes'} {share:.2%} of the error budget" if spared else text
 
 
 def plan_within(
     problem: Problem, machine: Machine, dtype: str, multiple: float, influence: Influence | None = None
 ) -> tuple[dict[Node, Choice], Budget]:
-    """Choose a precision for every classified node: the fastest plan of error up to ``multiple`` of autocast's."""
+    """Choose a precision for every classified node: the fastest plan with error up to ``multiple`` of autocast's."""
     plans = ErrorBudget(problem, machine, dtype, influence)
     plan = plans.within(multiple)
     return plans.choices(multiple, plan), plans.budget(multiple, plan)

@@ -1,6 +1,6 @@
-"""Write what the roundings of a planning problem do as numbers, variable by variable, as its costs are.
+"""Turn the harm of roundings into numbers: one per variable of a planning problem, as for its costs.
 
-Before: a formulated problem, and the influence of each reading. After: a ``cut.Task`` whose costs are harms.
+Before: a formulated problem, and the influence of each read. After: a ``Task`` whose costs are harms.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WHOLE = 10**12  # the harm of all roundings together, in whole numbers
 
 
 def harm_of(made: Formulation, influence: Influence) -> Task:
-    """Return the task in which a rounding costs its influence; variables and limits are those of ``made``.
+    """Return the task in which a rounding costs its influence, with the variables and limits of ``made``.
 
-    A low operation rounds its result, once for all its readers; a movement does not. A low gather copies exactly, but
-    its gradient adds up all that was read of an element, and rounds each sum. A full value that is cast is rounded for
-    the readers that are low, each by its own influence.
+    A low operation rounds its result once for all its readers; a neutral operation does not round. A low gather
+    copies exactly, but its backward sums the gradients of each element and rounds each sum. A full value that is cast
+    is rounded for each low reader, by the influence of that reader.
     """
     unit = WHOLE / (sum(influence.readings.values()) or 1.0)
     low = [0] * len(made.full)
@@ -42,7 +42,7 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
 
 
 def _roundings(node: Node, kind: Classification) -> float:
-    """Return how many roundings one result counts for."""
+    """Return the number of roundings that one result counts for."""
     if GATHERS.isdisjoint(kind.names):
         return 1.0
     given = max((numel(t) for n in node.all_input_nodes if n in kind.applies for t in _floats(n)), default=1)
@@ -54,7 +54,7 @@ def _floats(node: Node) -> list[torch.Tensor]:
 
 
 def _lowered(made: Formulation) -> list[tuple[Node, Node, int]]:
-    """Return each operand that may be cast down: the value, its reader, and the variable that says so."""
+    """Return each operand that may be downcast: the value, its reader, and the variable that decides it."""
     found = []
     for node, i in made.of.items():
         for source in node.all_input_nodes:

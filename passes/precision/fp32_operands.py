@@ -1,6 +1,6 @@
-"""Operations that stay in full precision whatever the lists say, for what they are given or what is read of them.
+"""Keep operations in full precision, whatever the lists say, because of their operands or of the results in use.
 
-Before: ``a @ h`` with ``a`` sparse, which the lists call a product. After: it runs as captured, in fp32.
+Before: ``a @ h`` with ``a`` sparse, which the lists class as a matmul. After: it runs as captured, in fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.precision.classify import Classification
 
-# Layouts of tensors whose kernels take and give low precision as those of dense ones do.
+# Tensor layouts whose kernels accept and return low precision as those of dense tensors do.
 DENSE = (torch.strided, torch.jagged)
 NORMS = frozenset({
     "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm", "aten._native_batch_norm_legit",
@@ -24,21 +24,21 @@ NORMS = frozenset({
 
 
 def left_full(node: Node, found: Classification) -> Classification:
-    """Return ``found``, or in its place what keeps ``node`` in full precision, with the reason."""
+    """Return ``found``, or a classification that keeps ``node`` in full precision, with the reason."""
     layouts = {t.layout for n in (node, *node.all_input_nodes) for t in tensors(captured(n))}
     if not layouts.issubset(DENSE):
         names = ", ".join(sorted(str(layout).removeprefix("torch.") for layout in layouts.difference(DENSE)))
-        why = f"a tensor is {names}, whose kernels want full precision"
+        why = f"a tensor is {names}, and such kernels need full precision"
         return replace(found, cls=OpClass.OPAQUE, why=why, listed=True)
     if found.cls is OpClass.FP32_INSIDE and not NORMS.isdisjoint(found.names) and _statistics_are_read(node):
-        return replace(found, cls=OpClass.DENY, why="its statistics are read, too, which stay in full precision")
+        return replace(found, cls=OpClass.DENY, why="its statistics are read too, and they stay in full precision")
     return found
 
 
 def _statistics_are_read(node: Node) -> bool:
-    """Say whether more of a norm is read than its result.
+    """Say whether the statistics of a norm are read, not just its result.
 
-    Its kernels give statistics in the parameters' precision, and fake tensors say that of the input.
+    The kernels return statistics in the dtype of the parameters; fake tensors claim the dtype of the input.
     """
     return any(user.users and user.args[1] != 0 for user in node.users if is_part(user)) or any(
         not is_part(user) for user in node.users if not isinstance(captured(node), torch.Tensor)

@@ -1,7 +1,7 @@
-"""What lies ahead of each value of a graph, from the classes of the nodes alone.
+"""Find which nodes lead to low-precision operations, from the classes of the nodes alone.
 
-Before: ``transpose (neutral) -> linear (allow)``. After: low precision lies ahead of the transpose, which a cast may
-precede, since all of its readers take low precision.
+Before: ``transpose (neutral) -> linear (allow)``. After: the transpose leads to low precision; a cast may come before
+it, since all of its readers take low precision.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from amp_graph.passes.torch_compat.fake import numel
 class Lookahead:
     """Which nodes of ``problem`` lead to low precision, and which storages must be full.
 
-    ``low``: nodes from which an ``allow`` operation is reached. ``early``: movements that a cast may precede.
-    ``full``: storages. ``shown``: calls whose value is memory of an input that is written later, and that input.
+    ``low``: nodes from which an ``allow`` operation is reached. ``early``: neutral nodes before which a cast may go.
+    ``full``: storages that must be full. ``shown``: nodes that alias an input written later, each with that input.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -35,7 +35,7 @@ class Lookahead:
         self.early = self._early()
 
     def takes_low(self, user: Node, node: Node) -> bool:
-        """Say whether ``user`` reads ``node`` in low precision: itself, or by way of what a cast may precede."""
+        """Say whether ``user`` reads ``node`` in low precision, itself or as a node of ``early``."""
         return self._reads_low(user, node, self.early)
 
     def _reached(self) -> set[Node]:
@@ -54,10 +54,10 @@ class Lookahead:
         return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
 
     def _early(self) -> set[Node]:
-        """Return the movements that a cast may precede: every reader takes low precision.
+        """Return the neutral nodes before which a cast may go: every reader takes low precision.
 
-        Only where the value does not shrink on the way (a cast before a slice would convert more than it
-        must) and is never written.
+        The node must not make the value smaller (a cast before a slice would convert more than needed), and nothing
+        may write to it.
         """
         found: set[Node] = set()
         for node in reversed(self.problem.gm.graph.nodes):
@@ -70,7 +70,7 @@ class Lookahead:
             if not is_eligible(captured(source)) or is_leaf(source) or not _keeps_size(source, node):
                 continue
             if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
-                continue  # a cast behind the movement is shared by the readers, and adds their gradients in fp32
+                continue  # all readers share a cast behind the node, and its backward sums their gradients in fp32
             if node.users and all(self._reads_low(user, node, found) for user in node.users):
                 found.add(node)
         return found
@@ -82,7 +82,7 @@ class Lookahead:
         )
 
     def _shown(self) -> dict[Node, Node]:
-        """Return the calls that show memory of an input which is written behind them, each with such an input."""
+        """Return the nodes that alias an input which is written after them, each with one such input."""
         found: dict[Node, Node] = {}
         for node in self.problem.gm.graph.nodes:
             kind = self.classes.get(node)
@@ -94,12 +94,13 @@ class Lookahead:
         return found
 
     def _written_in_full(self) -> set[int]:
-        """Return the storages that must live in full precision.
+        """Return the storages that must stay in full precision.
 
-        Those that a ``deny`` or opaque operation writes; written ones of which such an operation, or one with several
-        operands, shows a part: it takes full precision, and a cast before it would not see the writes, nor be written;
-        written ones of which the user has a conversion that did nothing at capture, an alias that would be a copy; and
-        those of which overlapping outputs, whose captured precision is restored, are parts.
+        * those that a ``deny`` or opaque operation writes;
+        * written ones that such an operation, or one with several operands, aliases: it takes full precision, and a
+          cast before it would break the alias;
+        * written ones of which the user made a conversion that did nothing at capture: the alias would become a copy;
+        * those of overlapping outputs, whose captured precision is restored.
         """
         memory, storages = self.problem.memory, self.problem.memory.storages
         restored = self.problem.keep_outputs and PIECE not in self.problem.gm.meta  # each output by a cast of its own
@@ -113,32 +114,32 @@ class Lookahead:
                 found = found.union(*memory.aliased(node).values())
         for node in self.problem.gm.graph.nodes:
             known = self.classes.get(node)
-            if known is None and not is_part(node):  # a higher-order operator takes what it was captured with
+            if known is None and not is_part(node):  # a higher-order operator takes the dtypes it was captured with
                 found = found.union(*(storages[n] for n in written_inside(self.problem.gm, node)))
             elif known is not None and known.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
                 found = found.union(*(storages.get(target, frozenset()) for target in known.written))
         return found
 
     def _follows(self, node: Node) -> bool:
-        """Say whether ``node`` shows an input's memory in whatever precision that is."""
+        """Say whether ``node`` can alias its input in either precision."""
         kind = self.classes.get(node)
-        if kind is None or node in self.leaving:  # a piece was captured with such a call in low precision
+        if kind is None or node in self.leaving:  # a partial graph was captured with such a call in low precision
             return is_part(node) or node in self.leaving
         return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
 
 
 def is_leaf(node: Node) -> bool:
-    """Say whether ``node`` is an input or a parameter: a gather from one must not convert, nor round, it whole."""
+    """Say whether ``node`` is an input or a parameter: a gather from one must not cast the whole of it."""
     return node.op in ("placeholder", "get_attr")
 
 
 def _keeps_size(source: Node, node: Node) -> bool:
-    """Say whether a movement keeps at least the number of elements."""
+    """Say whether ``node`` has at least as many elements as ``source``."""
     return _elements(node) >= _elements(source)
 
 
 def _grows(source: Node, node: Node) -> bool:
-    """Say whether a movement repeats elements."""
+    """Say whether ``node`` repeats elements of ``source``."""
     return _elements(node) > _elements(source)
 
 

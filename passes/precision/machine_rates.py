@@ -1,4 +1,4 @@
-"""What a machine does in a second, as data: the rates that a plan's cost is counted in.
+"""Rates of a machine, as data (FLOP/s, bytes/s, seconds per call): the cost model computes a plan's time from them.
 
 Before: "a matmul is faster in bf16". After: ``machine.rates["matmul"]["bfloat16"]``, 1.8e11 FLOP/s.
 """
@@ -22,10 +22,10 @@ from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
 MACHINES = FOLDER / "machines"
 VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones
 FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
-COUNTED = ("matmul", "convolution", "attention")  # by FLOP/s
+COUNTED = ("matmul", "convolution", "attention")  # rates in FLOP/s
 DTYPES = ("float32", "bfloat16", "float16")
 PRODUCT_CALL = "product_call"
-LEAST, MOST = 1e-30, 1e30  # of seconds and rates: what plans multiply, divide and add up of them stays finite
+LEAST, MOST = 1e-30, 1e30  # bounds of seconds and rates, so that the arithmetic of the planners stays finite
 _NUMBERS = ("call", "graph", "kept")
 _HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
 _FIX = "amp-graph calibrate writes a whole file"
@@ -33,16 +33,16 @@ _FIX = "amp-graph calibrate writes a whole file"
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of one class of machines, of one core of a CPU or of a whole GPU.
+    """The rates of one class of machines: of one core of a CPU, or of a whole GPU.
 
-    ``call``: seconds that any call costs; ``graph``: that one of a converted model does, beside its operations';
-    ``product_call``: that a matrix product's or a convolution's does, beside any call's, by dtype: a library looks
-    itself up and lays out.
-    ``kept``: bytes a second of what is kept for backward.
-    ``promotes_by_copy``: operands of two precisions are promoted by a copy of the lower one, not in registers.
-    ``rates``: by family and dtype; FLOP/s of the families in ``COUNTED``, else bytes/s read and written. "matvec" is
-    what a product of few rows goes by; a "cast" goes between float32 and the dtype it is listed under.
-    ``keeps_weights``: the plan's, not the machine's: no gradients, and weights that are cast and packed once an update.
+    ``call``: seconds of overhead per call. ``graph``: seconds of overhead per call of a converted model, in addition
+    to its operations. ``product_call``: additional seconds per matmul or convolution call, by dtype: the library looks
+    up a kernel and prepares layouts.
+    ``kept``: bytes per second for values saved for backward.
+    ``promotes_by_copy``: mixed operands are promoted by a copy of the lower one, not in registers.
+    ``rates``: by family and dtype; FLOP/s for the families in ``COUNTED``, else bytes/s read and written. "matvec" is
+    the rate of a matmul with few rows. A "cast" is between float32 and the dtype under which it is listed.
+    ``keeps_weights``: a property of the plan, not of the machine: no gradients; weights are cast and packed once.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Machine:
 
 
 def machine_for(device: str) -> Machine:
-    """Return the machine to plan for on ``device`` ("cpu", "cuda"): a calibrated one if its file is there.
+    """Return the machine to plan for on ``device`` ("cpu", "cuda"): the calibrated one if its file exists.
 
-    Raises ListError for a file that is not a machine's.
+    Raises ListError if the file is not a valid machine file.
     """
     own = own_file()
     if own is not None:
@@ -93,13 +93,13 @@ def own_file() -> Path | None:
 
 
 def place_of_own_file() -> Path:
-    """Return where ``amp-graph calibrate`` writes by default."""
+    """Return the path that ``amp-graph calibrate`` writes by default."""
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "amp_graph" / "machine.toml"
 
 
 def class_of(device: str) -> Machine:
-    """Return the built-in machine that ``device`` of this one is like."""
+    """Return the built-in machine that is closest to ``device`` of this host."""
     cpu = "cpu_amx" if cpu_has_amx() else "cpu_bf16" if cpu_has_bf16() else "cpu"
     return _read(MACHINES / f"{cpu if device == 'cpu' else 'cuda'}.toml", 0)
 
@@ -110,7 +110,7 @@ def _read(path: Path, mtime: int) -> Machine:
 
 
 def read_machine(text: str, where: str) -> Machine:
-    """Return the machine that a TOML text describes; every rate must be there. Raises ListError."""
+    """Parse a machine from TOML text. Every rate is required; raises ListError if one is missing or invalid."""
     data: dict[str, Any] = read_toml(text, where, _FIX)
     _check_keys(data, ("machine", PRODUCT_CALL, *FAMILIES), where)
     head = data["machine"]
@@ -149,7 +149,7 @@ def _check_number(found: Any, key: str, where: str) -> None:
 
 
 def machine_text(machine: Machine) -> str:
-    """Return the TOML text of ``machine``; ``read_machine`` reads it back."""
+    """Return the TOML text of ``machine``, which ``read_machine`` parses."""
     lines = ["[machine]", f"name = {json.dumps(machine.name)}", f"device = {json.dumps(machine.device)}"]
     lines += [f"description = {json.dumps(machine.description)}"]
     lines += [f"{name} = {getattr(machine, name):.3e}" for name in _NUMBERS]

@@ -1,7 +1,7 @@
-"""A minimum cut of a small-integer network, by Dinic's algorithm: edges in, the sink's side out.
+"""Minimum cut of a network with integer capacities, by Dinic's algorithm.
 
-Before: what each node gains on one side, and what parting two nodes costs. After: the nodes on the sink's side.
-networkx has it too, and takes several times as long (``benchmarks/plan_time.py``).
+Before: the gain of each node on one side, and the cost of separating two nodes. After: the nodes on the sink's side.
+networkx's implementation takes several times as long (``benchmarks/plan_time.py``).
 Source: E. A. Dinic, Soviet Mathematics Doklady 11, 1970.
 """
 
@@ -13,9 +13,9 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """A flow network over nodes 2, 3, ..., beside ``SOURCE`` and ``SINK``; edges are numbered in pairs.
+    """A flow network over ``SOURCE``, ``SINK`` and nodes 2, 3, ...; edges are numbered in pairs.
 
-    Edge ``2k`` is one that was given, and edge ``2k + 1`` its reverse; ``room`` is what still fits through each.
+    Edge ``2k`` is one that was added, edge ``2k + 1`` its reverse. ``room`` holds the residual capacity of each.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,7 +32,7 @@ class Network:
             self.room.append(room)
 
     def saturate(self) -> None:
-        """Send as much from the source to the sink as fits."""
+        """Send the maximum flow from the source to the sink."""
         while self._reach():
             following = [iter(edges) for edges in self.leaving]
             path: list[int] = []
@@ -40,7 +40,7 @@ class Network:
                 self._send(path)
 
     def _reach(self) -> bool:
-        """Give every node its distance from the source; say whether the sink is within reach."""
+        """Compute the distance of every node from the source; say whether the sink is reachable."""
         level = self.level = [-1] * len(self.leaving)
         level[SOURCE] = 0
         ring = [SOURCE]
@@ -56,7 +56,7 @@ class Network:
         return level[SINK] >= 0
 
     def _advance(self, path: list[int], following: list) -> bool:
-        """Extend ``path`` to the sink along growing distances; an edge that leads nowhere is not tried again."""
+        """Extend ``path`` to the sink along growing distances; never try a dead-end edge twice."""
         node = self.target[path[-1]] if path else SOURCE
         level, target, room = self.level, self.target, self.room
         while node != SINK:
@@ -74,7 +74,7 @@ class Network:
         return True
 
     def _send(self, path: list[int]) -> None:
-        """Fill ``path``, and cut it back to before its first full edge."""
+        """Saturate ``path``, and truncate it before its first saturated edge."""
         amount = min(self.room[edge] for edge in path)
         full = None
         for position, edge in enumerate(path):
@@ -85,7 +85,7 @@ class Network:
         del path[full:]
 
     def sink_side(self) -> set[int]:
-        """Return the nodes from which the sink is still within reach."""
+        """Return the nodes from which the sink is still reachable."""
         found, queue = {SINK}, [SINK]
         while queue:
             for edge in self.leaving[queue.pop()]:
@@ -97,10 +97,10 @@ class Network:
 
 
 def sink_side(gains: Mapping[int, int], edges: Mapping[tuple[int, int], int | None]) -> set[int]:
-    """Return the smallest sink's side of a minimum cut.
+    """Return the smallest sink side of a minimum cut.
 
-    ``gains[n]``: what node ``n`` costs on the sink's side more than on the source's. ``edges[a, b]``: what it costs
-    that ``a`` is on the source's side and ``b`` on the sink's; None: it may not be.
+    ``gains[n]``: the extra cost of node ``n`` on the sink's side over the source's side. ``edges[a, b]``: the cost if
+    ``a`` is on the source's side and ``b`` on the sink's side; None: that is forbidden.
     """
     nodes = list(dict.fromkeys([*gains, *(n for pair in edges for n in pair)]))
     number = {node: position for position, node in enumerate(nodes, 2)}

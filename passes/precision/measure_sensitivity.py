@@ -1,9 +1,9 @@
-"""Measure how much of the loss goes through each reading of a value, by one forward and backward in fp32.
+"""Measure how sensitive the loss is to each read of a value, by one forward and backward in fp32.
 
 Before: a graph, and a loss of its outputs. After: ``measured.readings["add", "linear_1"]``, the sum of
-``(x * dL/dx)^2`` over what ``linear_1`` reads of ``add``: to first order, the variance of the loss by relative
-roundings of ``x`` that are independent, but for the square of epsilon (the measure of importance of P. Molchanov et
-al., CVPR 2019, there of weights).
+``(x * dL/dx)^2`` over the elements of ``add`` that ``linear_1`` reads. Times epsilon squared, this is to first order
+the variance of the loss under independent relative roundings of ``x`` (P. Molchanov et al., CVPR 2019, use the same
+measure for the importance of weights).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule,
 
 @dataclass(frozen=True)
 class Measured:
-    """The influence of each reading in one graph, by the names of value and reader.
+    """The influence of each read in one graph, by the names of value and reader.
 
-    ``skeleton`` is what another graph must have in common with it: the same operations by the same names. Sizes may
-    differ, and conversions of inputs (parameters that are held in low precision).
+    ``skeleton``: the operations and their names, which another graph must have in common with this one. Sizes may
+    differ, and so may conversions of inputs (parameters that are stored in low precision).
     """
 
     skeleton: tuple[str, ...]
     readings: Mapping[tuple[str, str], float]
 
     def of(self, problem: Problem) -> Influence | None:
-        """Return the influence of the readings in ``problem``; None where its graph is another one.
+        """Return the influence of the reads in ``problem``, or None if its graph has another skeleton.
 
-        Readings that no gradient reaches have their part by rule, in the unit of those that were measured, but for
-        outputs that the loss leaves alone and what only they need.
+        Reads that no gradient reaches get their influence by rule, in the unit of the measured ones. Outputs that the
+        loss does not use, and nodes that only they need, get none.
         """
         if skeleton(problem.gm) != self.skeleton or not any(self.readings.values()):
             return None
@@ -58,7 +58,7 @@ class Measured:
         return Influence(readings, values, "measured")
 
     def _known(self, problem: Problem) -> dict[tuple[Node, Node], float]:
-        """Return what was measured of the readings that a graph of this skeleton has, too."""
+        """Return the measured influence of the reads that ``problem`` has too."""
         edges = ((n, user) for n in problem.gm.graph.nodes if has_eligible(n) for user in n.users)
         return {(a, b): self.readings[a.name, b.name] for a, b in edges if (a.name, b.name) in self.readings}
 
@@ -70,11 +70,11 @@ def skeleton(gm: GraphModule) -> tuple[str, ...]:
 
 
 class MeasureInfluence(Interpreter):
-    """Runs a graph as it is, and notes the size times the gradient of every fp32 value at each of its readers.
+    """Run a graph unchanged, and record value times gradient of every fp32 value at each of its readers.
 
-    ``readings`` fill while the caller's backward runs. ``leaves`` are the tensors to differentiate for: inputs and
-    parameters, and float inputs without a gradient, which get one, but for those that are ``left_alone`` (by id; None:
-    all of them).
+    ``readings`` is filled while the caller's backward runs. ``leaves``: the tensors to differentiate for. These are
+    inputs and parameters, and also float inputs that need no gradient, except those in ``left_alone`` (ids; None
+    means all of them).
     """
 
     def __init__(self, gm: GraphModule, memory: Memory, left_alone: Collection[int] | None = ()) -> None:
@@ -84,7 +84,7 @@ class MeasureInfluence(Interpreter):
         self.leaves: list[torch.Tensor] = []
 
     def measured(self) -> Measured:
-        """Return what was found so far."""
+        """Return the measurements so far."""
         return Measured(skeleton(self.module), dict(self.readings))  # type: ignore[arg-type]
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -99,12 +99,12 @@ class MeasureInfluence(Interpreter):
         return given
 
     def run_node(self, n: Node) -> Any:
-        """Remember which node runs."""
+        """Record which node runs."""
         self.node = n
         return super().run_node(n)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
-        """Give every reader an alias of its own, on which its gradient arrives."""
+        """Give every reader its own alias, which receives the gradient of that read."""
         read = {source: self._watched(source, n) for source in n.all_input_nodes}
         args, kwargs = (map_arg(given, read.__getitem__) for given in (n.args, n.kwargs))
         return args, kwargs
@@ -116,7 +116,7 @@ class MeasureInfluence(Interpreter):
         given = self.env[source]
         if not is_eligible(given) or not given.requires_grad or not torch.is_grad_enabled():
             return given
-        if self._is_written(source):  # an alias that is written would be another node of autograd's
+        if self._is_written(source):  # a write to an alias would replace the alias's autograd node
             seen, size = given, given.detach().clone()
         else:
             seen, size = given.view_as(given), given.detach()
@@ -125,5 +125,5 @@ class MeasureInfluence(Interpreter):
         return seen
 
     def _note(self, pair: tuple[str, str], size: torch.Tensor, grad: torch.Tensor) -> None:
-        found = (size.double() * grad.double()).square().nan_to_num(0.0, 0.0).sum().item()  # masks hold infinities
+        found = (size.double() * grad.double()).square().nan_to_num(0.0, 0.0).sum().item()  # masks contain inf
         self.readings[pair] = self.readings.get(pair, 0.0) + found

@@ -1,6 +1,6 @@
-"""The optimal planner: of all that the accuracy permits, the plan of least cost, by a minimum cut.
+"""The optimal planner: finds the plan of least cost that the accuracy permits, by a minimum cut.
 
-Before: a gelu between two matrix products. After: low, "20.1 us cheaper than full, between linear and linear_1".
+Before: a gelu between two matmuls. After: low, "20.1 us cheaper than full, between linear and linear_1".
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def mincut(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -
 
 
 def choices(made: Formulation, low: frozenset[int], prices: Prices) -> dict[Node, Choice]:
-    """Return the assignment in which the variables in ``low`` are low as a planner's answer, with its reasons."""
+    """Return the choices, with reasons, of the assignment in which the variables in ``low`` are low."""
     return {node: _choice(node, made, low, prices) for node in made.of}
 
 
 def _choice(node: Node, made: Formulation, low: frozenset[int], prices: Prices) -> Choice:
-    """Return what was chosen for ``node`` as a planner's answer."""
+    """Return the choice for ``node``."""
     kind, painted, i = made.problem.classes[node], made.painted[node], made.of[node]
     if node in made.tied:
         return painted if (painted.precision == LOW) == (i in low) else _tied(node, kind, LOW if i in low else FULL)
@@ -53,24 +53,24 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], prices: Prices) 
 
 
 def _tied(node: Node, kind: Classification, precision: str) -> Choice:
-    """Return the choice of a node that writes to, shows, or copies the dtype of, a value in ``precision``."""
+    """Return the choice of a node that writes to, aliases, or copies the dtype of a value in ``precision``."""
     if kind.conversion:
         return Choice(precision, kind.why)
     sources = [n for n in node.all_input_nodes if n in kind.applies and n not in kind.written]
     wants = {} if kind.mixed else {n: precision for n in sources if is_eligible(captured(n))}
-    what = "writes to" if kind.written else "shows the memory of"
+    what = "writes to" if kind.written else "aliases"
     return Choice(precision, f"{what} a {precision}-precision value, which is never cast", wants)
 
 
 def _why_full(kind: Classification, told: str, given: Operands, made: Formulation, low: frozenset[int]) -> str:
     if kind.cls is OpClass.ALLOW and isinstance(made.problem.accuracy, str):
         casts = sum(made.holds[n] not in low for n in given.moved)
-        return f"not worth it: {casts} casts and low precision would take longer; {told}"
+        return f"not profitable: low precision with {casts} casts would take longer; {told}"
     return f"{kind.why}; {told}"
 
 
 def time_text(picoseconds: int) -> str:
-    """``20.1 us`` for a number of picoseconds."""
+    """Format a number of picoseconds, as in ``20.1 us``."""
     scale, unit = next((s, u) for s, u in ((1e9, "ms"), (1e6, "us"), (1e3, "ns"), (1.0, "ps")) if picoseconds >= s)
     return f"{picoseconds / scale:.3g} {unit}"
 
@@ -87,7 +87,7 @@ def _names(nodes: Iterable[Node]) -> list[str]:
 
 
 class Prices:
-    """What it would cost to choose otherwise for one variable alone."""
+    """The change of cost if one variable alone took the other precision."""
 
     def __init__(self, task: Task, low: frozenset[int]) -> None:
         self.task, self.low = task, low
@@ -98,7 +98,7 @@ class Prices:
         self.held = {a for a, b in task.limits if b not in low} | {b for a, b in task.limits if a in low}
 
     def of(self, i: int) -> int | None:
-        """Return by how much the cost rises when ``i`` alone takes the other precision; None where it may not."""
+        """Return how much the cost rises if ``i`` alone takes the other precision; None if it may not."""
         if i in self.held:
             return None
         other = _Flipped(self.low, i)
@@ -106,16 +106,16 @@ class Prices:
         return own + sum(term.cost(other) - term.cost(self.low) for term in self.terms.get(i, ()))
 
     def told(self, i: int, other: str) -> str:
-        """Say by how much the choice beats the other precision for this operation alone."""
+        """Say how much cheaper the choice is than the other precision, for this operation alone."""
         saved = self.of(i)
         if saved is None:
-            return f"goes with its neighbours, which are cheaper so than {other}"
+            return f"takes the precision of its neighbours, which are cheaper so than {other}"
         return f"{time_text(saved)} cheaper than {other}" if saved else f"as cheap as {other}"
 
 
 @dataclass(frozen=True)
 class _Flipped:
-    """The low variables, but for one that takes the other precision."""
+    """The low variables after one variable took the other precision."""
 
     low: frozenset[int]
     variable: int

@@ -1,4 +1,4 @@
-"""How much an operation computes and moves, from the shapes of its operands; and what that takes on a machine.
+"""Cost model of one operation: FLOPs and elements moved, from its shapes, and the time that they take on a machine.
 
 Before: ``linear`` of [512, 768] by [768, 768]. After: 6.0e8 FLOP, 1.6e6 elements read and written, twice that in
 backward: 9.9 ms in bfloat16 at 1.8e11 FLOP/s.
@@ -25,9 +25,9 @@ from amp_graph.passes.torch_compat.fake import concrete_size, numel
 from amp_graph.passes.torch_compat.storage import storage_key
 
 PICOSECONDS = 1e12
-CALLS_OF_A_STEP = 5  # kernels of a recurrent layer's step
-OWN_CALL_THAT_TRAINS = 8e-6  # seconds: of a function with a backward of its own, a product
-BY_LIBRARY = ("matmul", "convolution")  # oneDNN's, or cuBLAS' and cuDNN's: `product_call` more than any call
+CALLS_OF_A_STEP = 5  # kernels per step of a recurrent layer
+OWN_CALL_THAT_TRAINS = 8e-6  # seconds of overhead per matmul of an autograd.Function
+BY_LIBRARY = ("matmul", "convolution")  # run by oneDNN, cuBLAS or cuDNN: these calls cost `product_call` more
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer"})
@@ -43,13 +43,13 @@ ACTIVATIONS = KEEPS_OUTPUT - {"relu"} | {
 
 @dataclass(frozen=True)
 class Work:
-    """What one node does.
+    """The work of one node.
 
-    ``family``: the rate it goes by ("" for what takes no time, such as a view). ``flops``: of products, in forward.
-    ``elements``: read and written in forward. ``backward``: backward's work as a multiple of that. ``keeps``: what it
-    keeps for backward, "inputs", "output" or "".
-    ``sums``: elements of the gradients that several readers' add up to. ``calls``: in forward, of kernels one behind
-    the other. ``sizes``: rows, outputs and inputs of a linear.
+    ``family``: which rate applies ("" for nodes that take no time, such as views). ``flops``: FLOPs of matmuls and
+    convolutions in forward. ``elements``: elements read and written in forward. ``backward``: the work of backward as
+    a multiple of forward. ``keeps``: what is saved for backward, "inputs", "output" or "".
+    ``sums``: elements read and written to sum the gradients of several readers. ``calls``: kernels that run one after
+    the other in forward. ``sizes``: rows, outputs and inputs of a linear.
     """
 
     family: str
@@ -63,7 +63,7 @@ class Work:
 
 
 def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = None) -> Work:
-    """Return what ``node``, classified as ``kind``, does; ``operands`` are those that it was classified with."""
+    """Return the work of ``node``, classified as ``kind``; ``operands``: its inputs when it was classified."""
     if not tensors(captured(node)):
         return Work("")
     if _is_view(node, kind):
@@ -83,9 +83,9 @@ def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = 
 
 
 def forward_flops(node: Node, cls: OpClass, ops: tuple[str, ...]) -> int:
-    """Return the floating-point operations of the products in ``node``, which calls ``ops`` of class ``cls``.
+    """Return the forward FLOPs of the matmuls in ``node``, which calls ``ops`` of class ``cls``.
 
-    Two to a multiply-add, in forward; 0 for an operation that multiplies no matrices.
+    A multiply-add counts as two. Returns 0 for an operation without matmul, convolution or attention.
     """
     kind = Classification(cls, "", "", ops)
     given = [t for s in node.all_input_nodes for t in tensors(captured(s)) if t.is_floating_point()]
@@ -94,7 +94,7 @@ def forward_flops(node: Node, cls: OpClass, ops: tuple[str, ...]) -> int:
 
 
 def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
-    """Return what ``work`` takes on ``machine`` in ``dtype`` ("float32", ...), forward and backward."""
+    """Return the time of ``work`` on ``machine`` in ``dtype`` ("float32", ...), forward and backward."""
     backward = 0.0 if machine.keeps_weights else work.backward
     summed = PICOSECONDS * work.sums * SIZES[dtype] / machine.rates["elementwise"][dtype]
     if not work.family:
@@ -102,7 +102,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     moved, call = work.elements * SIZES[dtype], machine.call
     if work.family in COUNTED:
         ours = dtype == "bfloat16" and machine.device == "cpu" and _is_ours(work, machine.keeps_weights)
-        # Weights that are packed, or that a kernel of ours lays out no further than it needs, are read as they lie.
+        # Packed weights, and weights that one of our kernels packs only as far as needed, are read in their layout.
         read = machine.rates["matvec"]["float32" if ours or machine.keeps_weights else dtype]
         once = max(work.flops / machine.rates[work.family][dtype], moved / read)
         if ours:
@@ -116,20 +116,22 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
 
 
 def _is_ours(work: Work, keeps_weights: bool) -> bool:
-    """Say whether compiled C of ours multiplies a linear, of a weight that trains or is kept."""
+    """Say whether one of our C kernels runs a linear whose weight is trained or kept packed."""
     if work.sizes is None:
         return False
-    pays = panels_are_profitable if keeps_weights else small_linear_is_profitable
+    profitable = panels_are_profitable if keeps_weights else small_linear_is_profitable
     return (
-        (keeps_weights or work.backward > 0) and pays("cpu", torch.bfloat16, *work.sizes) and is_available("panel_gemm")
+        (keeps_weights or work.backward > 0)
+        and profitable("cpu", torch.bfloat16, *work.sizes)
+        and is_available("panel_gemm")
     )
 
 
 def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = False) -> int:
-    """Return what one cast of ``value`` takes between float32 and ``dtype``, without that of its gradient.
+    """Return the time of one cast of ``value`` between float32 and ``dtype``, without the cast of its gradient.
 
-    ``within``: an operation makes it as it promotes its operand, without a call of its own. Nothing for a parameter of
-    which a copy is kept.
+    ``within``: an operation casts the operand as it promotes it, without a call. 0 for a parameter with a cached
+    low-precision copy.
     """
     if machine.keeps_weights and isinstance(captured(value), torch.nn.Parameter):
         return 0
@@ -139,12 +141,12 @@ def cast_picoseconds(value: Node, machine: Machine, dtype: str, within: bool = F
 
 
 def kept_picoseconds(value: Node, machine: Machine, dtype: str) -> int:
-    """Return what keeping ``value`` in ``dtype`` for backward takes."""
+    """Return the time cost of saving ``value`` in ``dtype`` for backward."""
     return round(PICOSECONDS * sum(map(numel, tensors(captured(value)))) * SIZES[dtype] / machine.kept)
 
 
 def _is_view(node: Node, kind: Classification) -> bool:
-    """Say whether ``node`` only looks at memory that is there: it takes no time in either precision."""
+    """Say whether ``node`` is a view: it takes no time in either precision."""
     if only_views(node):
         return True
     made = {storage_key(t) for t in tensors(captured(node))}
@@ -163,7 +165,7 @@ def _summed(node: Node) -> int:
 
 
 def _placed(node: Node) -> int:
-    """Return the elements that backward of a view writes: zeros with the gradient in their midst, or a sum."""
+    """Return the elements that backward of a view reads and writes: the gradient padded with zeros, or a sum."""
     given = sum(numel(t) for s in node.all_input_nodes for t in tensors(captured(s)))
     made = sum(map(numel, tensors(captured(node))))
     parted = given != made or not isinstance(captured(node), torch.Tensor)
@@ -215,7 +217,7 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
 
 
 def _calls(kind: Classification, given: list[torch.Tensor]) -> int:
-    """Return how many kernels run one behind the other: a few for each step of a recurrent layer, else one."""
+    """Return how many kernels run one after the other: a few per step of a recurrent layer, else one."""
     if "linear" in _names(kind):
         return len(_names(kind))
     if RECURRENT.isdisjoint(_names(kind)) or len(given) < 2 or given[0].dim() < 3:
@@ -229,7 +231,7 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _sizes(kind: Classification, node: Node) -> tuple[int, int, int] | None:
-    """Return rows, outputs and inputs of a linear in sizes that are known."""
+    """Return rows, outputs and inputs of a linear; None for other operations and symbolic sizes."""
     weight = captured(node.args[1]) if len(node.args) > 1 and isinstance(node.args[1], Node) else None
     made = captured(node)
     if _names(kind) != ("linear",) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
@@ -241,9 +243,9 @@ def _sizes(kind: Classification, node: Node) -> tuple[int, int, int] | None:
 
 
 def _product_flops(given: list[torch.Tensor], made: torch.Tensor) -> int:
-    """Return the operations of a matrix product [m, k] by [k, n] from its sizes: mk, kn and mn multiply to (mnk)^2.
+    """Return the FLOPs of a matmul [m, k] by [k, n] from its sizes: the product of mk, kn and mn is (mnk)^2.
 
-    Operands that share batches of matrices count each batch once too often.
+    Operands that share a batch size count each batch once too often, which is corrected here.
     """
     factors = sorted((t for t in given if t.dim() > 1), key=numel, reverse=True)[:2]
     if len(factors) < 2:
@@ -251,7 +253,7 @@ def _product_flops(given: list[torch.Tensor], made: torch.Tensor) -> int:
     if not numel(made):
         return 0
     product = math.sqrt(math.prod(map(numel, factors)) * numel(made))
-    if len(made.shape) == 2 and sorted(t.dim() for t in factors) == [2, 3]:  # each row by the weight of its group
+    if len(made.shape) == 2 and sorted(t.dim() for t in factors) == [2, 3]:  # grouped: each row has its weight
         product /= math.sqrt(next(concrete_size(t.shape[0]) for t in factors if t.dim() == 3))
     if all(t.dim() > 2 for t in factors):
         product /= math.sqrt(math.prod(concrete_size(s) for s in made.shape[:-2]))

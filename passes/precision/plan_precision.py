@@ -1,4 +1,4 @@
-"""Decide the precision of every value, with the reason; touch nothing else.
+"""Decide the precision of every value, with a reason; change nothing else.
 
 Before: a captured graph. After: ``node.meta[MARK]`` is a ``Mark`` on every node that computes on floats.
 """
@@ -36,12 +36,12 @@ MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_at
 
 @dataclass(frozen=True)
 class Mark:
-    """What the plan says of a node.
+    """The plan for one node.
 
-    ``precision`` is the precision the node computes in: "low", "full" or "captured" (left alone).
-    ``wants`` maps each input that must be in one precision to it; other inputs are taken as they come.
-    ``converts_result`` says that the result is made full precision at once, for all its readers;
-    ``asks_dtype`` that the call is given ``dtype=torch.float32``.
+    ``precision``: the precision the node computes in, "low", "full" or "captured" (unchanged).
+    ``wants``: the precision of each input that must have a certain one; other inputs need no cast.
+    ``converts_result``: the result is cast to full precision at once, for all its readers.
+    ``asks_dtype``: the call gets ``dtype=torch.float32``.
     """
 
     cls: OpClass
@@ -60,14 +60,15 @@ class Mark:
 class PlanPrecision(Pass):
     """Marks every value with a precision and a reason. Changes no value. Exactness: bit-exact.
 
-    Lists decide where they speak; what they leave free is chosen by ``planner``: "mincut" (the least cost on the
-    machine at hand, of what the painting permits) or "paint" (lookahead painting). ``leaves``: "true", where "mincut"
-    is to leave an ``allow`` operation in full precision whose casts cost more than it gains; "graphs", where the whole
-    graph is to be left so if the plan is not predicted to be faster, and its costs are known (``counts``). An
-    ``accuracy`` that is a number is an error budget: "mincut" takes the fastest plan whose predicted error is at most
-    so many times that of accuracy "autocast", whatever painting permits. ``measured``: what roundings do in graphs
-    like this one. ``keeps_weights``: they are cast and packed once an update, and no gradients are recorded.
-    ``in_step``: the graph is a part of a larger one, and a call of its own costs nothing.
+    The lists decide for the operations that they name. ``planner`` decides for the others: "mincut" takes the plan of
+    least cost on this machine that the rule-based planner permits, "paint" takes that of the rule-based planner.
+
+    ``leaves``: "true": "mincut" leaves an ``allow`` operation in full precision if its casts cost more than it gains.
+    "graphs": the whole graph is left in full precision if the plan is not predicted to be faster, and its costs are
+    known (``counts``). ``accuracy``: a number is an error budget: "mincut" takes the fastest plan whose predicted error
+    is at most that many times the error of accuracy "autocast", whatever the rule-based planner permits.
+    ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
+    packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
     """
 
     lists: OpList
@@ -97,7 +98,7 @@ class PlanPrecision(Pass):
         return PassResult(gm, tuple(changes))
 
     def problem(self, gm: GraphModule) -> Problem:
-        """Return what there is to plan in a graph that holds tensors."""
+        """Return the planning problem of a graph that contains tensors."""
         mode = fake_mode_of(gm)
         assert mode is not None, "a graph without tensors has no plan"
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
@@ -108,7 +109,7 @@ class PlanPrecision(Pass):
         )
 
     def _choices(self, problem: Problem) -> dict[Node, Choice]:
-        """Ask the planner; a reproduction of PyTorch's own policy is painted, operator by operator."""
+        """Ask the planner; PyTorch's own policy is reproduced by rules, operator by operator."""
         if self.planner == "paint" or self.lists.unlisted != "opaque":
             return paint(problem)
         machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
@@ -124,10 +125,10 @@ class PlanPrecision(Pass):
         return replace(found, graph=0.0) if self.in_step else found
 
     def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
-        """Return a plan, or the one in which all is full where that is predicted to be as fast, and may be left so.
+        """Return the plan, or an all-full plan if that is predicted to be as fast and the policy permits it.
 
-        Not for sizes that change from call to call: other ones may be worth it. Nor for a piece, whose neighbours run
-        under autocast and round what goes between.
+        Keeps the plan for symbolic sizes: other sizes may be profitable. Keeps it for a partial graph too, whose
+        neighbours run under autocast and round the values between them.
         """
         machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
         found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
@@ -138,7 +139,7 @@ class PlanPrecision(Pass):
         return left_alone(problem, found, machine, dtype)
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
-        """Apply what outranks the lists: the user's regions, modules, positions, and constants."""
+        """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""
         ours = self.lists.unlisted == "opaque"
         held = position_encodings.protected(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
@@ -171,8 +172,8 @@ class PlanPrecision(Pass):
 
 
 def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:
-    """Say whether a constant of ``node`` was resolved at capture for fp32 and is outside the range of ``dtype``."""
-    if node.target is operator.setitem:  # it gives nothing back, and its constant may be a whole number
+    """Say whether ``node`` has a constant, captured for fp32, that is outside the range of ``dtype``."""
+    if node.target is operator.setitem:  # it returns nothing, and its constant may be an integer
         written, constants = node.args[0], [a for a in node.args[2:] if isinstance(a, (int, float))]
     else:
         written, constants = node, [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
@@ -181,18 +182,18 @@ def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:
 
 
 def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:
-    """Say whether ``node`` is read by softmax and attention only, for which a constant need only be very negative."""
+    """Say whether only softmax and attention read ``node``: for them, a mask constant just has to be very negative."""
     readers = [classes.get(user) for user in node.users]
     return bool(readers) and all(r is not None and set(r.names) <= MASKED for r in readers)
 
 
 def _decided(found: Classification) -> Classification:
-    """Turn a node of several classes that could not be expanded into an opaque one."""
+    """Make a node opaque if its operations have different classes and it could not be expanded."""
     return replace(found, cls=OpClass.OPAQUE) if found.expand else found
 
 
 def _by_wish(found: Classification, precision: str, why: str) -> Classification:
-    """Return ``found`` as a module rule wants it; a rule for low precision cannot make a kernel."""
+    """Return ``found`` as changed by a module rule; low precision is possible only where a kernel exists."""
     if precision == FULL:
         return replace(found, cls=OpClass.DENY, why=why)
     if found.cls in (OpClass.DENY, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE) and found.listed:
@@ -217,9 +218,9 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
 
 
 def _parameters_in_full(node: Node, found: Classification) -> dict[Node, str]:
-    """Return what computed parameters of a norm must be: its kernels take low ones beside no full input.
+    """Return the precision of computed parameters of a norm: its kernels reject low parameters with a full input.
 
-    Fake tensors do not say so.
+    Fake tensors do not report this.
     """
     if not found.partial or found.cls is OpClass.NEUTRAL:
         return {}
@@ -228,9 +229,9 @@ def _parameters_in_full(node: Node, found: Classification) -> dict[Node, str]:
 
 
 def refuse_mixed(node: Node) -> None:
-    """Raise TypeError where an ``allow`` operation is given floats of two dtypes.
+    """Raise TypeError if an ``allow`` operation has float operands of two dtypes.
 
-    Its kernels want one dtype; fake tensors do not always say so (``linear`` and ``mm`` in torch 2.13).
+    Its kernels need one dtype; fake tensors do not always check it (``linear`` and ``mm`` in torch 2.13).
     """
     mark: Mark | None = node.meta.get(MARK)
     if mark is None or mark.cls is not OpClass.ALLOW:

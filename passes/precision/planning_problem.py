@@ -1,6 +1,7 @@
-"""What there is to plan in a graph, and what is answered for a node: the same for every planner.
+"""Input and output types of every planner.
 
-Before: a graph, its nodes' classes and an accuracy. After: ``Problem``, to which a planner answers ``{node: Choice}``.
+Before: a graph, its nodes' classes and an accuracy. After: ``Problem``, for which a planner returns
+``{node: Choice}``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner is given: the graph, each node's class, its memory, the lists and the accuracy.
+    """The input of a planner: the graph, each node's class, its memory, the lists and the accuracy.
 
-    ``accuracy``: "autocast", "fast", or a number, with which any free operation may be low.
+    ``accuracy``: "autocast", "fast", or a number. With a number, any free operation may be low.
     """
 
     gm: GraphModule
@@ -35,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a planner answers for a node; see ``plan_precision.Mark``."""
+    """The output of a planner for one node; see ``plan_precision.Mark``."""
 
     precision: str
     reason: str

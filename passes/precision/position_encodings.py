@@ -1,6 +1,6 @@
-"""Values that come from integer positions and feed sin, cos or exp: low precision collapses them.
+"""Protect values that come from integer positions and feed sin, cos or exp: low precision merges positions.
 
-Before: ``(inv_freq @ position_ids.float()).cos()`` with the matmul in bf16, where 256 and 257 are one number.
+Before: ``(inv_freq @ position_ids.float()).cos()`` with the matmul in bf16, where 256 and 257 are the same number.
 After: the matmul stays full precision. (diffusers#13920, transformers#29285, gpt-neox#1003)
 """
 
@@ -16,11 +16,11 @@ from amp_graph.passes.precision.classify import Classification
 
 SENSITIVE = frozenset({"aten.sin", "aten.cos", "aten.exp", "aten.exp2", "aten.polar", "aten.sincos", "aten.tan"})
 COUNTERS = frozenset({"aten.arange", "aten.linspace", "aten.logspace", "aten.range"})
-WHY = "comes from integer positions and feeds sin/cos/exp, which low precision would collapse"
+WHY = "comes from integer positions and feeds sin/cos/exp: in low precision, different positions become equal"
 
 
 def protected(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
-    """Return the ``allow`` nodes that must stay full precision because they carry positions to sin/cos/exp."""
+    """Return the ``allow`` nodes that must stay in full precision because they carry positions to sin/cos/exp."""
     return frozenset(n for n in carriers(order, classes) if classes[n].cls is OpClass.ALLOW)
 
 
@@ -45,10 +45,10 @@ def carriers(order: Iterable[Node], classes: Mapping[Node, Classification]) -> f
 
 
 def exact(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
-    """Return what an error budget must not round anew: carriers of positions, and what leads to a steep function.
+    """Return the nodes that an error budget must not round: carriers of positions, and inputs of a steep function.
 
-    A rounding before sin or exp of something large is of the size of the result, or beyond; to first order, and for
-    the loss alone, it may still look small.
+    A rounding of a large argument of sin or exp can change the result by more than its own size. The first-order
+    prediction for the loss may still call it small.
     """
     nodes = [node for node in order if node in classes]
     found = set(carriers(nodes, classes))
@@ -60,7 +60,7 @@ def exact(order: Iterable[Node], classes: Mapping[Node, Classification]) -> froz
 
 
 def _is_counter(node: Node, found: Classification) -> bool:
-    """Say whether ``node`` makes floats out of integers that are not looked up anywhere."""
+    """Say whether ``node`` makes floats from integers, without a table lookup."""
     if not is_eligible(captured(node)):
         return False
     if COUNTERS & set(found.names):

@@ -1,6 +1,6 @@
-"""The cheapest assignment of two precisions, by a minimum cut: numbers in, numbers out; knows no graph of torch.
+"""Find the cheapest assignment of two precisions, by a minimum cut; works on numbers, without any torch graph.
 
-Before: operations with a cost in each precision, and casts with a cost each. After: the operations that are low.
+Before: operations with a cost in each precision, and casts with a cost. After: the operations that are low.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ FULL_ALWAYS, LOW_ALWAYS = 0, 1  # the first two variables of every task stand fo
 
 @dataclass(frozen=True)
 class Cast:
-    """What the casts of one value cost, each once however many read it.
+    """The cost of the casts of one value; each cast counts once, for any number of readers.
 
-    ``down``: paid where the value is full and one of ``lowers`` is low. ``up``: paid where it is low and one of
-    ``widens`` is full.
+    ``down``: the cost if the value is full and one of ``lowers`` is low. ``up``: the cost if the value is low and one
+    of ``widens`` is full.
     """
 
     value: int
@@ -41,7 +41,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Kept:
-    """What keeping one value for backward costs: ``low`` if one of ``readers`` is low, and ``full`` if one is full."""
+    """The cost of saving one value for backward: ``low`` if one of ``readers`` is low, plus ``full`` if one is full."""
 
     readers: tuple[int, ...]
     low: int
@@ -60,7 +60,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Promotion:
-    """What a full ``reader`` pays for promoting a low ``operand`` itself."""
+    """The cost if a full ``reader`` promotes a low ``operand`` itself."""
 
     reader: int
     operand: int
@@ -78,10 +78,10 @@ class Promotion:
 
 @dataclass(frozen=True)
 class Task:
-    """Variables that are full or low, and what that costs, in whole picoseconds.
+    """Variables that are full or low, and the costs of both, in integer picoseconds.
 
-    ``full[i]`` and ``low[i]``: what variable ``i`` costs by itself. ``fixed``: the variables that are decided (True:
-    low). ``limits``: pairs of which the first is low only where the second is.
+    ``full[i]`` and ``low[i]``: the cost of variable ``i`` alone. ``fixed``: variables with a fixed value (True: low).
+    ``limits``: pairs (a, b): ``a`` may be low only if ``b`` is low.
     """
 
     full: tuple[int, ...]
@@ -99,25 +99,25 @@ class Task:
 
 
 def cost(task: Task, low: Collection[int]) -> int:
-    """Return what the assignment costs in which the variables in ``low`` are low, limits or not."""
+    """Return the cost of the assignment in which the variables in ``low`` are low; ignores the limits."""
     low = frozenset(low)
     alone = sum(task.low[i] if i in low else task.full[i] for i in range(len(task.full)))
     return alone + sum(term.cost(low) for term in task.terms)
 
 
 def is_legal(task: Task, low: Collection[int]) -> bool:
-    """Say whether an assignment keeps to what is fixed and to the limits."""
+    """Say whether an assignment respects the fixed variables and the limits."""
     return all((i in low) == is_low for i, is_low in task.fixed.items()) and all(
         a not in low or b in low for a, b in task.limits
     )
 
 
 def cheapest(task: Task) -> frozenset[int]:
-    """Return the low variables of a legal assignment of least cost; of several, the one with the most.
+    """Return the low variables of a legal assignment of least cost; among several, the largest set.
 
-    Two precisions and costs that each fall on disagreement make this a minimum cut: low is the source's side. What a
-    value's casts cost once is one node between the value and its readers. Raises ValueError where no assignment is
-    legal.
+    There are two precisions, and each cost arises where two variables differ, so this is a minimum cut: low is the
+    source's side. An auxiliary node between a value and its readers makes a cast count once. Raises ValueError if no
+    assignment is legal.
     """
     decided = _decided(task)
     gains, edges = _Drawing(task, decided).drawn()
@@ -126,10 +126,10 @@ def cheapest(task: Task) -> frozenset[int]:
 
 
 def _decided(task: Task) -> dict[int, bool]:
-    """Return what is fixed, and what follows from it by the limits."""
+    """Return the fixed variables, and those that the limits fix as a consequence."""
     decided = {**task.fixed, FULL_ALWAYS: False, LOW_ALWAYS: True}
-    lower: dict[int, list[int]] = {}  # full here makes full there
-    raise_: dict[int, list[int]] = {}  # low here makes low there
+    lower: dict[int, list[int]] = {}  # if the key is full, these are full
+    raise_: dict[int, list[int]] = {}  # if the key is low, these are low
     for a, b in task.limits:
         lower.setdefault(b, []).append(a)
         raise_.setdefault(a, []).append(b)
@@ -141,22 +141,22 @@ def _decided(task: Task) -> dict[int, bool]:
                 decided[j] = decided[i]
                 queue.append(j)
             elif decided[j] != decided[i]:
-                raise ValueError(f"variables {i} and {j} are fixed against a limit between them")
+                raise ValueError(f"the fixed values of variables {i} and {j} break a limit between them")
     return decided
 
 
 class _Drawing:
-    """The network of a task, with every decided variable in the place of the precision that it has."""
+    """The flow network of a task; every decided variable is replaced by the variable of its precision."""
 
     def __init__(self, task: Task, decided: Mapping[int, bool]) -> None:
         self.task = task
         self.place = {i: LOW_ALWAYS if is_low else FULL_ALWAYS for i, is_low in decided.items()}
-        self.spare = len(task.full)  # the next number for a node of our own
+        self.spare = len(task.full)  # the number of the next auxiliary node
         self.gains: dict[int, int] = {}
         self.edges: dict[tuple[int, int], int | None] = {}
 
     def drawn(self) -> tuple[dict[int, int], dict[tuple[int, int], int | None]]:
-        """Return what each node gains by being low, and what parting two nodes costs."""
+        """Return the gain of each node from being low, and the cost of separating two nodes."""
         task = self.task
         for i, (full, low) in enumerate(zip(task.full, task.low, strict=True)):
             self._part(LOW_ALWAYS, i, full - low)
@@ -173,7 +173,7 @@ class _Drawing:
         return self.gains, self.edges
 
     def _part(self, a: int, b: int, price: int | None) -> None:
-        """Let it cost ``price`` that ``a`` is low and ``b`` full; None: it may not be."""
+        """Add the cost ``price`` if ``a`` is low and ``b`` is full; None forbids it."""
         a, b = self.place.get(a, a), self.place.get(b, b)
         if price == 0 or a == b or a == FULL_ALWAYS or b == LOW_ALWAYS or (a, b) == (LOW_ALWAYS, FULL_ALWAYS):
             return
@@ -182,12 +182,12 @@ class _Drawing:
         elif price is not None and b == FULL_ALWAYS:
             self.gains[a] = self.gains.get(a, 0) - price
         elif price is None or self.edges.get((a, b), 0) is None:
-            self.edges[a, b] = None  # what a limit says of decided variables is decided too
+            self.edges[a, b] = None  # a limit with a decided variable has already been applied
         else:
             self.edges[a, b] = (self.edges.get((a, b)) or 0) + price
 
     def _part_any_low(self, readers: tuple[int, ...], value: int, price: int) -> None:
-        """Let it cost ``price``, once, that any reader is low and ``value`` full."""
+        """Add the cost ``price``, once, if any reader is low and ``value`` is full."""
         inner = {self.place.get(r, r) for r in readers} - {FULL_ALWAYS}
         if LOW_ALWAYS in inner or len(inner) == 1:
             self._part(LOW_ALWAYS if LOW_ALWAYS in inner else inner.pop(), value, price)
@@ -198,7 +198,7 @@ class _Drawing:
             self.spare += 1
 
     def _part_any_full(self, value: int, readers: tuple[int, ...], price: int) -> None:
-        """Let it cost ``price``, once, that ``value`` is low and any reader full."""
+        """Add the cost ``price``, once, if ``value`` is low and any reader is full."""
         inner = {self.place.get(r, r) for r in readers} - {LOW_ALWAYS}
         if FULL_ALWAYS in inner or len(inner) == 1:
             self._part(value, FULL_ALWAYS if FULL_ALWAYS in inner else inner.pop(), price)

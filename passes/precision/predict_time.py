@@ -1,7 +1,7 @@
-"""What a plan is predicted to take on a machine, and the same graph in full precision.
+"""Predict the time of a plan on a machine, and the time of the same graph in full precision.
 
 Before: ``f32 -> cast -> linear(bf16) -> cast -> f32``. After: ``Prediction(planned=28e6, full=20e6)``: the casts cost
-more than they gain, and the graph is better left alone.
+more than they gain, so the graph should stay in full precision.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from amp_graph.passes.precision.op_cost import PICOSECONDS
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, cost, is_legal
 
-# Keys of a graph's meta: the Prediction for its plan; and that for one that was not worth it, where it is left alone.
-TIMES_IN_BACKWARD = 2  # what the call of a graph costs there, of what it does in forward
-# Of the time in full precision: for more a graph is left alone. What is predicted of small graphs is 0.6 to 1 of what
-# is measured (benchmarks/predictions.py).
+TIMES_IN_BACKWARD = 2  # overhead of a graph's call in backward, as a multiple of that in forward
+# A graph stays in full precision if its predicted time is a larger part of the full-precision time. For small graphs
+# the predicted ratio is 0.6 to 1 times the measured one (benchmarks/predictions.py).
 WORTH_IT = 0.85
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan takes, with the call of its graph, and what the graph takes in full precision, in picoseconds.
+    """The time of a plan, graph call included, and the time of the graph in full precision, in picoseconds.
 
-    ``is_low``: whether anything is low in it. ``may_be_full``: whether all of it may be full; not where the model's
-    owner wants a part low, or values arrive so. ``machine``: for which it was counted.
+    ``is_low``: whether any operation is low. ``may_be_full``: whether all of them may be full; False if the user wants
+    some in low precision, or if inputs are low. ``machine``: the machine that the prediction is for.
     """
 
     planned: int
@@ -47,18 +46,18 @@ class Prediction:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the plan is predicted to be faster, by so much that it is."""
+        """Whether the plan is predicted to be faster by a safe margin."""
         return not self.is_low or not self.may_be_full or self.ratio <= WORTH_IT
 
 
 def predicted(problem: Problem, chosen: Mapping[Node, Choice], machine: Machine, dtype: str) -> Prediction:
-    """Return what the plan ``chosen`` for ``problem`` is predicted to take on ``machine``."""
+    """Return the predicted time of the plan ``chosen`` for ``problem`` on ``machine``."""
     made = formulate(problem, machine, dtype, skip=True)
     return prediction(made, made.task(), low_of(chosen, made))
 
 
 def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction:
-    """Return what the plan is predicted to take in which the variables in ``low`` are; ``task``: that of ``made``."""
+    """Return the predicted time of the plan whose low variables are ``low``; ``task`` is that of ``made``."""
     full = frozenset({LOW_ALWAYS})
     calls = 1 + TIMES_IN_BACKWARD * any(map(is_trained, made.of))
     planned = cost(task, low) + round(PICOSECONDS * made.machine.graph * calls)
@@ -67,9 +66,9 @@ def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction
 
 
 def left_alone(problem: Problem, found: Prediction, machine: Machine, dtype: str) -> dict[Node, Choice]:
-    """Return the plan in which nothing is low, since that is not worth it."""
+    """Return the all-full plan, for a graph in which low precision is not profitable."""
     time = f"{found.ratio:.2f} of full precision's time on {machine.name}"
-    why = f"not worth it: with {dtype} the graph is predicted to take {time}, and up to {WORTH_IT} would pay"
+    why = f"not profitable: with {dtype} the graph is predicted to take {time}; the limit is {WORTH_IT}"
     return {
         node: Choice(FULL, why) if has_eligible(node) else Choice(AS_CAPTURED, "carries no fp32 value")
         for node in problem.classes

@@ -1,11 +1,11 @@
-"""The lookahead painting: choose low or full precision for every node, from classes alone.
+"""The rule-based planner: choose low or full precision for every node, from classes and lookahead alone.
 
 Before: ``linear (allow) -> add (follow) -> layer_norm (fp32_inside) -> linear (allow)``. After: with accuracy
-"autocast" the mixed add and the norm stay full; with "fast" the whole stream between the linears is low.
+"autocast" the mixed add and the norm stay full; with "fast" everything between the linears is low.
 
-It says what the accuracy permits, and is the yardstick of ``mincut``, which says what of it pays. Source of the
-painting: TensorFlow's auto_mixed_precision.cc; of the promotion rule: torch/csrc autocast, which leaves mixed
-operands to the kernel.
+It decides what the accuracy permits; ``mincut`` decides what of that is profitable. Sources: TensorFlow's
+auto_mixed_precision.cc for the graph painting; torch/csrc autocast for the promotion rule, which leaves mixed operands
+to the kernel.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FREE, FULL,
 from amp_graph.passes.precision.position_encodings import exact
 
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
-# Rounding before these makes equals of what was different, and moves whole gradients from one element to others.
+# Rounding before these can make different elements equal, which moves whole gradients to other elements.
 SELECTIONS = frozenset(
     f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
 )
-# Their gradients add up what was read more than once, element by element, in the precision of the result.
+# Their backward sums the gradients of elements that were read more than once, in the precision of the result.
 GATHERS = frozenset(
     f"aten.{name}"
     for name in (
@@ -47,9 +47,9 @@ def paint(problem: Problem) -> dict[Node, Choice]:
 
 
 class RuleBasedPlan:
-    """One run of the painting: the precision of each value so far, and what lies ahead of each node.
+    """One run of the planner: the precision of each value so far, and the lookahead of each node.
 
-    ``widest``: as low as the accuracy permits, whether it pays or not; what a planner by cost chooses from.
+    ``widest``: make everything low that the accuracy permits, profitable or not; a planner by cost chooses from that.
     """
 
     def __init__(self, problem: Problem, widest: bool = False) -> None:
@@ -63,7 +63,7 @@ class RuleBasedPlan:
         self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
 
     def run(self) -> dict[Node, Choice]:
-        """Paint the nodes in order."""
+        """Choose for the nodes in graph order."""
         choices: dict[Node, Choice] = {}
         for node in self.problem.gm.graph.nodes:
             if node in self.classes:
@@ -110,20 +110,20 @@ class RuleBasedPlan:
             return self._set_full(kind, [], "the call asks for this dtype")
         if not counted:
             return Choice(AS_CAPTURED, "no fp32 operand")
-        # Of an operand that the class does not speak of, a movement only asks the shape; a scalar beside
-        # larger operands promotes nothing.
+        # A neutral operation reads only the shape of operands to which the class does not apply. A scalar beside
+        # larger operands does not take part in promotion.
         beside = [] if kind.cls is OpClass.NEUTRAL else [n for n in inputs if n not in kind.applies]
         inputs = [*(counted if kind.mixed else moved), *beside]
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
-                return Choice(FULL, f"{kind.why}; nothing low reads it, so it returns full precision", asks_dtype=True)
+                return Choice(FULL, f"{kind.why}; no low operation reads it: returns full precision", asks_dtype=True)
         if self.may_round(node, kind, counted):
             return self._set_low(node, kind, inputs, kind.why)
         if len(low) == len(counted):
             if self._is_widened_anyway(node, kind, low):
-                return self._set_full(kind, inputs, "moves a value that another reader needs in full precision")
+                return self._set_full(kind, inputs, "another reader needs the same value in full precision")
             if self._is_last_sum(node, kind):
-                return self._set_full(kind, counted[:1], "accuracy=fast: the stream ends here, unrounded")
+                return self._set_full(kind, counted[:1], "accuracy=fast: last sum of a low-precision stream, unrounded")
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
                 return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
@@ -132,8 +132,8 @@ class RuleBasedPlan:
         if self.fast and node in self.ahead.low and not self._selects(node, kind):
             reason = self._fast_reason(kind, low, tainted, counted)
             if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
-                self.low.add(node)  # its readers round the sum: rounding the operand as well would be once too often
-                return Choice(FULL, reason + ", rounded behind the sum")
+                self.low.add(node)  # the sum is rounded for its readers; rounding the operand too would round twice
+                return Choice(FULL, reason + ", rounded after the sum")
             if reason:
                 return self._set_low(node, kind, inputs, reason)
         if tainted and kind.cls is not OpClass.FP32_INSIDE:
@@ -143,7 +143,7 @@ class RuleBasedPlan:
         return self._set_full(kind, [], "operands are full precision")
 
     def _kept_exact(self) -> frozenset[Node]:
-        """Return what leads to a steep function, but for what accuracy "fast" would round."""
+        """Return the nodes that lead to a steep function, except those that accuracy "fast" would round."""
         fast = RuleBasedPlan(replace(self.problem, accuracy="fast"), widest=True).run()
         steep = exact(self.problem.gm.graph.nodes, self.classes)
         return frozenset(n for n in steep if fast[n].precision != LOW)
@@ -151,8 +151,8 @@ class RuleBasedPlan:
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        Not before a selection, a comparison, or (more than "fast" does) a steep function such as exp and sin, and not
-        a whole input or parameter for a movement or a gather from it.
+        It may not before a selection or, beyond what "fast" rounds, before a steep function such as exp or sin. It may
+        not cast a whole input or parameter for a view of it or a gather from it.
         """
         if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
             return False
@@ -162,20 +162,19 @@ class RuleBasedPlan:
         return not moves or len(operands) != 1 or not is_leaf(operands[0])
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
-        """Return why a free operation is low under accuracy "fast", or "" where it stays full."""
+        """Return why a free operation is low under accuracy "fast", or "" if it stays full."""
         if kind.cls is OpClass.FP32_INSIDE:  # a cast behind it costs what one before it would
             return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
         if not low and not tainted and len(counted) == 1 and not is_leaf(counted[0]):
-            return "accuracy=fast: low precision lies ahead"
+            return "accuracy=fast: feeds low-precision operations"
         return ""
 
     def _returns_fp32(self, node: Node, kind: Classification) -> bool:
-        """Say whether a reduction of a low value should return full precision by its own ``dtype`` argument.
+        """Say whether a reduction of a low value should return full precision by its ``dtype`` argument.
 
-        That rounds less and needs no cast, where nothing ahead is low precision; a reproduction of PyTorch's
-        own policy must not do so.
+        If no reader is low, this rounds less and needs no cast. A reproduction of PyTorch's own policy must not do so.
         """
         ours = self.problem.lists.unlisted == "opaque"
         return ours and kind.takes_dtype and len(node.all_input_nodes) == 1 and self._only_full_readers(node)
@@ -190,7 +189,7 @@ class RuleBasedPlan:
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
 
     def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
-        """Say whether ``node`` only moves a value that another reader widens: one cast then serves both."""
+        """Say whether ``node`` is neutral and another reader upcasts the same value: one cast then serves both."""
         if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
             return False
         if self.widest:
@@ -199,20 +198,20 @@ class RuleBasedPlan:
         return ours and any(user is not node and self._takes_full(user, low[0]) for user in low[0].users)
 
     def _is_last_sum(self, node: Node, kind: Classification) -> bool:
-        """Say whether a low stream ends in this sum: widening one operand costs what widening the sum would."""
+        """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
         return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
 
     def _selects(self, node: Node, kind: Classification) -> bool:
-        """Say whether the largest, or the like, of several elements is chosen here, or among those of ``node``."""
+        """Say whether ``node`` or one of its readers selects among elements (max, sort, ...)."""
         kinds = [kind, *(self.classes[user] for user in node.users if user in self.classes)]
         return any(not SELECTIONS.isdisjoint(k.names) for k in kinds)
 
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
-        """Say whether rounding the result would lose what autocast keeps.
+        """Say whether rounding the result would lose accuracy that autocast keeps.
 
         On CUDA autocast returns fp32 from softmax and most norms; returning low precision is rounding-equal only
-        where every reader rounds it anyway. CPU autocast returns low precision itself; accuracy "fast" asks
-        only for the last norm, behind which nothing is low any more (a cast before it instead of after it).
+        if every reader rounds the result anyway. CPU autocast returns low precision itself. Accuracy "fast" needs full
+        precision only from the last norm, which no low operation follows (one cast before it instead of after it).
         """
         if self.fast:
             return kind.partial and node not in self.ahead.low
@@ -235,14 +234,14 @@ class RuleBasedPlan:
         return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
 
     def _shown(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
-        """What shows memory that is written later is in the precision of that memory, which is never cast."""
+        """An alias of memory that is written later has the precision of that memory, which is never cast."""
         source = self.ahead.shown[node]
         low = source in self.low
         if low and has_eligible(node):
             self.low.add(node)
         others = [n for n in inputs if n is not source and not (kind.mixed and kind.cls in FREE)]
         precision = LOW if low else FULL
-        reason = f"shows memory of {source.name} that is written later: in {precision} precision, as that is"
+        reason = f"aliases {source.name}, which is written later, and takes its {precision} precision"
         return Choice(precision, reason, dict.fromkeys(others, precision if kind.cls in FREE else FULL))
 
     def _promote(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
@@ -270,11 +269,11 @@ def _names(kind: Classification) -> str:
 
 
 def _is_like(kind: Classification) -> bool:
-    """Say whether a call makes a new tensor in the image of another (``randn_like``, ``new_zeros``)."""
+    """Say whether a call makes a new tensor with the dtype of another (``randn_like``, ``new_zeros``)."""
     return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
 
 
 def without_scalars(nodes: list[Node]) -> list[Node]:
-    """Leave out zero-dimensional operands, which do not take part in promotion beside larger ones."""
+    """Drop zero-dimensional operands, which do not take part in promotion beside larger ones."""
     large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
     return large or nodes

@@ -1,10 +1,9 @@
-"""How much of the loss goes through each reading of a value: by rule, where no gradient was measured.
+"""Estimate by rule how sensitive the loss is to each read of a value, for graphs without measured gradients.
 
-Before: a classified graph. After: ``influence.readings[add, linear_1] == 0.5``: what ``linear_1`` reads of ``add``.
+Before: a classified graph. After: ``influence.readings[add, linear_1] == 0.5``, for ``linear_1`` reading ``add``.
 
-Roundings are taken as independent and relative, so that their variances add, each by its influence (N. Higham and
-T. Mary, SIAM J. Sci. Comput. 41(5), 2019). What all of a low dtype's roundings have in common, its epsilon, is left
-out: plans are compared with plans in the same dtype.
+Roundings are assumed independent and relative, so their variances add, weighted by influence (N. Higham and T. Mary,
+SIAM J. Sci. Comput. 41(5), 2019). The epsilon of the low dtype is left out, as only plans of one dtype are compared.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from amp_graph.passes.precision.rule_based_planner import ADDITIONS
 
 @dataclass(frozen=True)
 class Influence:
-    """What a rounding does: of a value for one of its readers (``readings``), or for all that read it (``values``).
+    """The effect of rounding a value for one of its readers (``readings``), or for all of them (``values``).
 
-    In units of its own; ``origin`` says where it is from: "by rule", or "measured".
+    The unit is arbitrary. ``origin``: "by rule" or "measured".
     """
 
     readings: Mapping[tuple[Node, Node], float]
@@ -35,11 +34,11 @@ class Influence:
 
 
 def influence_by_rule(problem: Problem, unused: Collection[Node] = ()) -> Influence:
-    """Return the influence of each reading, as the part of all that reaches the outputs, but for ``unused`` ones.
+    """Return the influence of each read: its share of the outputs, ``unused`` ones excepted.
 
-    An output has 1. An operation hands its influence down to its operands: a sum by their sizes (squared, where a
-    product or a norm makes 1 and a sum adds up), any other one evenly; parameters and inputs get what the other
-    operands get. So a value on a residual branch has its branch's part, and the stream it goes into has it all.
+    An output has influence 1. An operation passes its influence on to its operands: a sum in proportion to their mean
+    squares (a matmul or norm makes 1, a sum adds up), any other operation evenly. Parameters and inputs get as much as
+    each other operand. So a value on a residual branch has the share of its branch, the residual stream all of it.
     """
     sizes = _sizes(problem)
     found: dict[tuple[Node, Node], float] = {}
@@ -53,9 +52,9 @@ def influence_by_rule(problem: Problem, unused: Collection[Node] = ()) -> Influe
 
 
 def sum_of_readings(node: Node, readings: Mapping[tuple[Node, Node], float], problem: Problem) -> float:
-    """Return the influence of a value: that of all its readings.
+    """Return the influence of a value: the sum over its reads.
 
-    A value that is written in place is read wherever its memory is read afterwards, by whichever name is read most.
+    A value that is written in place counts all later reads of its memory, by the alias with the largest sum.
     """
     memory = problem.memory
     if not memory.is_written(node):
@@ -66,7 +65,7 @@ def sum_of_readings(node: Node, readings: Mapping[tuple[Node, Node], float], pro
 
 
 def _shares(node: Node, given: list[Node], kind: Classification | None, sizes: Mapping[Node, float]) -> list[float]:
-    """Return which part of the influence of ``node`` each of its operands has."""
+    """Return the share of the influence of ``node`` that each of its operands gets."""
     if node.op == "output":
         return [1.0] * len(given)
     if _is_sum(kind) and len(given) > 1:
@@ -76,7 +75,7 @@ def _shares(node: Node, given: list[Node], kind: Classification | None, sizes: M
 
 
 def _sizes(problem: Problem) -> dict[Node, float]:
-    """Return the mean square of each value's elements, in those of a product's result."""
+    """Return the estimated mean square of each value's elements; that of a matmul's result is the unit."""
     sizes: dict[Node, float] = {}
     for node in problem.gm.graph.nodes:
         kind = problem.classes.get(node)

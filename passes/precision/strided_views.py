@@ -1,7 +1,7 @@
-"""Views that are read by strides over all of their memory: a cast in between would have a memory of its own.
+"""Find views that ``as_strided`` reads over their whole storage: a cast of the view would have another storage.
 
-Before: ``h[:, 2:4].as_strided(size, stride, 5)``, ``h`` low and the slice cast, whose copy begins at the slice.
-After: ``h`` is cast, and the slice is of that copy: element 5 is that of ``h``.
+Before: ``h[:, 2:4].as_strided(size, stride, 5)`` with ``h`` low and the slice cast: the copy starts at the slice.
+After: ``h`` is cast and the copy is sliced, so element 5 is that of ``h``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from amp_graph.passes.graph.identify_ops import is_part, only_views
 from amp_graph.passes.precision.classify import Classification
 
 BY_STRIDES = frozenset({"aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"})
-WHY = "what reads it counts in the memory behind it, which a cast of this view alone would not have"
+WHY = "its reader indexes the whole storage, which a cast of this view alone would not have"
 
 
 def read_by_strides(classes: Mapping[Node, Classification]) -> frozenset[Node]:
-    """Return the views, and views of views, whose memory something reads by strides of its own."""
+    """Return the views, and views of views, whose storage an ``as_strided`` operation reads."""
     found: set[Node] = set()
     waiting = [node for node, known in classes.items() if BY_STRIDES & set(known.names)]
     while waiting:

@@ -1,7 +1,7 @@
-"""Weights that are only turned or reshaped before low-precision kernels read them: rounded first, and turned then.
+"""Find weights that are only transposed or reshaped before low-precision kernels read them: cast first, then view.
 
-Before: ``x @ w.T`` with ``w.T`` in fp32, cast anew in every call. After: ``w.T`` of the low-precision copy of ``w``,
-which is kept from one update to the next, as that of a linear is.
+Before: ``x @ w.T`` with ``w.T`` in fp32, cast again in every call. After: ``w.T`` of the cached low-precision copy of
+``w``, which is refreshed once per optimizer step, as for a linear.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from amp_graph.passes.graph.identify_ops import only_views
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
-WHY = "lays out a weight that low-precision kernels alone read: rounded before or after, no bit differs"
+WHY = "a view of a weight that only low-precision kernels read: cast before or after the view, the bits are equal"
 
 
 def views_of_weights(gm: GraphModule, classes: Mapping[Node, Classification]) -> frozenset[Node]:
-    """Return the nodes that show whole parameters in another shape, and that ``allow`` nodes alone read.
+    """Return the views of whole parameters that only ``allow`` nodes read.
 
-    None of a parameter that the graph writes: a copy made before would not see it.
+    Excludes parameters that the graph writes: a copy made before the write would be stale.
     """
     found: set[Node] = set()
     for node in reversed([n for n in gm.graph.nodes if n in classes]):
@@ -39,7 +39,7 @@ def views_of_weights(gm: GraphModule, classes: Mapping[Node, Classification]) ->
 
 
 def _shows_a_weight(node: Node) -> bool:
-    """Say whether ``node`` is a view of every element of a parameter, by way of such views alone."""
+    """Say whether ``node`` is a view, or a chain of views, of all elements of a parameter."""
     while _is_one_view(node):
         (source,) = node.all_input_nodes
         if not same(captured(source).numel(), captured(node).numel()):
@@ -51,6 +51,6 @@ def _shows_a_weight(node: Node) -> bool:
 
 
 def _is_one_view(node: Node) -> bool:
-    """Say whether ``node`` makes one view, of one tensor."""
+    """Say whether ``node`` is one view of one tensor."""
     one = len(node.all_input_nodes) == 1 and only_views(node)
     return one and all(isinstance(captured(n), torch.Tensor) for n in (node, *node.all_input_nodes))

@@ -232,4 +232,4 @@ def test_reasons_weigh_time_against_error(on):
     graph = capture_function(residual, torch.randn(256, 64), up=torch.randn(256, 64), down=torch.randn(64, 256))
     reasons = [m.reason for m in marks(rewritten(graph, "bf16,accuracy=1")).values()]
     assert any("cheaper than full, and takes" in r and "% of the error budget" in r for r in reasons)
-    assert any("dearer than low, and spares" in r for r in reasons)
+    assert any("more expensive than low, and saves" in r for r in reasons)

@@ -242,7 +242,7 @@ def test_an_mlp_is_left_alone_where_low_precision_does_not_pay(on, name, policy,
     if not low:
         assert graph_text(gm) == graph_text(graph.fresh())
         first = next(m for m in marks(gm).values() if "aten.linear" in m.ops)
-        assert first.reason.startswith("not worth it")
+        assert first.reason.startswith("not profitable")
         assert first.precision == FULL
 
 

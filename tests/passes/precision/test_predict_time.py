@@ -130,7 +130,7 @@ def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
     assert graph.predicted.left_alone
     assert not graph.casts
     assert {n.precision for n in graph.operations} == {"full"}
-    assert graph.operations[0].reason.startswith("not worth it: with bfloat16 the graph is predicted to take")
+    assert graph.operations[0].reason.startswith("not profitable: with bfloat16 the graph is predicted to take")
     text = amp_graph.report(model).text()
     assert "left in full precision: low precision does not pay on cpu_bf16" in text
     assert "note: calls for which bf16 does not pay run in fp32" in text

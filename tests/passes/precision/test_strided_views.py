@@ -1,4 +1,4 @@
-"""What counts in the memory behind a view sees the memory that the view was taken of."""
+"""An operation that indexes the whole storage of a view sees the memory of the base tensor."""
 
 import pytest
 import torch
@@ -52,4 +52,4 @@ def test_control_the_view_alone_is_cast(name, monkeypatch):
 def test_the_report_says_why():
     model = amp_graph.convert(Function(READERS["a slice"], w=W), "bf16")
     model(X)
-    assert "counts in the memory behind it" in amp_graph.report(model).text()
+    assert "indexes the whole storage" in amp_graph.report(model).text()

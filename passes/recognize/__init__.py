@@ -1,5 +1,5 @@
-"""Formulas written out in Python that become one call: GELU, RMS norm, attention, einsum. No-ops are removed.
+"""Pattern matching: formulas written out in Python become one call (GELU, RMS norm, attention, einsum, ...).
 
-Each file is one pattern and what replaces it; kernels for the replacement are a backend's.
-Imports ``weights`` and what is below it.
+Each file holds one pattern and its replacement, or removes one kind of no-op. Kernels live in the backends.
+Imports ``weights`` and rooms below it.
 """

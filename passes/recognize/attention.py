@@ -1,8 +1,8 @@
-"""Recognize attention that was written out in Python, and call the one that torch has.
+"""Recognize attention that is written out in Python, and call torch's attention function instead.
 
-Before: ``((q @ k.mT) * scale + mask).softmax(-1) @ v``, which under autocast rounds the scores, keeps the probabilities
+Before: ``((q @ k.mT) * scale + mask).softmax(-1) @ v``, which under autocast rounds the scores, saves the probabilities
 of all heads for backward, and differentiates each step. After: ``scaled_dot_product_attention(q, k, v, mask,
-scale=scale)``, which the pass ``attention`` then computes by code of ours.
+scale=scale)``, for which the pass ``attention`` then uses one of our kernels.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 @dataclass(frozen=True)
 class FuseAttention(Pass):
-    """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` when ``what_pays`` says so.
+    """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` where it is profitable.
 
-    Law: of four dimensions, or of three with heads in the batch; heads alike on both sides; scores scaled by numbers,
-    with masks that have no gradient, added, also by ``baddbmm``, or of ``masked_fill`` with -inf or a number far below
-    all scores, in place as well; dropout where our kernel draws it, the same draws; read by nobody half-way, as by who
-    returns the probabilities. The lists allow both products and the call. Exactness: rounding-different; scores stay
-    fp32, where the formula rounds them. A row that sees nothing gives zeros where its scores are all -inf, and the
-    formula NaN; of another number it gives the mean of all values, and no gradient to queries and keys, as the formula.
+    Law: four dimensions, or three with heads folded into the batch; as many key heads as query heads; scores scaled by
+    numbers; masks without gradients, added (also by ``baddbmm``) or as ``masked_fill`` with -inf or a number far below
+    all scores, in place as well; dropout if our kernel draws it, with the same draws; no other reader inside the
+    formula, such as one that returns the probabilities. The lists allow both matmuls and the call.
+    Exactness: rounding-different; scores stay fp32, where the formula rounds them. A fully masked row gives zeros if
+    its scores are all -inf, where the formula gives NaN; with another fill value it gives the mean of all values and no
+    gradient to queries and keys, like the formula.
     """
 
     lists: OpList
@@ -72,7 +73,7 @@ class FuseAttention(Pass):
             if found.dropped and not self._drops_by_ours():
                 continue
             made = operands.call(found)
-            what = f"{len(found.formula.inside)} operations that are attention, scale={found.scores.scale:g}"
+            what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
             changes.append(Change(self.name, "fused", made.name, what))
         return PassResult(gm, tuple(changes))
 
@@ -85,7 +86,7 @@ class FuseAttention(Pass):
         return attention_kernel_is_profitable(self.device, self.dtype) and is_available("dropout", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
-        """Say whether nobody asks for a precision of a part of the formula: a region, or the name of a module."""
+        """Say whether no region and no module rule sets the precision of a part of the formula."""
         if any(WISH in node.meta for node in inside):
             return False
         rules = [path for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
@@ -94,14 +95,14 @@ class FuseAttention(Pass):
 
 
 class _Operands:
-    """Puts calls of attention, with operands of four dimensions, in the places of formulas of one graph."""
+    """Replaces formulas in one graph by attention calls with four-dimensional operands."""
 
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         self.gm, self.mode = gm, mode
-        self.shared: dict[Any, Node] = {}  # what is made of masks, which layers share
+        self.shared: dict[Any, Node] = {}  # combined masks, which layers share
 
     def call(self, found: Found) -> Node:
-        """Return the call that is in the place of ``found``; what nobody else read is gone."""
+        """Replace ``found`` by a call, erase nodes without other readers, and return the call."""
         formula, scores, mode = found.formula, found.scores, self.mode
         keys = self._turned_back(scores.turned)
         read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
@@ -125,7 +126,7 @@ class _Operands:
         return made
 
     def _turned_back(self, turned: Node) -> Node:
-        """Return what was turned to be the right operand of a product, or that, turned back."""
+        """Return the untransposed keys: the source of the transpose, or a transpose of the operand."""
         source = turned.args[0] if turned.args else None
         if isinstance(source, Node) and transposes(turned):
             a, b = captured(source), captured(turned).mT
@@ -134,7 +135,7 @@ class _Operands:
         return self._put(turned.next, torch.transpose, turned, -2, -1)
 
     def _of_four(self, node: Node, found: Found, *, folded: bool = True) -> Node:
-        """Return ``node``, [batch * heads, ...] where ``folded``, as [batch, heads, ...], a view."""
+        """Return a view of ``node`` as [batch, heads, ...]; ``folded``: ``node`` is [batch * heads, ...]."""
         split, whole = found.scores.split, captured(node)
         if whole.dim() != 3:
             return node
@@ -144,11 +145,11 @@ class _Operands:
         if names_of(node) in RESHAPES and isinstance(source, Node):
             before = captured(source)
             if before.dim() == 4 and told(before.shape) == told((*heads, *whole.shape[1:])):
-                return source  # before they were folded into the batch
+                return source  # the tensor before its heads were folded into the batch
         return self._put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
 
     def _mask(self, found: Found) -> Node | None:
-        """Return what is added to the scores, or where they are seen; None where all are as they are."""
+        """Return the mask of the call, additive or boolean; None if there is none."""
         scores, last = found.scores, found.formula.last
         key = (scores.terms, scores.hidden, scores.filled)
         if (known := self._known(key, found)) is not None:
@@ -172,7 +173,7 @@ class _Operands:
         return made
 
     def _where(self, found: Found, hidden: Term, *, seen: bool) -> Node:
-        """Return where scores are ``seen``, or where they are not."""
+        """Return a boolean mask of the ``seen`` scores, or of the hidden ones."""
         mask, last = self._of_four(hidden.node, found, folded=hidden.folded), found.formula.last
         return mask if hidden.seen is seen else self._put(last, torch.logical_not, mask, like=last)
 
@@ -184,9 +185,10 @@ class _Operands:
         return reduce(lambda all_so_far, mask: self._put(last, torch.add, all_so_far, mask, like=last), scaled)
 
     def _blind(self, found: Found) -> Node | None:
-        """Return which queries see nothing but a number that is filled in; None where that is -inf.
+        """Return a mask of the queries whose scores are all filled in; None if the fill value is -inf.
 
-        As zeros, to which nothing is added, they have scores that are all alike, too, and give no gradients to keys.
+        The caller sets such queries to zero and masks nothing for them. Then their scores are all equal, as in the
+        formula, and they give no gradients to the keys.
         """
         hidden, last = found.scores.hidden, found.formula.last
         if hidden is None or found.scores.filled == -math.inf:
@@ -198,9 +200,9 @@ class _Operands:
         return made
 
     def _known(self, key: Any, found: Found) -> Node | None:
-        """Return what was made of the same masks for a layer before, unless something was written since.
+        """Return the mask that an earlier layer made from the same masks, unless one was written since.
 
-        A layer that is computed again in backward, or in a precision of its own, has its own.
+        A layer that is recomputed in backward, or that has its own precision, does not share.
         """
         known, last = self.shared.get(key), found.formula.last
         if known is None or any(known.meta.get(mark) != last.meta.get(mark) for mark in PLACE):

@@ -1,7 +1,7 @@
-"""How attention that was written out in Python is read: what its scores are made of.
+"""Match attention that is written out in Python, starting from its softmax.
 
-Before: a softmax. After: ``Found(formula, scores, values, merged)``, whether heads have a dimension of their own or are
-folded into the batch, whose products are ``bmm`` or ``baddbmm``.
+Before: a softmax. After: ``Found(formula, scores, values, merged)``. Heads may have their own dimension, or be folded
+into the batch, as for ``bmm`` and ``baddbmm``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
-LEAST = -1e4  # filled in: what is beside it has no probability
+LEAST = -1e4  # a fill value up to this one gives probability 0
 WRITING = ("aten.mul_", "aten.div_", "aten.add_", "aten.masked_fill_")
-STEPS = 6  # between a product and a mask that is added
+STEPS = 6  # the most operations between a matmul and the addition of a mask
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
 
 @dataclass(frozen=True)
 class Term:
-    """What is added to scores, times ``factor``; ``folded``: to those with heads in the batch.
+    """A mask that is added to the scores, times ``factor``; ``folded``: the heads are folded into the batch.
 
-    Or where something is filled in; ``seen``: where nothing is.
+    Or a boolean mask of the filled positions; ``seen``: of the positions that are not filled.
     """
 
     node: Node
@@ -54,10 +54,10 @@ class Term:
 
 @dataclass
 class Scores:
-    """What a softmax is taken of: products of queries and turned keys, times ``scale``, plus ``terms``.
+    """The input of the softmax: queries times transposed keys (``turned``), times ``scale``, plus ``terms``.
 
-    ``hidden``: a mask of where nothing is to be seen, with ``filled`` in. ``split``: where the heads, which
-    were folded into the batch for the product, got a dimension of their own.
+    ``hidden``: a mask of the positions to hide, which are filled with ``filled``. ``split``: the node that gives the
+    heads their own dimension again, if they were folded into the batch for the matmul.
     """
 
     query: Node
@@ -71,15 +71,15 @@ class Scores:
 
     @property
     def masks(self) -> list[Term]:
-        """What is read beside queries and keys."""
+        """All masks that the scores read."""
         return [*self.terms, *([] if self.hidden is None else [self.hidden])]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Attention: its ``formula``, its ``scores`` and ``values``; ``merged``: its result has heads in the batch.
+    """A matched attention; ``merged``: the heads of its result are folded into the batch.
 
-    ``dropped``: the probability with which each of its probabilities is dropped.
+    ``dropped``: the dropout probability of the attention probabilities.
     """
 
     formula: Formula
@@ -90,7 +90,7 @@ class Found:
 
 
 def attention_around(softmax: Node) -> Found | None:
-    """Return the attention around ``softmax``, None for anything else."""
+    """Return the attention around ``softmax``, or None if there is none."""
     source = softmax.args[0] if softmax.args else None
     scores = _scores(source) if isinstance(source, Node) and _is_over_the_last(softmax, source) else None
     if scores is None:
@@ -120,7 +120,7 @@ def attention_around(softmax: Node) -> Found | None:
 
 
 def read_statements(softmax: Node) -> None:
-    """Let ``softmax`` read the results of statements that wrote scores in place: ``scores.masked_fill_(mask, n)``."""
+    """Rewire ``softmax`` to the results of in-place statements on the scores: ``scores.masked_fill_(mask, n)``."""
     source = softmax.args[0] if softmax.args else None
     while isinstance(source, Node) and (writer := _statement(source, softmax)) is not None:
         for later in [user for user in source.users if writer < user]:
@@ -129,7 +129,7 @@ def read_statements(softmax: Node) -> None:
 
 
 def _statement(source: Node, reader: Node) -> Node | None:
-    """Return the first that writes to scores ``source`` before ``reader``, where nobody reads what it returns."""
+    """Return the first in-place write to the scores ``source`` before ``reader``, if nothing reads its result."""
     for user in source.users:
         name, args = operation(user)
         if name in WRITING and args[0] is source and not user.users and user < reader:
@@ -152,16 +152,16 @@ def _is_over_the_last(softmax: Node, source: Node) -> bool:
 
 
 def _changes_nothing(node: Node, scores: Scores) -> bool:
-    """Say whether ``node`` leaves probabilities as they are, but that heads go into the batch again.
+    """Say whether ``node`` keeps the probabilities, or only folds the heads into the batch again.
 
-    Or rounds them, as attention does, where the user's code asks for the dtype that it sees under autocast.
+    It may also round them, as attention does, if the user's code asks for the dtype that it sees under autocast.
     """
     rounds = names_of(node) in CONVERSIONS and GIVEN in node.meta
     return converts_nothing(node) or rounds or _drops_nothing(node) or (scores.split is not None and _folds(node))
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Say whether ``node`` is dropout in evaluation, or of probability 0."""
+    """Say whether ``node`` is dropout in eval mode, or with probability 0."""
     identity = node.meta.get(IDENTITY)
     if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
         return False
@@ -169,7 +169,7 @@ def _drops_nothing(node: Node) -> bool:
 
 
 def _dropped_by(node: Node) -> float:
-    """Return how much dropout in training drops, in the order of memory as attention's own; 0 of all else."""
+    """Return the probability of a training dropout that draws in memory order, as attention does; else 0."""
     given = given_to(node)
     if given is None or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return 0.0
@@ -179,7 +179,7 @@ def _dropped_by(node: Node) -> float:
 
 
 def _is_any_drawn(dropout: Node, last: Node) -> bool:
-    """Say whether something draws random numbers between the two, which would be others if ``dropout`` drew later."""
+    """Say whether a node between the two draws random numbers: moving ``dropout`` behind it would change the draws."""
     node = dropout.next
     while node is not last:
         identity = node.meta.get(IDENTITY)
@@ -190,13 +190,13 @@ def _is_any_drawn(dropout: Node, last: Node) -> bool:
 
 
 def _folds(node: Node) -> bool:
-    """Say whether ``node`` makes [batch * heads, ...] of [batch, heads, ...]."""
+    """Say whether ``node`` reshapes [batch, heads, ...] to [batch * heads, ...]."""
     source = node.args[0] if names_of(node) in RESHAPES else None
     return isinstance(source, Node) and _is_split(captured(source), captured(node))
 
 
 def _unfolds(node: Node) -> bool:
-    """Say whether ``node`` makes [batch, heads, ...] of [batch * heads, ...], of a number of heads that is known."""
+    """Say whether ``node`` reshapes [batch * heads, ...] to [batch, heads, ...], with a known number of heads."""
     if names_of(node) not in RESHAPES or not isinstance(node.args[0], Node):
         return False
     made = captured(node)
@@ -208,19 +208,19 @@ def _is_split(split: torch.Tensor, folded: torch.Tensor) -> bool:
 
 
 def _splits(node: Node, scores: Scores) -> bool:
-    """Say whether ``node`` makes of attention's result what ``scores.split`` makes of the scores."""
+    """Say whether ``node`` splits attention's result as ``scores.split`` splits the scores."""
     return _unfolds(node) and told(captured(node).shape[:2]) == told(captured(scores.split).shape[:2])  # type: ignore[arg-type]
 
 
 def _step(node: Node) -> tuple[str, list[Any]]:
-    """Return ``operation``; one that writes in place, to what nobody else reads, as the one that does not."""
+    """Return ``operation(node)``; an in-place one counts as out of place if its target has no other reader."""
     name, args = operation(node)
     alone = name.endswith("_") and isinstance(args[0], Node) and set(args[0].users) == {node}
     return (name[:-1] if alone else name), args
 
 
 def _scores(node: Node) -> Scores | None:
-    """Read ``node`` back to the product of queries and keys."""
+    """Match ``node`` backwards to the matmul of queries and keys."""
     scale, hidden, filled, split, folded = 1.0, None, -math.inf, None, False
     terms, inside = list[Term](), set[Node]()
     while True:
@@ -256,9 +256,9 @@ def _scores(node: Node) -> Scores | None:
 
 
 def _hides(args: list[Any], scale: float, adds: bool) -> bool:
-    """Say whether nothing is seen where a number is filled in.
+    """Say whether the fill value hides a position.
 
-    Where that is finite, a row that sees nothing has all values alike, unless something is added behind it.
+    With a finite value, a fully masked row attends to all positions equally, unless a mask is added afterwards.
     """
     if len(args) != 3 or isinstance(args[2], Node) or not all(isinstance(a, Node) for a in args[:2]) or scale <= 0:
         return False
@@ -266,7 +266,7 @@ def _hides(args: list[Any], scale: float, adds: bool) -> bool:
 
 
 def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
-    """Return what ``node`` multiplies, what it adds, and the numbers that it scales this and the product with."""
+    """Return the two factors of a matmul ``node``, its addend, and the scales of the addend and of the matmul."""
     name, args = operation(node)
     if name in PRODUCTS and all(isinstance(a, Node) for a in args):
         return args[0], args[1], None, 0.0, 1.0
@@ -282,14 +282,14 @@ def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:
-    """Return what ``node`` multiplies with a number, and that number."""
+    """Return the node that ``node`` multiplies by a number, and that number."""
     source = next((a for a in operation(node)[1] if isinstance(a, Node)), None)
     factor = constant_beside(node, source) if source is not None else None
     return None if source is None or factor is None else (source, factor)
 
 
 def _masked(args: list[Any]) -> tuple[Node, Node] | None:
-    """Return of two summands the one that is made of products, and the other."""
+    """Return the summand that comes from a matmul, and the other one."""
     if len(args) != 2 or not all(isinstance(a, Node) for a in args):
         return None
     for scores, mask in (args, args[::-1]):
@@ -299,7 +299,7 @@ def _masked(args: list[Any]) -> tuple[Node, Node] | None:
 
 
 def _is_of_products(node: Node, steps: int) -> bool:
-    """Say whether ``node`` is a product behind so many ``steps`` as ``_scores`` takes, or fewer."""
+    """Say whether ``node`` comes from a matmul by fewer than ``steps`` operations that ``_scores`` matches."""
     if _product(node) is not None or steps == 0:
         return steps > 0
     name, args = _step(node)
@@ -312,7 +312,7 @@ def _is_of_products(node: Node, steps: int) -> bool:
 
 
 def _fits(scores: Scores, values: Node) -> bool:
-    """Say whether torch's function takes these operands, with a dimension more where heads are in the batch."""
+    """Say whether torch's attention function accepts these operands, after unfolding heads from the batch."""
     query, turned, v = (captured(n) for n in (scores.query, scores.turned, values))
     dims = 3 if scores.split is not None else query.dim()
     if dims not in (3, 4) or any(t.dim() != dims for t in (query, turned, v)):
@@ -329,5 +329,5 @@ def _fits(scores: Scores, values: Node) -> bool:
 
 
 def told(sizes: Iterable[Any]) -> list[str]:
-    """Return sizes to compare without a guard on symbolic ones."""
+    """Return sizes as text, which can be compared without a guard on symbolic ones."""
     return [str(size) for size in sizes]

@@ -1,8 +1,8 @@
-"""Leave out attention's mask where it hides nothing, or exactly what lies ahead.
+"""Remove a constant attention mask that hides nothing, or that is exactly the causal mask.
 
 Before: ``mask = arange(n) >= arange(n)[:, None]; scaled_dot_product_attention(q, k, v, attn_mask=mask)``. After:
-``scaled_dot_product_attention(q, k, v, is_causal=True)``. Models of transformers make no mask where they need none;
-but they look at values for that, and where they are captured they cannot.
+``scaled_dot_product_attention(q, k, v, is_causal=True)``. Models of transformers skip a mask that they do not need;
+but they read values to find out, which is not possible during capture.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.torch_compat.fake import outside_modes
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
-MOST = 1 << 26  # elements of a mask that is made to look at it
-HIDDEN = -1e4  # a score's summand that leaves no probability beside any that nothing was added to
+MOST = 1 << 26  # most elements of a mask that is computed here
+HIDDEN = -1e4  # an addend up to this one gives a position probability 0 beside an unmasked one
 
 
 @dataclass(frozen=True)
 class FoldConstantMasks(Pass):
-    """Drops masks that hide nothing; puts ``is_causal=True`` for those that hide what lies ahead, and that alone.
+    """Drops masks that hide nothing, and replaces causal masks by ``is_causal=True``.
 
-    Law: the mask is made of numbers in the graph, of no input and no random number; of as many queries as keys where it
-    is causal. Exactness: rounding-equal, by a kernel that reads no mask, which flash attention on CUDA demands.
+    Law: the mask is computed from constants in the graph, not from inputs or random numbers; a causal mask has as many
+    queries as keys. Exactness: rounding-equal. Flash attention on CUDA requires a call without a mask.
     """
 
     name: ClassVar[str] = "fold-constant-masks"
@@ -55,51 +55,51 @@ class FoldConstantMasks(Pass):
             if mask not in looked_at:
                 looked_at[mask] = _what_it_hides(mask)
             if looked_at[mask]:
-                ahead = looked_at[mask] == "what lies ahead"
+                ahead = looked_at[mask] == "later positions"
                 node.args = tuple(given[name] for name in NAMES[:3])
                 node.kwargs = keywords_of({**given, "attn_mask": None, "is_causal": ahead})
-                changes.append(Change(self.name, "mask left out", node.name, f"it hides {looked_at[mask]}"))
+                changes.append(Change(self.name, "removed the mask", node.name, f"it hides {looked_at[mask]}"))
         for mask in looked_at:
             _erase_unread(gm, mask)
         return PassResult(gm, tuple(changes))
 
 
 def _erase_unread(gm: GraphModule, mask: Node) -> None:
-    """Erase what nobody reads any more of what a mask was computed from."""
+    """Erase the nodes of a mask's computation that have no reader left."""
     for node in reversed(_sources(mask) or ()):
         if not node.users:
             gm.graph.erase_node(node)
 
 
 def _what_it_hides(mask: Node) -> str:
-    """Return "nothing", "what lies ahead", or "" for anything else, and what cannot be known."""
+    """Return "nothing", "later positions" (causal), or "" for any other or unknown mask."""
     made = _made(mask)
     if made is None or made.dim() < 2:
         return ""
-    made = made[tuple(slice(0, 1) if step == 0 else slice(None) for step in made.stride()[:-2])]  # of copies, the first
+    made = made[tuple(slice(0, 1) if step == 0 else slice(None) for step in made.stride()[:-2])]  # expanded dims: one
     seen = made if made.dtype == torch.bool else made == 0
     if not made.dtype == torch.bool and not bool(((made == 0) | (made <= HIDDEN)).all()):
         return ""
     if bool(seen.all()):
         return "nothing"
     square = made.shape[-1] == made.shape[-2]
-    return "what lies ahead" if square and bool((seen == torch.ones_like(seen).tril()).all()) else ""
+    return "later positions" if square and bool((seen == torch.ones_like(seen).tril()).all()) else ""
 
 
 def _made(mask: Node) -> Tensor | None:
-    """Compute a mask from the numbers in the graph; None where there is more to it."""
+    """Compute a mask from the constants in the graph; None if it depends on anything else."""
     sources = _sources(mask)
     if sources is None or not isinstance(value(mask), Tensor):
         return None
     try:
         made = _computed(sources)
-    except (RuntimeError, NotImplementedError):  # what the CPU has no kernel for stays as it is
+    except (RuntimeError, NotImplementedError):  # the CPU has no kernel for an operation: keep the mask
         return None
     return made if same(made.shape, value(mask).shape) else None
 
 
 def _computed(nodes: Sequence[Node]) -> Tensor:
-    """Run ``nodes``, which read nothing but each other, on the CPU; return what the last of them makes."""
+    """Run ``nodes``, which read only each other, on the CPU; return the result of the last."""
     found: dict[Node, Any] = {}
     with outside_modes(), torch.no_grad(), torch.device("cpu"):
         for node in nodes:
@@ -111,13 +111,13 @@ def _computed(nodes: Sequence[Node]) -> Tensor:
 
 
 def _on_cpu(argument: Any) -> Any:
-    """Return an argument of a call for the same call on the CPU."""
+    """Return a call's argument with a CUDA device replaced by the CPU."""
     device = isinstance(argument, torch.device) or (isinstance(argument, str) and argument.startswith("cuda"))
     return torch.device("cpu") if device else argument
 
 
 def _sources(mask: Node) -> Sequence[Node] | None:
-    """Return what a mask is computed from, in order, itself last; None where that is not numbers alone."""
+    """Return the nodes that compute a mask, in order, the mask last; None if they read more than constants."""
     inside: set[Node] = set()
     todo = [mask]
     while todo:
@@ -132,7 +132,7 @@ def _sources(mask: Node) -> Sequence[Node] | None:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """Say whether a node makes the same of the same, writes nothing, and is small."""
+    """Say whether a node is deterministic, has no side effects, and is small."""
     found = node.meta.get(IDENTITY)
     if node.op not in ("call_function", "call_method") or not isinstance(found, Identity) or node.target == "cuda":
         return False

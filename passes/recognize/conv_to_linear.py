@@ -1,9 +1,9 @@
-"""Let convolutions be linears whose kernel covers the whole image, or that go over it in patches beside each other.
+"""Replace convolutions by linears if the kernel covers the whole image, or covers it in non-overlapping patches.
 
 Before: ``conv2d(x, w, b)``, ``x`` [batch, in, 7, 7] and ``w`` [out, in, 7, 7], as in VGG's classifier.
 After: ``linear(x.flatten(1), w.flatten(1), b).view(-1, out, 1, 1)``.
 Before: ``conv2d(x, w, b, 16).flatten(2).transpose(1, 2)``, the patches of a vision transformer.
-After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, of ``x`` laid out in rows of 16 x 16 places.
+After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, where each row of ``patches`` is one 16 x 16 patch of ``x``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from amp_graph.passes.profitability.conv_thresholds import patches_are_profitabl
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
-# What reads [batch, places, channels] of any strides, and makes the same of it, strides included.
+# Operations that read [batch, places, channels] of any strides, and return the same result and strides for each.
 TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 
 
@@ -35,11 +35,11 @@ TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 class ConvToLinear(Pass):
     """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
 
-    Law: no padding, dilation or groups; more than one place, which ``LowerPointwiseConv`` takes; patches of what
-    ``what_pays`` calls few channels. Exactness: rounding-equal, sums in another order. The kernels of convolutions lay
-    out such weights, which are large, anew in every call, and their gradients too; a linear reads them as they lie.
+    Law: no padding, dilation or groups; a kernel larger than 1x1, which ``LowerPointwiseConv`` takes; few channels for
+    patches. Exactness: rounding-equal, sums in another order. Convolution kernels reorder such large weights and their
+    gradients in every call; a linear reads them in their layout.
 
-    ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which is worth more.
+    ``folds``: skip convolutions into which a batch norm in eval mode will be folded, which gains more.
     """
 
     folds: bool = False
@@ -63,19 +63,19 @@ class ConvToLinear(Pass):
 
 
 def _covers_the_image(call: ConvolutionCall) -> bool:
-    """Say whether there is one place to compute, whatever the sizes that vary will be."""
+    """Say whether the result has exactly one pixel, for all values of symbolic sizes."""
     height, width = call.image.shape[2:]
     fixed = type(height) is int and type(width) is int
     return fixed and (height, width) == call.kernel != ONE and not any(call.padding)
 
 
 def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:
-    """Put the linear in the place of the convolution; return its result as an image of one place."""
+    """Replace the convolution by a linear; return its result as an image of one pixel."""
     node, graph = call.node, gm.graph
     channels_last = is_channels_last(value(call.weight))
 
     def rows(source: Node) -> Node:
-        if channels_last:  # in the order in which the weight lies: a view
+        if channels_last:  # in the memory order of the weight, so that this is a view
             source = describe(graph.call_method("permute", (source, (0, 2, 3, 1))), node, mode)
         return describe(graph.call_method("flatten", (source, 1)), node, mode)
 
@@ -89,7 +89,7 @@ def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> 
 
 
 def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
-    """Say whether the kernel goes over the image in steps of its own size, to its end; ``rows`` make rows of it."""
+    """Say whether non-overlapping patches cover the whole image; ``rows``: nodes that reshape the result to rows."""
     x, (height, width) = call.image, call.kernel
     fixed = type(x.shape[2]) is int and type(x.shape[3]) is int
     if not fixed or call.stride != call.kernel or any(call.padding) or x.shape[2] % height or x.shape[3] % width:
@@ -98,7 +98,7 @@ def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
 
 
 def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:
-    """Put the linear over patches in the place of the convolution, or of ``rows``; return its result."""
+    """Replace the convolution, or ``rows``, by a linear over patches; return its result."""
     node, graph, (height, width) = call.node, gm.graph, call.kernel
     across = (-1, call.channels, call.image.shape[2] // height, height, call.image.shape[3] // width, width)
     with graph.inserting_before(node):
@@ -109,7 +109,7 @@ def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: 
         patches = called("permute", called("view", call.input, across), (0, 2, 4, 1, 3, 5))
         given = (called("flatten", patches, 3), called("flatten", call.weight, 1), call.bias)
         made = describe(graph.call_function(F.linear, given), node, mode)
-        # As an image it lies as the convolution's result did, whatever reads it.
+        # As an image it has the layout of the convolution's result, for any reader.
         made = called("flatten", made, 1, 2) if rows else called("contiguous", called("permute", made, (0, 3, 1, 2)))
     rows = rows or [node]
     rows[-1].replace_all_uses_with(made)
@@ -119,7 +119,7 @@ def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: 
 
 
 def _read_in_rows(node: Node) -> list[Node]:
-    """Return ``node`` and what makes [batch, places, channels] of it alone, for readers of any layout; [] otherwise."""
+    """Return ``node`` and the nodes that reshape it to [batch, places, channels]; [] if a reader needs its layout."""
     flat = only_reader(node, "aten.flatten", "aten.view", "aten.reshape")
     if flat is None or value(flat).dim() != 3 or not same(value(flat).shape[1], value(node).shape[1]):
         return []

@@ -1,7 +1,7 @@
-"""Recognize products that were written as Einstein sums.
+"""Recognize matmuls that are written as Einstein sums.
 
-Before: ``einsum("b h i d, b h j d -> b h i j", q, k)``, as CompVis' diffusion models have it, which no pass over
-products, linears or attention sees. After: ``matmul(q, k.transpose(-2, -1))``.
+Before: ``einsum("b h i d, b h j d -> b h i j", q, k)``, as in CompVis' diffusion models, which no pass over matmuls,
+linears or attention matches. After: ``matmul(q, k.transpose(-2, -1))``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.at
 class EinsumToMatmul(Pass):
     """Replaces ``einsum`` of two operands by ``matmul``, with transposes of the operands and the result.
 
-    Law: one index is summed over; the others are of one operand and the result, one each, or of all three; or those of
-    one operand are several, and of the other, a matrix, one. The result lies as ``einsum``'s does, which code behind
-    it may ask for. The lists say the same of both. Exactness: rounding-equal; it is the product that ``einsum`` makes.
+    Law: exactly one index is summed. Each other index is in one operand and the result (one per operand), or in all
+    three; or one operand has several of its own and the other one is a matrix. The result has the strides of
+    ``einsum``'s result, which later code may depend on. The lists have the same rule for both. Exactness:
+    rounding-equal; ``einsum`` computes the same matmul.
     """
 
     lists: OpList
@@ -49,12 +50,12 @@ class EinsumToMatmul(Pass):
             product = _that_lies_alike(node, equation, operands, mode)
             if product is not None:
                 made = _put(gm, node, product, operands, mode)
-                changes.append(Change(self.name, "as a product", made.name, equation))
+                changes.append(Change(self.name, "as a matmul", made.name, equation))
         return PassResult(gm, tuple(changes))
 
 
 class _Product(NamedTuple):
-    """How operands are turned for a product, and its result: orders of dimensions; ``swapped``: the second is first."""
+    """Permutations of the operands of a matmul and of its result; ``swapped``: the second operand comes first."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]
@@ -63,7 +64,7 @@ class _Product(NamedTuple):
 
 
 def _given_to(node: Node) -> tuple[str, Node, Node] | None:
-    """Return the equation and the two operands of an einsum; None of anything else."""
+    """Return the equation and the two operands of an einsum; None for any other node."""
     if node.op != "call_function" or node.target not in (torch.einsum, torch.functional.einsum) or node.kwargs:
         return None
     equation, *operands = node.args
@@ -77,7 +78,7 @@ def _given_to(node: Node) -> tuple[str, Node, Node] | None:
 
 
 def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
-    """Return the product whose result lies as that of ``node``, an einsum; None where there is none."""
+    """Return a matmul whose result has the strides of ``node``, an einsum; None if there is none."""
     wanted, given = captured(node), [captured(o) for o in operands]
     read = _read(equation, [t.dim() for t in given])
     if read is None or given[0].dtype != given[1].dtype:
@@ -99,9 +100,9 @@ def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: Fake
 
 
 def _read(equation: str, dims: Sequence[int]) -> tuple[str, str, str] | None:
-    """Return the indices of both operands, of so many ``dims``, and of the result; None where they do not say so.
+    """Return the indices of both operands, which have ``dims`` dimensions, and of the result; None if unclear.
 
-    ``...`` stands for as many more, the same from the last one on.
+    ``...`` stands for the remaining dimensions, aligned at the last one.
     """
     terms, arrow, result = equation.replace(" ", "").partition("->")
     parts = terms.split(",")
@@ -120,14 +121,14 @@ def _read(equation: str, dims: Sequence[int]) -> tuple[str, str, str] | None:
 
 
 def _product(first: str, second: str, result: str, swapped: bool) -> _Product | None:
-    """Return the product of ``first`` by ``second``, None where they are not alike enough."""
+    """Return the matmul of ``first`` and ``second``; None if the sum is not one matmul."""
     summed = [i for i in first if i in second and i not in result]
     shared = [i for i in result if i in first and i in second]
     rows, columns = [i for i in result if i not in second], [i for i in result if i not in first]
     if len(summed) != 1 or len(columns) != 1 or not rows:
         return None
     if {*first} != {*shared, *rows, *summed} or {*second} != {*shared, *columns, *summed}:
-        return None  # what one of them alone has is summed over
+        return None  # an index of one operand alone is summed over
     if len(rows) > 1 and shared:
         return None
     left, right, made = [*shared, *rows, *summed], [*shared, *summed, *columns], [*shared, *rows, *columns]
@@ -137,7 +138,7 @@ def _product(first: str, second: str, result: str, swapped: bool) -> _Product | 
 
 
 def _made(product: _Product, operands: list[Any], call: Callable[..., Any]) -> Any:
-    """Return what ``call`` makes of the last function: the turned product of ``operands``."""
+    """Build the permuted matmul of ``operands`` by ``call``, and return the result of the last call."""
     one, other = operands[::-1] if product.swapped else operands
     made = call(torch.matmul, _turned(one, product.left, call), _turned(other, product.right, call))
     return _turned(made, product.behind, call)
@@ -160,12 +161,12 @@ def _form(made: Tensor) -> tuple[Any, ...]:
 
 
 def _put(gm: GraphModule, node: Node, product: _Product, operands: list[Node], mode: FakeTensorMode) -> Node:
-    """Put ``product`` in the place of ``node``; return what stands there."""
+    """Replace ``node`` by ``product``; return the new node."""
 
     def put(function: Callable[..., Any], operand: Node, *args: Any) -> Node:
         if function is not torch.matmul:
             return put_before(gm, node, function, operand, *args, mode=mode, like=node)
-        with gm.graph.inserting_before(node):  # of the module that the sum is of
+        with gm.graph.inserting_before(node):  # with the module path of the einsum
             return describe(gm.graph.call_function(function, (operand, *args)), node, mode)
 
     last = _made(product, operands, put)

@@ -1,7 +1,7 @@
-"""Leave empty tensors out of what they are concatenated with.
+"""Remove empty tensors from concatenations.
 
-Before: ``cat([empty, keys], dim=-2)``, where a key-value cache begins: the empty tensor was made in fp32, and makes
-fp32 of low-precision keys. After: ``cat([keys], dim=-2)``, in the precision of the keys.
+Before: ``cat([empty, keys], dim=-2)``, at the start of a key-value cache: the empty tensor is fp32, and promotes
+low-precision keys to fp32. After: ``cat([keys], dim=-2)``, in the precision of the keys.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CATS = (("aten.cat",), ("aten.concat",), ("aten.concatenate",))
 class RemoveEmptyConcatOperands(Pass):
     """Replaces ``cat([a, b, c])`` by ``cat([b, c])`` where ``a`` has no elements.
 
-    Law: ``a`` has the shape (0,), which torch skips whatever the other shapes are, no gradient is asked of it, and the
-    others make the same dtype without it. Exactness: bit-exact; the result is a copy as before.
+    Law: ``a`` has the shape (0,), which torch skips for any other shapes; it needs no gradient; and the others give
+    the same dtype without it. Exactness: bit-exact; the result is still a copy.
     """
 
     name: ClassVar[str] = "remove-empty-concat-operands"
@@ -43,12 +43,12 @@ class RemoveEmptyConcatOperands(Pass):
                 continue
             _set_parts(node, kept)
             set_identity(node, mode)
-            changes.append(Change(self.name, "left out", node.name, f"{len(parts) - len(kept)} tensors of no elements"))
+            changes.append(Change(self.name, "removed", node.name, f"{len(parts) - len(kept)} empty tensors"))
         return PassResult(gm, tuple(changes))
 
 
 def _concatenated(node: Node) -> list[Node]:
-    """Return what ``node`` concatenates; nothing where it does something else, or writes to ``out``."""
+    """Return the operands of a concat; [] for other nodes, and for one that writes to ``out``."""
     found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or found.names not in CATS or "out" in node.kwargs or not calls_torch(node):
         return []

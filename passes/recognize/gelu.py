@@ -1,7 +1,7 @@
-"""Recognize a GELU that was written out in Python, and call the one that torch has.
+"""Recognize a GELU that is written out in Python, and call torch's GELU instead.
 
-Before: ``0.5 * x * (1 + tanh(0.79788 * (x + 0.044715 * x ** 3)))``, eight operations, of which five save their
-operands for backward. After: ``gelu(x, approximate="tanh")``: one, which computes in fp32 inside and saves ``x``.
+Before: ``0.5 * x * (1 + tanh(0.79788 * (x + 0.044715 * x ** 3)))``: eight operations, five of which save their operands
+for backward. After: ``gelu(x, approximate="tanh")``: one operation, which computes in fp32 inside and saves only ``x``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amp_graph.passes.graph.edit import put_call
 from amp_graph.passes.graph.fake_values import fake_mode_of
 from amp_graph.passes.graph.match import Formula, constant_beside, is_closed, only_reader, operation
 
-# The inner function, and the odd polynomial that it is given: {power: coefficient}.
+# The inner function, and the odd polynomial that is its argument: {power: coefficient}.
 TANH = math.sqrt(2 / math.pi)
 FORMS = {
     "aten.tanh": ("tanh", {1: TANH, 3: TANH * 0.044715}),
@@ -34,8 +34,8 @@ Polynomial = dict[int, float]
 class FuseGelu(Pass):
     """Replaces GELU's formula, in whatever order it is written, by ``torch.nn.functional.gelu``.
 
-    Law: the same function of ``x`` (coefficients agree to six digits), read by nobody half-way. Exactness:
-    rounding-different; it rounds once, where the formula rounds after each of its operations.
+    Law: the same function of ``x`` (coefficients agree to six digits), and no other reader inside the formula.
+    Exactness: rounding-different; it rounds once, where the formula rounds after each operation.
     """
 
     name: ClassVar[str] = "fuse-gelu"
@@ -50,13 +50,13 @@ class FuseGelu(Pass):
             if found is None or mode is None:
                 continue
             fused = put_call(gm, found, F.gelu, (found.x,), mode, approximate=approximate)
-            what = f"{len(found.inside)} operations that are gelu, approximate={approximate!r}"
+            what = f"{len(found.inside)} operations are one gelu, approximate={approximate!r}"
             changes.append(Change(self.name, "fused", fused.name, what))
         return PassResult(gm, tuple(changes))
 
 
 def _formula(inner: Node, wanted: Polynomial) -> Formula | None:
-    """Return the GELU around ``inner`` (its tanh or erf), or None where this is something else."""
+    """Return the GELU around ``inner`` (its tanh or erf), or None if there is none."""
     plus_one = only_reader(inner, "aten.add")
     if plus_one is None or constant_beside(plus_one, inner) != 1:
         return None
@@ -80,7 +80,7 @@ def _formula(inner: Node, wanted: Polynomial) -> Formula | None:
 
 
 def _tails(product: Node) -> Iterator[tuple[Node, float, set[Node]]]:
-    """Yield where the formula may end: at the product, or at a number behind it."""
+    """Yield the possible ends of the formula: the product, or a multiplication of it by a number."""
     yield product, 1.0, set()
     behind = only_reader(product, *SCALES)
     constant = constant_beside(behind, product) if behind is not None else None
@@ -89,7 +89,7 @@ def _tails(product: Node) -> Iterator[tuple[Node, float, set[Node]]]:
 
 
 def _scaled(node: Node) -> Iterator[tuple[Node, float, set[Node]]]:
-    """Yield how ``node`` may be read: as itself, and as a number times something."""
+    """Yield the possible readings of ``node``: as itself, and as a number times another node."""
     yield node, 1.0, set()
     name, args = operation(node)
     if name in SCALES:
@@ -109,7 +109,7 @@ def _between(first: Node, last: Node) -> set[Node]:
 
 
 def _polynomial(node: Node, found: Formula) -> Polynomial | None:
-    """Return what ``node`` is as a polynomial in ``found.x``, whose nodes are noted; None where it is none."""
+    """Return ``node`` as a polynomial in ``found.x``, and record its nodes; None if it is none."""
     if node is found.x:
         return {1: 1.0}
     name, args = operation(node)

@@ -1,6 +1,6 @@
-"""Recognize linears that were written as products with a turned parameter.
+"""Recognize linears that are written as matmuls with a transposed parameter.
 
-Before: ``x @ weight.T``, as tied output layers and Falcon have it, which no pass over linears sees. After:
+Before: ``x @ weight.T``, as in tied output layers and in Falcon, which no pass over linears matches. After:
 ``linear(x, weight)``.
 """
 
@@ -29,16 +29,16 @@ GIVEN = ("placeholder", "get_attr")
 class MatmulToLinear(Pass):
     """Replaces ``x @ weight.T`` by ``linear(x, weight)``.
 
-    Law: ``weight``: two dimensions, an input or attribute of the graph; the lists say the same of products and linears.
-    Exactness: bit-exact, but where a pass over linears is not. A bias that is added stays so: of fp32 it makes the sum
-    fp32, which a linear's is not.
+    Law: ``weight`` has two dimensions and is an input or attribute of the graph; the lists have the same rule for
+    matmuls and linears. Exactness: bit-exact, except where a later pass over linears is not. The addition of a bias
+    stays separate: an fp32 bias makes the sum fp32, which the bias of a linear does not.
     """
 
     lists: OpList
     name: ClassVar[str] = "matmul-to-linear"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product."""
+        """Visit every matmul."""
         mode, changes = fake_mode_of(gm), []
         for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
             weight = _weight(node) if operation(node)[0] in PRODUCTS else None
@@ -48,12 +48,12 @@ class MatmulToLinear(Pass):
             made = put_call(gm, Formula(x, node, {node}), F.linear, (x, weight), mode)
             if not turned.users:
                 gm.graph.erase_node(turned)
-            changes.append(Change(self.name, "as a linear", made.name, f"by {weight.name}, turned"))
+            changes.append(Change(self.name, "as a linear", made.name, f"by {weight.name}, transposed"))
         return PassResult(gm, tuple(changes))
 
 
 def _weight(node: Node) -> Node | None:
-    """Return the parameter that a product's right operand is, turned; None where that is something else."""
+    """Return the parameter whose transpose is the right operand of a matmul; None if there is none."""
     x, turned = operation(node)[1]
     if not isinstance(x, Node) or not isinstance(turned, Node) or len(turned.all_input_nodes) != 1:
         return None

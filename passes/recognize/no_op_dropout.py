@@ -1,7 +1,7 @@
-"""Leave out dropout that drops nothing.
+"""Remove dropout that drops nothing.
 
-Before: ``linear(dropout(gelu(x), 0.1, training=False), w)``. After: ``linear(gelu(x), w)``: a call less, and whoever
-fuses or computes activations again sees what is read.
+Before: ``linear(dropout(gelu(x), 0.1, training=False), w)``. After: ``linear(gelu(x), w)``: one call less, and passes
+that fuse or recompute activations see the linear as the reader of the GELU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 @dataclass(frozen=True)
 class RemoveNoOpDropout(Pass):
-    """Replaces ``dropout(x, p, training)`` by ``x`` where it does not train, or ``p`` is 0.
+    """Replaces ``dropout(x, p, training)`` by ``x`` when ``training`` is False, or ``p`` is 0.
 
-    Law: torch itself returns its argument then, the very tensor (aten/src/ATen/native/Dropout.cpp), so whatever is
-    done to one is done to the other; one that is told to write in place stays. Exactness: bit-exact.
+    Law: torch itself returns the same tensor object then (aten/src/ATen/native/Dropout.cpp), so aliasing does not
+    change. An in-place dropout stays. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "remove-no-op-dropout"
@@ -34,8 +34,8 @@ class RemoveNoOpDropout(Pass):
         for node in list(gm.graph.nodes):
             source = given_back(node)
             if source is not None:
-                changes.append(Change(self.name, "left out", node.name, "it drops nothing"))
-                # Dynamo's fake dropout is a clone: what its memory is called there is that of the argument.
+                changes.append(Change(self.name, "removed", node.name, "it drops nothing"))
+                # Dynamo's fake dropout is a clone: record its storage as that of the argument.
                 keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
                 source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys
                 node.replace_all_uses_with(source)

@@ -1,7 +1,7 @@
-"""Recognize an RMS norm that was written out in Python, and call the one that torch has.
+"""Recognize an RMS norm that is written out in Python, and call torch's RMS norm instead.
 
-Before: ``weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))``, as Llama and its kin have it. After:
-``rms_norm(x, (width,), weight, eps)``: one operation to plan, which other passes make one pass over memory.
+Before: ``weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))``, as in Llama and similar models. After:
+``rms_norm(x, (width,), weight, eps)``: one operation to plan, for which other passes have a fused kernel.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from amp_graph.passes.torch_compat.symbolic_sizes import is_number, same
 class FuseRmsNorm(Pass):
     """Replaces an RMS norm's formula over the last dimension by ``torch.nn.functional.rms_norm``.
 
-    Law: ``x`` over the root of its mean square plus a number, times one weight a column or none, read by nobody
-    half-way; conversions to the dtype that is there already are looked through. Exactness: bit-exact where the norm
-    stays fp32, whose kernel computes the same; else it is computed in fp32 inside and rounded once.
+    Law: ``x`` over the root of its mean square plus a number, times one weight per column or none, with no other reader
+    inside the formula. Conversions that change no dtype are ignored. Exactness: bit-exact where the norm stays fp32,
+    as the kernel computes the same; else it is computed in fp32 inside and rounded once.
     """
 
     name: ClassVar[str] = "fuse-rms-norm"
@@ -44,13 +44,13 @@ class FuseRmsNorm(Pass):
             formula, weight, eps = found
             width = value(formula.x).shape[-1]
             fused = put_call(gm, formula, F.rms_norm, (formula.x, (width,), weight, eps), mode)
-            what = f"{len(formula.inside)} operations that are an RMS norm of {width}, eps={eps:g}"
+            what = f"{len(formula.inside)} operations are one RMS norm of {width}, eps={eps:g}"
             changes.append(Change(self.name, "fused", fused.name, what))
         return PassResult(gm, tuple(changes))
 
 
 def _found(mean: Node) -> tuple[Formula, Node | None, float] | None:
-    """Return the RMS norm around ``mean``, its weight and what is added to the mean; None for anything else."""
+    """Return the RMS norm around ``mean``, its weight and its eps; None if there is none."""
     x = _squared(mean.all_input_nodes[0])
     plus = only_reader(mean, "aten.add")
     eps = constant_beside(plus, mean) if plus is not None else None
@@ -68,7 +68,7 @@ def _found(mean: Node) -> tuple[Formula, Node | None, float] | None:
 
 
 def _squared(node: Node) -> Node | None:
-    """Return what ``node`` is the square of."""
+    """Return the node whose square is ``node``; None if it is no square."""
     name, args = operation(node)
     is_square = (
         name == "aten.square" or (name == "aten.pow" and args[1] == 2) or (name == "aten.mul" and len({*args}) == 1)
@@ -77,7 +77,7 @@ def _squared(node: Node) -> Node | None:
 
 
 def _origin(node: Any) -> Any:
-    """Return what ``node`` is before conversions that convert nothing."""
+    """Return the source of ``node`` before conversions that change no dtype."""
     while isinstance(node, Node) and converts_nothing(node):
         node = node.args[0]
     return node
@@ -104,7 +104,7 @@ def _normed(plus: Node, x: Node) -> tuple[Node, Node] | None:
 
 
 def _weighted(normed: Node, like: torch.Tensor) -> Iterator[tuple[Node, Node, tuple[Node, ...]]]:
-    """Yield the product of a norm and a weight a column, the weight, and the nodes up to there."""
+    """Yield the product of a norm and a weight per column, the weight, and the nodes up to the product."""
     last, between = normed, []
     while len(last.users) == 1 and converts_nothing(next(iter(last.users))):
         last = next(iter(last.users))

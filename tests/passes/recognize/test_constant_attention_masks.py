@@ -1,4 +1,4 @@
-"""Masks that hide nothing, or what lies ahead alone, are left out of attention; all others stay."""
+"""Masks that hide nothing, and causal masks, are removed from attention; all others stay."""
 
 import math
 
@@ -74,7 +74,7 @@ def calls(gm):
 )
 def test_they_are_left_out(function, ahead):
     plain, ours, given, result = passed(function)
-    assert [c.action for c in result.changes] == ["mask left out"]
+    assert [c.action for c in result.changes] == ["removed the mask"]
     (call,) = calls(ours)
     assert ("is_causal" in call.kwargs) == ahead
     assert "attn_mask" not in call.kwargs

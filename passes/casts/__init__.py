@@ -1,5 +1,5 @@
-"""Everything that inserts, removes or shares a cast.
+"""Passes that insert, remove or share casts.
 
-``insert_casts`` carries out the plan; ``eliminate_casts`` and ``share_casts`` leave one cast for each value and dtype.
-Imports ``precision`` and what is below it.
+``insert_casts`` carries out the plan; ``eliminate_casts`` and ``share_casts`` leave one cast per value and dtype.
+Imports ``precision`` and rooms below it.
 """

@@ -1,4 +1,4 @@
-"""Remove the conversions that the user's own code made redundant; rounding-exact, gradients included.
+"""Remove redundant conversions that the user wrote; bit-exact, gradients included.
 
 Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is ``x``. Before:
 ``zeros_like(x).float()``. After: ``zeros_like(x, dtype=torch.float32)``.
@@ -21,7 +21,7 @@ from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.precision.plan_precision import marks
 
-# What makes a constant, by the position of the number that it is filled with; None where the name says it.
+# Operations that make a constant, with the argument position of the fill value; None if the name implies the value.
 CREATIONS: dict[str, int | None] = {
     **dict.fromkeys(
         ("aten.zeros", "aten.ones", "aten.zeros_like", "aten.ones_like", "aten.new_zeros", "aten.new_ones")
@@ -36,9 +36,9 @@ READS_A_NUMBER = frozenset({"aten.item", "aten._local_scalar_dense"})
 class EliminateCasts(Pass):
     """Replaces ``x.to(d)``, and ``x.to(wide).to(d)``, with ``x`` when ``x`` is in ``d`` already.
 
-    Law: widening and coming back changes no bit, forward or backward, where nothing else reads the wide
-    value. Full -> low -> full stays: it rounds. A constant that both dtypes can write is made in the second at once,
-    and the number that Python reads of a tensor is the same before and after widening. Exactness: bit-exact.
+    Law: an upcast and the downcast back change no bit, forward or backward, if nothing else reads the wide value.
+    Full -> low -> full stays: it rounds. A constant that both dtypes represent exactly is created in the second one,
+    and a number that Python reads from a tensor is the same before and after an upcast. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "eliminate-casts"
@@ -52,7 +52,7 @@ class EliminateCasts(Pass):
             if not _is_conversion(node):
                 continue
             if _create_at_once(node):
-                changes.append(Change(self.name, "removed", node.name, f"made in {value(node.args[0]).dtype} at once"))
+                changes.append(Change(self.name, "removed", node.name, f"created as {value(node.args[0]).dtype}"))
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
                 continue
@@ -69,7 +69,7 @@ class EliminateCasts(Pass):
 
 
 def _erase_unread(gm: GraphModule, node: Node) -> None:
-    """Erase ``node``, and the wide conversion before it when nothing reads that any more."""
+    """Erase ``node``, and the upcast before it if nothing else reads that."""
     before = node.args[0]
     gm.graph.erase_node(node)
     if isinstance(before, Node) and not before.users and _is_conversion(before):
@@ -93,11 +93,11 @@ def _is_conversion(node: Node) -> bool:
 
 
 def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
-    """Return what may stand for ``node`` and why; else the reason for keeping it ("" for a plain cast)."""
+    """Return the replacement of ``node`` and the reason; else the reason to keep it ("" for a plain cast)."""
     source = node.args[0]
     assert isinstance(source, Node), "a conversion without a source is not a conversion"
     if memory.is_written(source) or memory.is_written(node):
-        return "the storage is written: the copy is part of the meaning"
+        return "the storage is written, so the copy is needed: kept"
     if value(source).dtype == value(node).dtype:
         return source, f"already {value(node).dtype}"
     if _is_read_as_a_number(node) and _widens(value(source).dtype, value(node).dtype):
@@ -111,21 +111,21 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
     if not _widens(value(origin).dtype, value(source).dtype):
         return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
     if len(source.users) > 1 and captured(origin).requires_grad:
-        return "another reader's gradient is summed in the wide dtype: kept"
+        return "gradients of several readers are summed in the wide dtype: kept"
     if _is_callers(origin, memory) and _is_kept_for_backward(node):
-        return "backward would read the caller's own value, which may be written until then: kept"
+        return "backward would read an input of the caller, who may write to it before: kept"
     if _are_seen_apart(node, origin, memory):
-        return "the caller has both, and may write to one: kept"
+        return "the caller gets both tensors, and may write to one: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
 
 
 def _is_kept_for_backward(node: Node) -> bool:
-    """Say whether what reads ``node`` may save it for a backward."""
+    """Say whether a reader of ``node`` may save it for backward."""
     return any(t.requires_grad for reader in node.users for t in tensors(captured(reader)))
 
 
 def _is_callers(node: Node, memory: Memory) -> bool:
-    """Say whether ``node`` is of the memory of an input that is no parameter."""
+    """Say whether ``node`` shares storage with an input that is not a parameter."""
     mine = memory.storages.get(node, frozenset())
     inputs = node.graph.find_nodes(op="placeholder")
     return any(
@@ -134,7 +134,7 @@ def _is_callers(node: Node, memory: Memory) -> bool:
 
 
 def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
-    """Say whether ``made``, a copy of ``origin``, is returned beside that, or beside views of it."""
+    """Say whether the caller gets ``made``, a copy of ``origin``, together with ``origin`` or a view of it."""
     graph, of = made.graph, memory.storages.get
     returned = frozenset().union(*(of(n, frozenset()) for n in graph.output_node().all_input_nodes))
     given = frozenset().union(*(of(n, frozenset()) for n in graph.find_nodes(op="placeholder")))
@@ -143,7 +143,7 @@ def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
 
 
 def _create_at_once(node: Node) -> bool:
-    """Give the constant that ``node`` alone reads, and converts, the dtype of ``node``; say whether that was done."""
+    """Create a constant that only ``node`` reads, and converts, in the dtype of ``node``; say whether that was done."""
     source, dtype = node.args[0], value(node).dtype
     assert isinstance(source, Node), "a conversion without a source is not a conversion"
     names = names_of(source)
@@ -158,18 +158,18 @@ def _create_at_once(node: Node) -> bool:
         return False
     if not all(_holds(filled, d) for d in (made.dtype, dtype)):
         return False
-    source.kwargs = {**source.kwargs, "dtype": dtype}  # by position in none of them
+    source.kwargs = {**source.kwargs, "dtype": dtype}  # keyword-only in all of them
     set_value(source, value(node))
     return True
 
 
 def _holds(number: float, dtype: torch.dtype) -> bool:
-    """Say whether ``number`` is exactly a value of ``dtype``; not of NaN, whose bits say more than it."""
+    """Say whether ``dtype`` represents ``number`` exactly; False for NaN, whose payload bits may differ."""
     return dtype.is_floating_point and torch.tensor(number, dtype=torch.float64).to(dtype).double().item() == number
 
 
 def _is_read_as_a_number(node: Node) -> bool:
-    """Say whether all that reads ``node`` is Python, as a number."""
+    """Say whether only Python reads ``node``, as a number."""
     return bool(node.users) and all(set(names_of(user)) <= READS_A_NUMBER and names_of(user) for user in node.users)
 
 

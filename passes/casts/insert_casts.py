@@ -1,7 +1,7 @@
-"""Make the plan real: one cast per (value, dtype), where the smaller copy lives longer. Knows no list.
+"""Carry out the plan: one cast per (value, dtype), placed so that the smaller copy lives longer. Reads no list.
 
 Before: ``h = layer_norm(x); q = linear(h, wq); k = linear(h, wk)`` with marks. After: ``c = h.bfloat16()``
-once, read by both linears; each weight's cast beside its first use.
+once, read by both linears; the cast of each weight comes just before its first use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InsertCasts(Pass):
 
     @property
     def changes_outputs(self) -> bool:
-        """Whether outputs are left in the precision they are computed in."""
+        """Whether outputs keep the precision in which they are computed."""
         return not self.keep_outputs
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -78,7 +78,7 @@ class InsertCasts(Pass):
 
 @dataclass
 class _Insertion:
-    """The casts made so far, and where the walk is."""
+    """The state of the walk: the casts inserted so far."""
 
     gm: GraphModule
     mode: FakeTensorMode
@@ -86,7 +86,7 @@ class _Insertion:
     memory: Memory
     changes: list[Change] = field(default_factory=list)
     casts: dict[Any, Node] = field(default_factory=dict)
-    # The full-precision values that stand for low ones which are written later, both ways: only they see the writes.
+    # Full-precision values that replace low ones which are written later, in both directions: only they see the writes.
     stand_ins: dict[Node, Node] = field(default_factory=dict)
     stood_for: dict[Node, Node] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ class _Insertion:
             wants = dict(mark.wants)
         for source, want in wants.items():
             self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
-        if TAKES in node.meta:  # runs as captured, on what it was captured with
+        if TAKES in node.meta:  # runs as captured, on the dtypes it was captured with
             return
         self._saturate(node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
@@ -110,29 +110,29 @@ class _Insertion:
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
         if keep_copy(node, self.memory, self.mode):
-            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or what it copies, is written"))
+            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or its source, is written"))
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             self._convert_result(node)
 
     def _give(self, node: Node, source: Node, dtype: torch.dtype) -> None:
-        """Let ``node`` read ``source`` in ``dtype``."""
+        """Make ``node`` read ``source`` in ``dtype``."""
         if source not in node.all_input_nodes or not is_eligible(captured(source)):
             return
         if value(source).dtype != dtype:
             node.replace_input_with(source, self._cast(source, node, dtype))
 
     def _cast(self, source: Node, reader: Node, dtype: torch.dtype) -> Node:
-        """Return the cast of ``source`` for ``reader``, made anew only where no earlier one may serve.
+        """Return the cast of ``source`` for ``reader``; insert one only if no earlier cast can be shared.
 
-        Lowering happens where the value is made, widening where it is read: the smaller copy is the one that
-        lives longer. A cast may not serve across a write to the storage, nor a gradient-enabled reader from
-        inside a no_grad region (autocast's cache did: pytorch#158232).
+        A downcast comes right after the value, an upcast right before its reader, so the smaller copy lives longer. A
+        cast must not be shared across a write to the storage, nor from inside a no_grad region with a reader that
+        needs gradients (autocast's cache did that: pytorch#158232).
         """
         kept = self.stood_for.get(source, source)
         leaf, written = source.op in ("placeholder", "get_attr"), self.memory.is_written(kept)
         late = (leaf or written or dtype != self.dtype) and TRANSFORM not in reader.meta
         if reader.op == "output" and is_trained(source) and not reader.meta.get(GRAD, True) and not (leaf or written):
-            late = False  # a part with gradients in a call without: its end would cut the output off
+            late = False  # inside no_grad, a cast before the output would cut off the gradient of this value
         before = self._before_no_grad(source, reader) if leaf else reader
         trains = before is not reader or reader.meta.get(GRAD, True)
         place = (trains, reader.meta.get(CHECKPOINT)) if late else None
@@ -142,7 +142,7 @@ class _Insertion:
         return self.casts[key]
 
     def _before_no_grad(self, source: Node, reader: Node) -> Node:
-        """Return where gradients are switched off before ``reader``, if a cast there serves readers on both sides."""
+        """Return the start of the no_grad region around ``reader`` if readers outside can share a cast there."""
         trained = captured(source).requires_grad and any(user.meta.get(GRAD, True) for user in source.users)
         place = reader
         while trained and not place.meta.get(GRAD, True):
@@ -157,7 +157,7 @@ class _Insertion:
         with place:
             cast = self.gm.graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
-            new = torch.empty_like(value(source), dtype=dtype)  # as a cast lays it out, and sooner known
+            new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
         keep_trained(new, captured(source))
         origin = source if before is None else reader
         cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
@@ -166,7 +166,7 @@ class _Insertion:
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
-        cast.meta[CAPTURED] = captured(source)  # what the readers read before
+        cast.meta[CAPTURED] = captured(source)  # the value that the readers read before
         mark: Mark | None = reader.meta.get(MARK)
         ops = ", ".join(mark.ops) if mark else str(reader.op)
         takes = "low" if dtype == self.dtype else "full"
@@ -176,9 +176,9 @@ class _Insertion:
         return cast
 
     def _saturate(self, node: Node) -> None:
-        """Bring constants that were resolved for fp32 into the range of a lowered operand.
+        """Clamp constants that were captured for fp32 to the range of a low-precision operand.
 
-        The plan lowers such a node only where the constant masks a softmax, which any very negative number does.
+        The plan lowers such a node only if the constant masks a softmax, for which any very negative number works.
         """
         if not any(tensors(value(s)) and value(s).dtype == self.dtype for s in _eligible(node)):
             return
@@ -195,7 +195,7 @@ class _Insertion:
             self.changes.append(Change("insert-casts", "saturated a constant", node.name, f"beyond {self.dtype}"))
 
     def _recompute(self, node: Node) -> None:
-        """Recompute the value of ``node`` where an input changed; give it full precision where it refuses."""
+        """Recompute the value of ``node`` if an input changed; use full precision if its kernel rejects the inputs."""
         changed = any(_dtypes(value(s)) != _dtypes(captured(s)) for s in _sources(node))
         if not changed or not tensors(value(node)):
             return
@@ -206,7 +206,7 @@ class _Insertion:
         try:
             refuse_mixed(node)
             set_value(node, run_node(node, self.mode))
-        except Exception as refusal:  # whatever a kernel raises for operands of two precisions
+        except Exception as refusal:  # any error that a kernel raises for operands of two precisions
             self._retreat(node, refusal)
 
     def _retreat(self, node: Node, refusal: Exception) -> None:
@@ -219,7 +219,7 @@ class _Insertion:
             self._give(node, source, torch.float32)
         self.changes.append(Change("insert-casts", "kept full", node.name, f"refuses lower operands: {first}"))
         if all(_dtypes(value(s)) == _dtypes(captured(s)) for s in _sources(node)):
-            set_value(node, captured(node))  # as captured: what depends on data may not run on fake tensors
+            set_value(node, captured(node))  # as captured: data-dependent operations may not run on fake tensors
             return
         try:
             set_value(node, run_node(node, self.mode))
@@ -238,7 +238,7 @@ class _Insertion:
         cast.meta[CAST] = f"{node.name} is written in full precision later"
 
     def restore_outputs(self, output: Node) -> None:
-        """Give every output of the graph its captured dtype back."""
+        """Cast every output of the graph back to its captured dtype."""
         low = leaving(self.gm)
         for source in list(output.all_input_nodes):
             if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):

@@ -1,4 +1,4 @@
-"""Give layer norms of low-precision values exact gradients for their parameters, where the kernel loses them.
+"""Compute parameter gradients of layer norms with low-precision input in fp32, as the CPU kernel loses them.
 
 Before: ``layer_norm(x_bf16, weight, bias)``. After: ``layer_norm_low(x_bf16, weight, bias)``.
 """
@@ -23,8 +23,8 @@ from amp_graph.passes.graph.node_info import HALVES, calls_torch
 class Fp32NormGradients(Pass):
     """Replaces ``layer_norm`` with ``layer_norm_low`` when its input is low precision and its fp32 parameters train.
 
-    Only on CPU, whose kernel sums the parameters' gradients in low precision. Exactness: the result and the
-    input's gradient bit-exact, the parameters' gradients closer to the exact ones.
+    Only on CPU, whose kernel sums the parameter gradients in low precision. Exactness: the result and the
+    input gradient are bit-exact; the parameter gradients are more accurate.
     """
 
     name: ClassVar[str] = "fp32-norm-gradients"

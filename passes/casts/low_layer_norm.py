@@ -1,4 +1,4 @@
-"""A layer norm of low-precision input whose parameters get exact gradients."""
+"""A layer norm of low-precision input that sums its parameter gradients in fp32."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class _LowLayerNorm(torch.autograd.Function):
         return dx, None, dweight, dbias, None
 
 
-CHUNK = 393_216  # elements of fp32 scratch that stay in cache
+CHUNK = 393_216  # elements of fp32 scratch that fit the cache
 
 
 def _sum_of_products(
     x: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum over rows of ``(x - mean) * rstd * grad`` in fp32, by chunks that stay in cache.
+    """Return the sum over rows of ``(x - mean) * rstd * grad`` in fp32, by chunks that fit the cache.
 
-    Mixed operands promote inside the kernels: nothing is rounded to low precision on the way, and nothing cast.
+    The kernels promote mixed operands, so nothing is cast and no intermediate value is rounded to low precision.
     """
-    # mean and rstd are fp32 as the kernel returns them; its fake says otherwise.
+    # The kernel returns mean and rstd in fp32; its fake implementation claims another dtype.
     width = weight.numel()
     if not width:
         return torch.zeros_like(weight)
@@ -81,10 +81,10 @@ def layer_norm_low(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
-    """``F.layer_norm`` of a low-precision ``x`` with fp32 ``weight`` and ``bias``, and exact gradients for those.
+    """``F.layer_norm`` of a low-precision ``x`` with fp32 ``weight`` and ``bias``, whose gradients are summed in fp32.
 
-    The CPU kernel's backward loses them when its input is bf16: 3.6 % relative error at 1,024 rows, 14-42 %
-    at 16,384 (``aten/src/ATen/native/cpu/layer_norm_kernel.cpp``). Here the sums over rows are fp32.
+    The backward of the CPU kernel loses them for bf16 input: 3.6 % relative error at 1,024 rows, 14-42 % at 16,384
+    (``aten/src/ATen/native/cpu/layer_norm_kernel.cpp``).
     """
     if leaves_to_torch(x, weight, bias):
         return torch.layer_norm(x.float(), normalized_shape, weight, bias, eps).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Let the readers of one cast add their gradients in fp32, and a full-precision reader join in.
+"""Sum the gradients of all readers of one cast in fp32, including those of a full-precision reader.
 
-Before: ``c = h.bfloat16()`` read by q, k and v, whose gradients are added in bf16. After:
-``c0, c1, c2 = shared_cast(h, bfloat16, 3)``: one cast forward, fp32 sums backward.
+Before: ``c = h.bfloat16()`` is read by q, k and v, whose gradients are summed in bf16. After:
+``c0, c1, c2 = shared_cast(h, bfloat16, 3)``: one cast in forward, fp32 sums in backward.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from amp_graph.passes.precision.plan_precision import marks
 class ShareCasts(Pass):
     """Replaces a cast with several readers by one ``shared_cast`` when gradients flow through it.
 
-    Law: forward changes no bit; backward adds in fp32 what would have been added in low precision. With a
-    full-precision reader behind the cast, its gradient and theirs are added by kernels that promote, without a cast.
-    Exactness: forward bit-exact, gradients rounding-equal to one cast a reader.
+    Law: forward changes no bit; backward sums in fp32 instead of low precision. The gradient of a full-precision
+    reader after the cast joins this sum in kernels that promote, without a cast. Exactness: forward bit-exact,
+    gradients rounding-equal to one cast per reader.
     """
 
     name: ClassVar[str] = "share-casts"
@@ -49,7 +49,7 @@ class ShareCasts(Pass):
 
 
 def _is_trained(cast: Node, memory: Memory) -> bool:
-    """Say whether gradients flow through ``cast``, which lowers a value that nobody writes."""
+    """Say whether ``cast`` is a downcast with gradients, of a value that nothing writes."""
     source = cast.args[0]
     if not isinstance(source, Node) or source.op in ("placeholder", "get_attr") or memory.is_written(source):
         return False
@@ -58,7 +58,7 @@ def _is_trained(cast: Node, memory: Memory) -> bool:
 
 
 def _times(user: Node, node: Node) -> int:
-    """Count how often ``user`` reads ``node``."""
+    """Return how many times ``user`` reads ``node``."""
     found: list[Node] = []
     map_arg((user.args, user.kwargs), found.append)
     return found.count(node)
@@ -83,7 +83,7 @@ def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
 
 
 def _parts(gm: GraphModule, shared: Node, cast: Node) -> Any:
-    """Yield the parts of ``shared`` in order, each a node."""
+    """Yield one node per part of ``shared``, in order."""
     last = shared
     for index, val in enumerate(value(shared)):
         with gm.graph.inserting_after(last):

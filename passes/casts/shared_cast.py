@@ -1,4 +1,4 @@
-"""One cast for several readers, whose gradients are added in fp32."""
+"""One cast for several readers, which sums their gradients in fp32."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _SharedCast(torch.autograd.Function):
         total = given[0]
         if len(given) == 1:
             return total.float(), None, None, None
-        if is_plain(*given):  # nothing in place
+        if is_plain(*given):  # a plain sum, without in-place writes
             return sum((g.float() for g in given[1:]), total.float()), None, None, None
         if (made := total_of(given)) is not None:
             return made, None, None, None
-        # The first sum must be made in fp32, where a full-precision reader did not already make it so.
+        # The first sum must be fp32, unless a full-precision reader's gradient already is.
         total = total if total.dtype == torch.float32 else total.float()
         for index, grad in enumerate(given[1:]):
             fresh = index > 0 or given[0].dtype != torch.float32
@@ -44,8 +44,8 @@ class _SharedCast(torch.autograd.Function):
 def shared_cast(x: torch.Tensor, dtype: torch.dtype, low: int, full: bool) -> tuple[torch.Tensor, ...]:
     """Cast ``x`` (fp32) once for ``low`` readers in ``dtype``; with ``full``, ``x`` itself comes first.
 
-    Returns aliases of one low-precision copy, one a reader. Backward adds the readers' gradients in fp32, as
-    one cast a reader would, where a plain shared cast would have them added, and rounded, in ``dtype``.
+    Returns one alias of the low-precision copy per reader. Backward sums the readers' gradients in fp32, as one cast
+    per reader would; a plain shared cast would sum, and round, them in ``dtype``.
     """
     if not (torch.is_grad_enabled() and x.requires_grad) or leaves_to_torch(x):
         cast = x.to(dtype)

@@ -1,7 +1,7 @@
-"""Conversions of the user's that made a copy at capture, of values that are in the asked precision now.
+"""Keep user conversions a copy if they copied at capture, but the value now has the requested dtype already.
 
-Before: ``b = h.bfloat16(); b.mul_(2)``, where ``h`` was lowered: ``b`` would be ``h`` itself, and the write be seen in
-it. After: ``b = h.to(torch.bfloat16, copy=True)``.
+Before: ``b = h.bfloat16(); b.mul_(2)``, where ``h`` was lowered: ``b`` would be ``h`` itself, and the write would
+change ``h``. After: ``b = h.to(torch.bfloat16, copy=True)``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 
 def keep_copy(node: Node, memory: Memory, mode: FakeTensorMode) -> bool:
-    """Let a conversion that copied at capture copy still, where it or its source is written; say whether it had to."""
+    """Make a conversion copy that copied at capture, if it or its source is written; say whether it was changed."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or not (is_conversion_target(node) or set(names_of(node)) & CONVERSIONS):
         return False

@@ -1,4 +1,4 @@
-"""A graph whose precision cannot be planned, run as ``torch.autocast`` would run it.
+"""Run a graph whose precision cannot be planned as ``torch.autocast`` would run it.
 
 Before: ``h = linear(x, w); return h``. After: ``a = _enter_autocast(...); h = linear(x, w); _exit_autocast(a);
 return h.to(torch.float32)``.
@@ -20,10 +20,10 @@ from amp_graph.passes.torch_compat.fake import FakeTensor, tracing_fake
 
 
 def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, *, keep_outputs: bool = True) -> None:
-    """Put an autocast region around the operations of ``gm``, in place; exactness: that of ``torch.autocast``.
+    """Put the operations of ``gm`` into an autocast region, in place; exactness: that of ``torch.autocast``.
 
-    ``keep_outputs``: outputs are cast back to their captured dtypes. Where the operations cannot run under autocast
-    (fake tensors show it), ``gm`` stays as captured, in full precision. ``why`` is what the report says of it.
+    ``keep_outputs``: cast outputs back to their captured dtypes. ``why``: the reason, for the report. If the operations
+    cannot run under autocast (as fake tensors show), ``gm`` stays as captured, in full precision.
     """
     saved = Snapshot.of(gm)
     try:
@@ -49,7 +49,7 @@ def _put_region(gm: GraphModule, dtype: torch.dtype, device: str) -> None:
 
 
 def _restore_outputs(gm: GraphModule) -> None:
-    """Cast floating-point outputs to their captured dtypes; a tensor that has its dtype is returned itself."""
+    """Cast floating-point outputs to their captured dtypes; a tensor that has its dtype is returned without a copy."""
     output = gm.graph.output_node()
     restored: dict[Node, Node] = {}
 
@@ -66,7 +66,7 @@ def _restore_outputs(gm: GraphModule) -> None:
 
 
 def _record(gm: GraphModule) -> None:
-    """Compute the values that the nodes have now; raises what an operation raises."""
+    """Recompute the values of the nodes; raises the error of any operation that fails."""
     mode = fake_mode_of(gm)
     if mode is None:
         return
@@ -80,7 +80,7 @@ def _record(gm: GraphModule) -> None:
 
 
 class _Recorder(Interpreter):
-    """Runs a graph on its fake inputs, and keeps what each node gives."""
+    """Run a graph on its fake inputs, and record the value of each node."""
 
     def __init__(self, gm: GraphModule, mode: Any) -> None:
         super().__init__(gm)
@@ -92,7 +92,7 @@ class _Recorder(Interpreter):
         return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function; a region of autocast that is open is one to leave where the graph raises."""
+        """Call a function, and track open autocast regions, which must be left if the graph raises."""
         result = super().call_function(target, args, kwargs)
         if target is _enter_autocast:
             self.entered.append(result)
@@ -101,7 +101,7 @@ class _Recorder(Interpreter):
         return result
 
     def run_node(self, n: Node) -> Any:
-        """Run one node, and record its value anew."""
+        """Run one node, and record its new value."""
         result = super().run_node(n)
         found = tensors(result)
         if found and n.op not in ("placeholder", "output") and all(isinstance(t, FakeTensor) for t in found):

@@ -1,7 +1,7 @@
-"""Pieces of a broken model: graphs that were captured under ``torch.autocast``, because the code around them runs so.
+"""Partial graphs of a model with graph breaks, captured under ``torch.autocast`` because the code between runs so.
 
-Before: ``linear(x: bf16, weight: f32) -> bf16``, which only autocast could run. After: as captured in fp32, with ``x``
-known to arrive, and the result known to leave, in bf16; a graph that can be planned like any other.
+Before: ``linear(x: bf16, weight: f32) -> bf16``, which only runs under autocast. After: the graph looks as if captured
+in fp32, with ``x`` marked as a bf16 input and the result as a bf16 output. It can be planned like any other graph.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, tracing_fake
 from amp_graph.passes.torch_compat.storage import storage_key, storage_of
 
-WHY = "arrives in low precision, or is made so by the user's code"
-BITS = "it shows the bits of a low-precision value as another dtype"
+WHY = "is a low-precision input, or a low-precision result of the user's code"
+BITS = "it reinterprets the bits of a low-precision value as another dtype"
 AS_COMPLEX = (torch.view_as_complex, torch.ops.aten.view_as_complex.default)
-OWN_BITS = "it shows the bits of a value that the user converted to low precision"
+OWN_BITS = "it reinterprets the bits of a value that the user converted to low precision"
 
 
 def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:
-    """Make ``gm``, captured under autocast to ``dtype``, as if captured in fp32; return why not where it cannot be.
+    """Convert ``gm``, captured under autocast to ``dtype``, to a graph captured in fp32; return why not, or "".
 
-    Each low-precision value is recorded as the fp32 one that it stands for. What is low by itself (an input, a
-    conversion) is marked as ``GIVEN``, and what the graph returns with the dtype that the code behind it expects.
+    Each low-precision value is recorded as the fp32 value that it replaces. Values that are low without autocast (an
+    input, a conversion) are marked as ``GIVEN``. Outputs are marked with the dtype that the code after them expects.
     """
     adopt_values(gm)
     inline_checkpoints(gm)
@@ -55,9 +55,9 @@ def adopt_piece(gm: GraphModule, dtype: torch.dtype) -> str:
 
 
 def leaving(gm: GraphModule) -> dict[Node, torch.dtype]:
-    """Return the values that leave ``gm`` in low precision, and in which: what the code behind a piece expects.
+    """Return the outputs of ``gm`` that must be low precision, with their dtypes, as the code after it expects.
 
-    Passes put other nodes in the place of those that were captured: what is known is the place in the output.
+    Passes replace captured nodes, so outputs are identified by their position.
     """
     output = gm.graph.output_node()
     dtypes = output.meta.get(LEAVES, ())
@@ -70,48 +70,48 @@ def _is_low(leaf: Any, dtype: torch.dtype) -> bool:
 
 
 def refusal(gm: GraphModule, dtype: torch.dtype) -> str:
-    """Return why ``gm`` has to run under autocast as it stands, or ""."""
+    """Return why ``gm`` has to run under autocast unchanged, or ""."""
     for node in gm.graph.nodes:
         if node_info.is_higher_order(node) and not runs_without_autocast(gm, node):
-            return f"{node.name} was traced inside, under autocast"
+            return f"the body of {node.name} was traced under autocast"
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_enter_autocast" and (len(node.args) < 3 or node.args[2]):
-            return "the user's torch.autocast(enabled=True) is inside of it"
+            return "it contains a torch.autocast(enabled=True) of the user"
         if name.endswith("_increment_nesting"):
-            return "a torch.func transform is inside of it"
+            return "it contains a torch.func transform"
         shown = [t for t in bits_shown(node) if t.dtype == dtype]
         if shown:
             return OWN_BITS if {storage_key(t) for t in shown} <= _converted(gm, dtype) else BITS
         low = any(t.dtype == dtype for t in tensors(value(node)))
         if low and node.target == "type" and any(isinstance(a, str) for a in node.args):
-            return "it names a dtype in words"
+            return "it names a dtype by a string"
     return ""
 
 
 def _converted(gm: GraphModule, dtype: torch.dtype) -> set[Any]:
-    """Return the storages of what the user's own conversions make in ``dtype``."""
+    """Return the storages of the results of the user's own conversions to ``dtype``."""
     made = (n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and _is_low_by_itself(n, dtype))
     return {storage_key(t) for n in made for t in tensors(value(n)) if t.dtype == dtype}
 
 
 def bits_shown(node: Node) -> list[torch.Tensor]:
-    """Return the operands whose memory ``node`` shows as another dtype (``view(torch.int32)``, ``view_as_complex``).
+    """Return the operands whose bits ``node`` reads as another dtype (``view(torch.int32)``, ``view_as_complex``).
 
-    In another precision they have other bits, and another number of them.
+    In another precision, the values and the number of these bits would differ.
     """
     made = {(storage_key(t), t.dtype) for t in tensors(value(node))}
     if not made or node.op not in ("call_function", "call_method"):
         return []
     given = [t for source in node.all_input_nodes for t in tensors(value(source))]
-    if node.target in AS_COMPLEX:  # whose fake result of bfloat16, which has no complex numbers, is no view
+    if node.target in AS_COMPLEX:  # bfloat16 has no complex dtype, and the fake result is not a view
         return given
     return [t for t in given if any(key == storage_key(t) and dtype != t.dtype for key, dtype in made)]
 
 
 def runs_without_autocast(gm: GraphModule, node: Node) -> bool:
-    """Say whether ``node`` is a custom ``autograd.Function`` that does the same under autocast as without.
+    """Say whether ``node`` is a custom ``autograd.Function`` that autocast does not change.
 
-    Nothing in its two bodies has a rule there: what they compute in is what they are given.
+    Autocast has no rule for any operation in its forward and backward: they compute in the dtypes of their inputs.
     """
     if not is_custom_function(node):
         return False
@@ -134,9 +134,9 @@ def _has_no_rule(body: GraphModule) -> bool:
 
 
 def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
-    """Say whether autocast casts what ``node`` is given, or what some part of it is, or whether nobody knows.
+    """Say whether autocast has a rule for ``node`` or for an operation in its decomposition; True if unknown.
 
-    It has no rule for ``einsum`` on the CPU, and one for the ``bmm`` that it is made of.
+    It has no rule for ``einsum`` on the CPU, but has one for the ``bmm`` inside.
     """
     apart: frozenset[OpOverload] = frozenset()
     while True:
@@ -164,7 +164,7 @@ def _is_low_by_itself(node: Node, dtype: torch.dtype) -> bool:
 
 
 class _Widening:
-    """The fp32 values that stand for those of low precision; what shared memory shares it again."""
+    """The fp32 values that replace low-precision ones; values that share storage share it again."""
 
     def __init__(self, dtype: torch.dtype, known: list[torch.Tensor]) -> None:
         self.dtype = dtype

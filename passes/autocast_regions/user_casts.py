@@ -1,8 +1,8 @@
-"""What the user's own conversions make in a graph that was captured under autocast, where they do as without it.
+"""Keep the effect of the user's own conversions in a graph that is captured under autocast.
 
-Before: ``h.half()`` behind a ``print``, where autocast has made ``h`` fp16, so that it is ``h`` itself. After: it is a
-copy, as without autocast, and known to be fp16 in what the call returns. And ``h.float()``, which is ``h`` itself
-without autocast: known to be another memory, which shows a write to the one or the other as lost.
+Before: ``h.half()`` after a ``print``, where autocast already made ``h`` fp16, so that the result is ``h`` itself.
+After: it is a copy, as without autocast, and the output is known to be fp16. Also finds ``h.float()``, which without
+autocast is ``h`` itself but under autocast has its own storage, so that writes to one would not reach the other.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WIDENING = frozenset({"float", "to", "type", "type_as"})  # methods that return 
 
 @dataclass(frozen=True)
 class Conversions:
-    """What a graph returns of the user's conversions.
+    """The outputs of a graph that depend on the user's conversions.
 
-    low: which outputs are of low precision without autocast, too, by position, each with the inputs that have to be so.
-    apart: pairs of outputs, or of an input (a negative number: -1 is the first) and an output, which have one memory
+    low: positions of the outputs that are low precision without autocast too, each with the inputs that must be low.
+    apart: pairs of outputs, or of an input (a negative number: -1 is the first) and an output, that share storage
     without autocast.
     """
 
@@ -35,9 +35,9 @@ class Conversions:
 
 
 def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
-    """Return those of ``gm``, captured under autocast to ``dtype``, in which ``h.half()`` copies from now on.
+    """Make ``h.half()`` copy in ``gm``, captured under autocast to ``dtype``; return the conversions of ``gm``.
 
-    ``x.to(dtype)`` is not among them: Dynamo records ``x.to(y.dtype)`` as the same, and there autocast chose ``y``'s.
+    ``x.to(dtype)`` does not count: Dynamo records ``x.to(y.dtype)`` the same way, where autocast chose ``y.dtype``.
     """
     adopt_values(gm)
     low = _low_by_user(gm, dtype)
@@ -51,7 +51,7 @@ def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
 
 
 def _low_by_user(gm: GraphModule, dtype: torch.dtype) -> dict[Node, frozenset[int]]:
-    """Return the nodes that are low without autocast where the inputs are that are named with them."""
+    """Return the nodes that are low without autocast, each with the inputs that must be low for that."""
     found: dict[Node, frozenset[int]] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if _is_low(node, dtype):
@@ -91,7 +91,7 @@ def _apart(
 
 
 def _memories(node: object) -> list[int | None]:
-    """Return the storages of a value; a dropout that drops nothing returns its operand, but its fake is a copy."""
+    """Return the storages of a value; looks through no-op dropouts, which return their input but whose fake copies."""
     while isinstance(node, Node) and (source := given_back(node)) is not None:
         node = source
     return [storage_key(t) for t in tensors(value(node))] if isinstance(node, Node) else []

@@ -1,5 +1,5 @@
-"""Reading the arguments of calls: attention, batch norm, dropout, and what is a transpose.
+"""Helpers that read the arguments of attention, batch norm, dropout and transpose calls.
 
-Each file knows the spellings of one operation, so that no pass has a list of its own.
-Imports ``graph`` and what is below it; every room above may import from here.
+Each file covers all spellings of one operation, so that passes need no lists of their own.
+Imports ``graph`` and rooms below it; all rooms above may import it.
 """

@@ -1,4 +1,4 @@
-"""How calls of ``F.scaled_dot_product_attention`` are read and written.
+"""Read and write the arguments of ``F.scaled_dot_product_attention``.
 
 Before: ``scaled_dot_product_attention(q, k, v, None, 0.0, True)``. After: ``{"query": q, ..., "is_causal": True}``, and
 ``keywords_of`` of that, ``{"is_causal": True}``.
@@ -17,6 +17,6 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a call of attention that are not the defaults."""
+    """Return the keyword arguments of an attention call that differ from the defaults."""
     defaults = node_info.schema_arguments(SDPA, (None,) * 3, {})
     return {name: given[name] for name in NAMES[3:] if given[name] is not None and given[name] != defaults[name]}

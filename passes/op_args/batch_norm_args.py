@@ -1,4 +1,4 @@
-"""How calls of ``F.batch_norm`` are read.
+"""Read the arguments of ``F.batch_norm``.
 
 Before: ``batch_norm(x, mean, var, weight, bias, True)``. After: ``{"input": x, ..., "training": True, "eps": 1e-5}``.
 """
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 DEFAULTS: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-RELUS = (("aten.relu",), ("aten.relu_",))  # what a batch norm becomes one operation with
+RELUS = (("aten.relu",), ("aten.relu_",))  # operations that are fused into a batch norm before them
 
 
 def batch_norm_arguments(node: Node) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def batch_norm_arguments(node: Node) -> dict[str, Any]:
 
 
 def has_norm(node: Node) -> bool:
-    """Say whether a batch norm in evaluation alone reads ``node``."""
+    """Say whether the only reader of ``node`` is a batch norm in eval mode."""
     user = next(iter(node.users), None)
     if len(node.users) != 1 or user is None or user.target is not F.batch_norm:
         return False

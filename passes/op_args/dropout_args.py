@@ -1,4 +1,4 @@
-"""What a call of dropout is given, and whether it drops anything."""
+"""Read the arguments of dropout calls, and find calls that drop nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-# Where each takes how much it drops, and whether it does, with what it takes for that where nothing is said.
+# Name and default of the probability and of the training flag, per function.
 DROPOUTS: dict[Any, tuple[tuple[str, Any], tuple[str, Any]]] = {
     F.dropout: (("p", 0.5), ("training", True)),
     torch.dropout: (("p", None), ("train", None)),
@@ -16,7 +16,7 @@ DROPOUTS: dict[Any, tuple[tuple[str, Any], tuple[str, Any]]] = {
 
 
 def given_to(node: Node) -> tuple[Node, Any, Any, bool] | None:
-    """Return what a dropout is given: what it drops from, how much, whether it trains, and in place; else None."""
+    """Return input, probability, training flag and in-place flag of a dropout call; None for other nodes."""
     if node.op != "call_function" or node.target not in DROPOUTS:
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
@@ -29,7 +29,7 @@ def given_to(node: Node) -> tuple[Node, Any, Any, bool] | None:
 
 
 def given_back(node: Node) -> Node | None:
-    """Return what ``node`` returns as it is, None where it makes something."""
+    """Return the input of a dropout that returns its input itself; None for other nodes."""
     given = given_to(node)
     if given is None:
         return None

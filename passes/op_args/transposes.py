@@ -1,4 +1,4 @@
-"""Which operations swap dimensions, and whether a node is another one with its last two swapped.
+"""Recognize transposes: operations that permute dimensions, and nodes that swap the last two of another node.
 
 Before: ``w.T``, ``w.t()``, ``w.mT``, ``torch.transpose(w, 0, 1)``, ``w.permute(1, 0)``. After:
 ``is_transpose_of(node, w)`` for each of them.
@@ -16,23 +16,23 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
 ATEN: Any = torch.ops.aten
-# As nodes of captured graphs are identified: all of them views, with whatever dimensions they are called.
+# Names in captured graphs. All of them return views, for any dimensions.
 TRANSPOSES = frozenset({
     "aten.transpose", "aten.permute", "aten.t", "aten.mT", "aten.numpy_T", "aten.swapaxes", "aten.swapdims",
     "aten.movedim", "aten.moveaxis",
 })  # fmt: skip
-# What is left of these in flat graphs, of ATen operators alone.
+# Their forms in flat graphs of ATen operators.
 FLAT_TRANSPOSES = (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int)
 
 
 def transposes(node: Node) -> bool:
-    """Say whether ``node`` is one operation that swaps dimensions: which ones its value tells."""
+    """Say whether ``node`` is one operation that permutes dimensions; its value shows which ones."""
     names = names_of(node)
     return len(names) == 1 and names[0] in TRANSPOSES
 
 
 def is_transpose_of(node: Any, source: Any) -> bool:
-    """Say whether ``node`` is known to be ``source.mT``, in the sizes that it has now."""
+    """Say whether ``node`` is known to be ``source.mT``; False for symbolic sizes."""
     if not transposes(node) or node.all_input_nodes != [source] or value(source).dim() < 2:
         return False
     a, b = value(source), value(node)
@@ -42,7 +42,7 @@ def is_transpose_of(node: Any, source: Any) -> bool:
 
 
 def swaps_last_two(node: Node) -> bool:
-    """Say whether ``node``, as captured, shows its operand with the last two dimensions swapped; symbols included."""
+    """Say whether ``node``, as captured, is a view of its operand with the last two dimensions swapped."""
     if not transposes(node) or len(node.all_input_nodes) != 1:
         return False
     a, b = captured(node.all_input_nodes[0]), captured(node)

@@ -1,5 +1,5 @@
-"""Memory formats and contiguity: channels last, contiguous inputs of linears, casts moved through concatenations.
+"""Memory formats and contiguity: channels last, contiguous inputs of linears, casts moved before concatenations.
 
-No values change here, only strides and the order of casts and copies.
-Imports ``casts`` and what is below it.
+These passes change no values, only strides and the order of casts and copies.
+Imports ``casts`` and rooms below it.
 """

@@ -1,7 +1,7 @@
-"""Let the images of a convolutional network be channels_last from its first convolution to its last.
+"""Keep the images of a convolutional network in channels_last from its first convolution to its last.
 
-Before: ``conv2d(x, w)`` on contiguous tensors. After: ``conv2d(x.contiguous(memory_format=channels_last), w)``, and all
-that follows in that layout, up to what cares about layouts, which gets a contiguous tensor as it did.
+Before: ``conv2d(x, w)`` on contiguous tensors. After: ``conv2d(x.contiguous(memory_format=channels_last), w)``; later
+operations keep that layout. Operations that depend on the layout get a contiguous tensor, as before.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 
 @dataclass(frozen=True)
 class ChannelsLast(Pass):
-    """Replaces the contiguous input of convolutions by a channels_last one when ``what_pays`` says so.
+    """Replaces the contiguous input of convolutions by a channels_last one where it is profitable.
 
-    Law: only layouts change. Operations that work on any layout pass it on; every other reader, but for averages over
-    all places, and the graph's outputs are given a contiguous copy. Left alone: graphs whose convolutions read
+    Law: only layouts change. Operations that accept any layout propagate it. Every other reader, except averages over
+    all pixels, gets a contiguous copy, and so do the graph's outputs. Skipped: graphs whose convolutions read
     channels_last tensors already. Exactness: rounding-equal, kernels sum in another order.
     """
 
     name: ClassVar[str] = "channels-last"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Walk the graph once, in order: convert what convolutions read, and convert back where it matters."""
+        """Walk the graph once, in order: convert the inputs of convolutions, and convert back for other readers."""
         mode = fake_mode_of(gm)
         convolutions = [n for n in gm.graph.nodes if _is_convolution(n)]
         if mode is None or not convolutions:
@@ -58,7 +58,7 @@ class ChannelsLast(Pass):
         if any(is_channels_last(value(source)) for n in convolutions for source in n.all_input_nodes[:1]):
             return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
         if not channels_last_is_profitable(first.device.type, first.dtype, len(convolutions)):
-            return PassResult(gm, (), (Skip(convolutions[0].name, f"does not pay for {first.dtype} here"),))
+            return PassResult(gm, (), (Skip(convolutions[0].name, f"not profitable for {first.dtype} here"),))
         memory = observe(gm, marks(gm))
         work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
         for node in list(gm.graph.nodes):
@@ -69,17 +69,17 @@ class ChannelsLast(Pass):
 
 @dataclass
 class _Conversion:
-    """Which values are channels_last by now, and the copies made so far."""
+    """The state of the walk: the values that are channels_last so far, and the copies inserted."""
 
     gm: GraphModule
     mode: FakeTensorMode
     memory: Memory
     layouts: Layouts
     last: set[Node] = field(default_factory=set)
-    # Of one channel both layouts are the same memory: a convolution of it gives contiguous images. Who reads them turns
-    # them, and not the next convolution: what is saved in between would be kept in both layouts.
+    # With one channel both layouts are the same memory, and a convolution returns contiguous images. Their first reader
+    # converts them, not the next convolution: values saved in between would be kept in both layouts.
     late: set[Node] = field(default_factory=set)
-    # Views of a part of channels_last images: who needs them dense gets a copy.
+    # Views of a part of channels_last images: readers that need dense images get a copy.
     parts: set[Node] = field(default_factory=set)
     copies: dict[Any, Node] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -102,29 +102,29 @@ class _Conversion:
             (self.last if arrived else self.late).add(node)
 
     def _show(self, node: Node) -> None:
-        """Let a view show a part of what is channels_last by now."""
+        """Update a view of a part of an image that is channels_last now."""
         if self._lies_so(node.all_input_nodes[0]):
             self._renew(node)
             (self.last if is_channels_last(value(node)) else self.parts).add(node)
 
     def _renew(self, node: Node) -> None:
-        """Give ``node`` the value that it has of its inputs as they lie by now."""
+        """Recompute the value of ``node`` from the current layouts of its inputs."""
         node.meta["val"] = self._fresh(node, value(node))
         if "example_value" in node.meta:
             node.meta["example_value"] = node.meta["val"]
 
     def _lies_so(self, source: Node) -> bool:
-        """Say whether the channels of ``source`` lie innermost by now."""
+        """Say whether the channels of ``source`` are innermost now."""
         return source in self.last or source in self.parts
 
     def _passes_on(self, node: Node) -> bool:
-        """Say whether ``node`` may work on channels_last images; a cast for readers of strides is behind the copy."""
+        """Say whether ``node`` may run on channels_last images; not a cast whose readers all depend on strides."""
         if CAST in node.meta and not any(self.layouts.may_convert(u) or averages_places(u) for u in node.users):
             return False
         return self.layouts.may_convert(node)
 
     def _joins(self, node: Node, source: Node) -> bool:
-        """Say whether ``node`` is faster when ``source`` is channels_last: a weight, only where kernels want that."""
+        """Say whether ``node`` is faster if ``source`` is channels_last; weights only where kernels need it."""
         if keeps_layout(node, CONVOLUTIONS) and source is not node.all_input_nodes[0]:
             alone = CAST in source.meta and len(source.users) == 1
             return alone and value(source).dim() == 4 and channels_last_weights_are_profitable(value(node).device.type)
@@ -133,7 +133,7 @@ class _Conversion:
         return is_image(value(source)) and self.layouts.may_copy(source, node)
 
     def _give(self, node: Node, source: Node, channels_last: bool) -> None:
-        """Let ``node`` read ``source`` in the other layout; a copy serves until its storage is written."""
+        """Make ``node`` read ``source`` in the other layout; a copy is shared until its storage is written."""
         key = (source, channels_last, self.memory.epoch(source, node) if source in self.memory.order else 0)
         if key not in self.copies:
             self.copies[key] = self._copied(node, source, channels_last)
@@ -146,7 +146,7 @@ class _Conversion:
         casts = channels_last and CAST in source.meta and source.op == "call_method" and len(source.users) == 1
         is_weight = source is not node.all_input_nodes[0]
         if casts and (is_weight or casting_into_layout_is_profitable(value(source).device.type)):
-            # A cast writes a copy anyway: it may as well write it in this layout.
+            # A cast writes a copy anyway: make it write this layout.
             source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
             source.meta["val"] = self._fresh(source, value(source))
             return source
@@ -159,7 +159,7 @@ class _Conversion:
         return made
 
     def _fresh(self, node: Node, old: Any) -> Any:
-        """Return what ``node`` computes now, with gradients where ``old`` had them."""
+        """Return the value of ``node`` now; it requires gradients if ``old`` did."""
         found = run_node(node, self.mode)
         keep_trained(found, old)
         return found

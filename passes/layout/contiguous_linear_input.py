@@ -1,8 +1,8 @@
-"""Lay out the input of a linear in rows, where torch would otherwise multiply it batch by batch, or add the bias apart.
+"""Make the input of a linear contiguous where torch would run a batched matmul, or add the bias separately.
 
-Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients that is one product an element of the batch, each with
-its own copy of the weight; with gradients a product, a sum with the bias, and in backward a sum over two dimensions.
-After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one product that begins with the bias, and a sum over rows.
+Before: ``linear(h.transpose(0, 1), w, b)``. Without gradients this is one matmul per batch element, each with its own
+copy of the weight. With gradients it is a matmul, a sum with the bias, and in backward a sum over two dimensions.
+After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one matmul that adds the bias, and a sum over rows.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ PRODUCTS = (("aten.linear",), ("aten.matmul",))
 
 @dataclass(frozen=True)
 class ContiguousLinearInput(Pass):
-    """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` do not lie in order.
+    """Replaces ``linear(x, w)`` and ``x @ w`` by those of ``x.contiguous()`` when rows of ``x`` are not contiguous.
 
-    Law: ``x`` has three dimensions or more, ``w`` two; and ``w`` has no gradient, with which torch folds ``x`` by
-    itself (``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which it then adds apart
-    (aten/src/ATen/native/Linear.cpp). On every device: the copy is to the product as one is to the width of ``w``.
-    Exactness: rounding-equal, sums in another order, with a bias one rounding less.
+    Law: ``x`` has three dimensions or more, ``w`` two. Either ``w`` has no gradient (with one, torch folds ``x``
+    itself: ``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp), or there is a bias, which torch would add
+    separately (aten/src/ATen/native/Linear.cpp). On every device: the cost of the copy over that of the matmul is one
+    over the width of ``w``. Exactness: rounding-equal, sums in another order; with a bias, one rounding less.
     """
 
     name: ClassVar[str] = "contiguous-linear-input"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear; one copy of a value serves all of its readers that run behind the first."""
+        """Visit every linear; all linears that read a value share one copy of it."""
         mode = fake_mode_of(gm)
         copies: dict[Node, Node] = {}
         changes = []
@@ -52,12 +52,12 @@ class ContiguousLinearInput(Pass):
                     copies[source] = copy = gm.graph.call_method("contiguous", (source,))
                 describe(copy, node, mode)
             node.replace_input_with(source, copies[source])
-            changes.append(Change(self.name, "flattened", node.name, f"{source.name} does not lie in rows"))
+            changes.append(Change(self.name, "made contiguous", node.name, f"the rows of {source.name} are strided"))
         return PassResult(gm, tuple(changes))
 
 
 def _takes_a_detour(node: Node) -> bool:
-    """Say whether ``node`` is a product that torch would make batch by batch, or without its bias."""
+    """Say whether ``node`` is a matmul that torch would run batch by batch, or without its bias."""
     if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta or not calls_torch(node):
         return False
     x, w = node.args[:2]
@@ -67,12 +67,12 @@ def _takes_a_detour(node: Node) -> bool:
         return False
     if len(node.args) > 2 and isinstance(node.args[2], Node):
         return True
-    # A cast of a weight has no gradient where none is recorded, the weight itself has it even there.
+    # Under no_grad the cast of a weight requires no gradient; the weight itself does even there.
     return not captured(w).requires_grad or (w.op not in ("placeholder", "get_attr") and not is_trained(node))
 
 
 def _lies_in_rows(x: torch.Tensor) -> bool:
-    """Say whether all dimensions but the last are one, without a guard on symbolic sizes."""
+    """Say whether all dimensions but the last can be flattened to one; adds no guard on symbolic sizes."""
     sizes, strides = ([concrete_size(n) for n in given] for given in (x.shape, x.stride()))
     expected = 0
     for size, stride in reversed(list(zip(sizes[:-1], strides[:-1], strict=True))):

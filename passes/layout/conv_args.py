@@ -1,4 +1,4 @@
-"""A convolution of images as the rewrites of convolutions read it: its operands, its numbers, and their common law.
+"""Read the arguments of image convolutions: operands, stride and padding, and the conditions common to all rewrites.
 
 Before: the node ``conv2d(x, w, None, 2, "valid")``. After: ``ConvolutionCall(x, w, None, stride=(2, 2), ...)``.
 """
@@ -28,7 +28,7 @@ ONE = (1, 1)
 
 @dataclass(frozen=True)
 class ConvolutionCall:
-    """Arguments of ``conv2d`` [batch, channels, height, width] without dilation, padding in numbers."""
+    """Arguments of a ``conv2d`` on [batch, channels, height, width] without dilation; padding as numbers."""
 
     node: Node
     input: Node
@@ -45,7 +45,7 @@ class ConvolutionCall:
 
     @property
     def channels(self) -> int:
-        """How many channels the images have."""
+        """The number of channels of the images."""
         return concrete_size(self.image.shape[1])
 
     @property
@@ -55,7 +55,7 @@ class ConvolutionCall:
 
     @property
     def places(self) -> int:
-        """How many places an image of the result has."""
+        """The number of pixels of one output image."""
         return math.prod(concrete_size(n) for n in value(self.node).shape[2:])
 
     @property
@@ -65,7 +65,7 @@ class ConvolutionCall:
 
     @property
     def lies_in_rows(self) -> bool:
-        """Whether the images' channels lie innermost, densely: as they do, too, where there is but one place."""
+        """Whether the images are dense with their channels innermost, as images of one pixel are too."""
         x = self.image
         if is_image(x):
             return is_channels_last(x)
@@ -73,42 +73,42 @@ class ConvolutionCall:
 
 
 def calls_convolution(node: Node) -> bool:
-    """Say whether ``node`` calls torch's ``conv2d`` itself, in no region whose precision the user set."""
+    """Say whether ``node`` calls torch's ``conv2d`` outside of regions whose precision the user set."""
     if node.op != "call_function" or node.target not in CALLS or REGION in node.meta:
         return False
     return names_of(node) == ("aten.conv2d",)
 
 
 def convolution_call(node: Node) -> ConvolutionCall | str:
-    """Return what ``node``, for which ``calls_convolution`` holds, computes; why no rewrite takes it, as text."""
+    """Return the arguments of ``node``, for which ``calls_convolution`` holds; or, as text, why no rewrite applies."""
     groups, call = _read(node)
     return call if isinstance(call, str) or groups == 1 else "it has groups"
 
 
 def depthwise_call(node: Node) -> ConvolutionCall | str:
-    """Return what ``node`` computes, as ``convolution_call`` does, where every channel is a group of its own."""
+    """Return the arguments of a depthwise convolution, as ``convolution_call`` does for other ones."""
     groups, call = _read(node)
     if isinstance(call, str):
         return call
     alone = 1 < groups == call.channels == concrete_size(value(call.weight).shape[0])
-    return call if alone else "its channels are not apart"
+    return call if alone else "it is not depthwise"
 
 
 def _read(node: Node) -> tuple[int, ConvolutionCall | str]:
-    """Return the number of groups, and the rest of a call or why it cannot be read."""
+    """Return the number of groups, and the other arguments or why they are not supported."""
     given = node_info.schema_arguments(SCHEMA, node.args, dict(node.kwargs))
     x, weight = given["input"], given["weight"]
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
-        return 0, "it is not of a batch of images"
+        return 0, "its input is not a batch of images"
     kernel = pair(value(weight).shape[2:])
     padding = padding_of(given["padding"], kernel)
     if padding is None or (pair(given["dilation"]) != ONE and kernel != ONE):
-        return 0, "it has dilation, or padding on one side"
+        return 0, "it has dilation or asymmetric padding"
     return given["groups"], ConvolutionCall(node, x, weight, given["bias"], pair(given["stride"]), padding)
 
 
 def padding_of(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the padding in numbers; None where it differs from side to side ("same" for an even kernel)."""
+    """Return the padding as numbers; None if it is asymmetric ("same" with an even kernel)."""
     if not isinstance(given, str):
         return pair(given)
     if given == "valid":

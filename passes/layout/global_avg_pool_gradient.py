@@ -1,4 +1,4 @@
-"""Give averages over whole images a gradient that is not written down for each place.
+"""Return the gradient of an average over whole images as an expanded view, without writing it for each pixel.
 
 Before: ``adaptive_avg_pool2d(x, 1)`` or ``mean((2, 3))`` of channels_last images. After: ``pooled(x, keepdim, dtype)``.
 """
@@ -22,17 +22,17 @@ from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
 
 @dataclass(frozen=True)
 class GlobalAvgPoolGradient(Pass):
-    """Replaces ``adaptive_avg_pool2d`` to one place, and ``mean`` over all places, with ``pooled`` where they train.
+    """Replaces ``adaptive_avg_pool2d`` to 1x1, and ``mean`` over all pixels, with ``pooled`` where they have gradients.
 
-    Law: channels_last images on the CPU, in no region whose precision the user set. Exactness: bit-exact. Torch's
-    gradient is a contiguous image: what is added to it, as beside squeeze and excitation, meets another layout, and
-    what comes behind gets images that its kernels are slow for.
+    Law: channels_last images on the CPU, outside of regions whose precision the user set. Exactness: bit-exact. Torch's
+    gradient is a contiguous image: a sum with it (as in squeeze and excitation) mixes two layouts, and later backward
+    kernels are slow on the result.
     """
 
     name: ClassVar[str] = "global-avg-pool-gradient"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every average that trains."""
+        """Visit every average with a gradient."""
         changes = []
         for node in gm.graph.nodes:
             if not is_trained(node) or not averages_places(node):
@@ -42,14 +42,14 @@ class GlobalAvgPoolGradient(Pass):
                 continue
             node.op, node.target, node.kwargs = "call_function", pooled, {}
             node.args = (x, value(node).dim() == 4, value(node).dtype)
-            changes.append(Change(self.name, "gradient of an average", node.name, "the same for each place"))
+            changes.append(Change(self.name, "gradient of an average", node.name, "the same for each pixel"))
         return PassResult(gm, tuple(changes))
 
 
 def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
     """Return ``x.mean((2, 3), keepdim, dtype=dtype)`` of images [batch, channels, height, width].
 
-    Its gradient is a view of one number for each channel, rounded to the dtype of ``x``.
+    Its gradient is an expanded view of one number per channel, rounded to the dtype of ``x``.
     """
     trains = torch.is_grad_enabled() and x.requires_grad
     if not trains or leaves_to_torch(x):
@@ -58,7 +58,7 @@ def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
 
 
 def _average(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:
-    if keepdim and dtype == x.dtype:  # the same numbers, in the layout of the images
+    if keepdim and dtype == x.dtype:  # same values, but keeps the layout of the images
         return F.adaptive_avg_pool2d(x, 1)
     return x.mean((2, 3), keepdim, dtype=dtype)
 

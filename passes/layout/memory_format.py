@@ -1,6 +1,6 @@
-"""Which operations work on images in any layout, and which values may change theirs unseen.
+"""Find operations that accept images in any layout, and values whose layout may change without visible effect.
 
-Before: ``h = conv(x); h.relu_(); h.view(-1)``. After: ``conv`` and ``relu_`` pass a layout on, ``view`` reads strides.
+Before: ``h = conv(x); h.relu_(); h.view(-1)``. After: ``conv`` and ``relu_`` keep a layout, ``view`` reads strides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 CONVOLUTIONS = frozenset(
     {"aten.conv2d", "aten.conv_transpose2d", "aten.convolution", "aten._convolution", "aten._convolution_mode"}
 )
-# Operations that are not pointwise, have kernels for channels_last, and return what they are given.
+# Operations that are not pointwise, have channels_last kernels, and return the layout of their input.
 KEEP_LAYOUT = CONVOLUTIONS | {
     "aten.batch_norm", "aten.native_batch_norm", "aten.group_norm", "aten.native_group_norm",
     "aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "aten.adaptive_max_pool2d", "aten.cat",
@@ -31,9 +31,9 @@ KEEP_LAYOUT = CONVOLUTIONS | {
     "aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten._upsample_nearest_exact2d",
     "aten.hardswish", "aten.hardswish_", "aten.prelu", "amp_graph.activation_by_table",
 }  # fmt: skip
-# Those whose kernels go by strides as they are, and do not want images to be dense: as pointwise ones.
+# Those whose kernels handle any strides, like pointwise ones, and do not need dense images.
 ANY_STRIDES = frozenset({"aten.cat", "aten.concat"})
-# Views of a part of a value's elements, or of all: the dimensions stay what they are.
+# Views of some or all elements that keep the order of dimensions.
 PARTS = frozenset({
     "aten.slice", "aten.alias", "aten.narrow", "aten.chunk", "aten.split", "aten.split_with_sizes", "aten.tensor_split",
 })  # fmt: skip
@@ -46,9 +46,9 @@ PLACES = {2, 3}
 
 @dataclass(frozen=True)
 class Layouts:
-    """The storages whose layout is seen from outside of the operations that pass it on.
+    """``pinned``: the storages whose layout must not change, as other operations or the caller can observe it.
 
-    ``parts``: views that may show a part of channels_last images instead, as all who read them take any layout.
+    ``parts``: views that may become views of channels_last images, as all their readers accept any layout.
     """
 
     pinned: frozenset[int]
@@ -57,7 +57,7 @@ class Layouts:
 
     @staticmethod
     def of(gm: GraphModule, memory: Memory) -> Layouts:
-        """Find what is pinned, and the views that pass a layout on: fewer where more is pinned, until both stand."""
+        """Compute both as a fixed point: pinned storages remove views, and fewer views pin more storages."""
         parts = frozenset(n for n in gm.graph.nodes if _shows_a_part(n))
         while True:
             found = Layouts(_pinned(gm, memory, parts), memory, parts)
@@ -66,14 +66,14 @@ class Layouts:
                 return found
 
     def _may_show_a_part(self, node: Node) -> bool:
-        """Say whether what a view shows is nowhere pinned, and read only where layouts do not matter."""
+        """Say whether a view's storage is not pinned, and all its readers accept any layout."""
         if self.memory.storages.get(node, frozenset()) & self.pinned:
             return False
         shown = not is_part(node) or node.all_input_nodes[0] in self.parts
         return shown and all(u in self.parts or self.may_convert(u) or averages_places(u) for u in node.users)
 
     def may_convert(self, node: Node) -> bool:
-        """Say whether ``node`` may be given, and give, channels_last images where they were contiguous."""
+        """Say whether the images that ``node`` reads and returns may change from contiguous to channels_last."""
         found = value(node)
         if not _any_layout(node) or not isinstance(found, torch.Tensor) or found.dim() != 4:
             return False
@@ -81,15 +81,15 @@ class Layouts:
         return not keys & self.pinned and _is_contiguous(captured(node))
 
     def may_copy(self, source: Node, reader: Node) -> bool:
-        """Say whether ``reader`` may be given a copy of ``source``: not where it writes to it."""
+        """Say whether ``reader`` may read a copy of ``source``: not if it writes to ``source``."""
         mark = reader.meta.get(MARK)
         return source not in getattr(mark, "written", ())
 
 
 def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozenset[int]:
-    """Find storages that something else than a layout-keeping operation writes, or aliases before they are written.
+    """Return storages that an operation which does not keep layouts writes, or aliases before a write.
 
-    A copy in another layout would hide the write from it, or it from the write.
+    With a copy in another layout, the alias would miss the write.
     """
     written = set(memory.writers)
     pinned: set[int] = set()
@@ -99,13 +99,13 @@ def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozense
             mark = node.meta.get(MARK)
             writes = {k for s in getattr(mark, "written", ()) for k in memory.storages.get(s, ())}
             pinned |= keys & (writes | memory.written_after(node))
-        if node.op in ("placeholder", "get_attr"):  # the caller holds it
+        if node.op in ("placeholder", "get_attr"):  # the caller can observe it
             pinned |= memory.storages.get(node, frozenset()) & written
     return frozenset(pinned)
 
 
 def _shows_a_part(node: Node) -> bool:
-    """Say whether ``node`` is a view of a part of images, or of several parts, or one of those."""
+    """Say whether ``node`` is a view of a part of images, a split into several views, or one of those."""
     if REGION in node.meta or len(node.all_input_nodes) != 1:
         return False
     shown = tensors(value(node))
@@ -113,7 +113,7 @@ def _shows_a_part(node: Node) -> bool:
 
 
 def wants_dense(node: Node) -> bool:
-    """Say whether an operation that takes any layout is slow on images that are a part of others."""
+    """Say whether an operation that accepts any layout is slow on images that are not dense."""
     identity = node.meta.get(IDENTITY)
     if CAST in node.meta or not isinstance(identity, Identity):
         return False
@@ -121,13 +121,13 @@ def wants_dense(node: Node) -> bool:
 
 
 def keeps_layout(node: Node, names: Collection[str]) -> bool:
-    """Say whether all that ``node`` calls is in ``names``."""
+    """Say whether all operations of ``node`` are in ``names``."""
     identity = node.meta.get(IDENTITY)
     return isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= set(names)
 
 
 def _any_layout(node: Node) -> bool:
-    """Say whether ``node`` gives the same numbers, in the same places, for images of any layout."""
+    """Say whether ``node`` gives the same values for images of any layout."""
     if REGION in node.meta:
         return False
     if CAST in node.meta and node.op == "call_method":
@@ -135,7 +135,7 @@ def _any_layout(node: Node) -> bool:
     identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or not identity.operations:
         return False
-    # Random numbers are drawn in the order of memory: another layout would give them to other elements.
+    # Random numbers are drawn in memory order: another layout would assign them to other elements.
     return all(_is_pointwise_or_in(KEEP_LAYOUT, o) and not node_info.is_random(o.op) for o in identity.operations)
 
 
@@ -144,7 +144,7 @@ def _is_pointwise_or_in(names: Collection[str], operation: Operation) -> bool:
 
 
 def averages_places(node: Node) -> bool:
-    """Say whether ``node`` takes the average over height and width of images, which layouts have no part in."""
+    """Say whether ``node`` averages images over height and width, which does not depend on the layout."""
     names = names_of(node)
     if len(names) != 1 or names[0] not in AVERAGES or REGION in node.meta or len(node.all_input_nodes) != 1:
         return False
@@ -165,9 +165,9 @@ def averages_places(node: Node) -> bool:
 
 
 def is_image(val: Any) -> bool:
-    """Say whether a value has four dimensions and more than one place and channel: its layout matters.
+    """Say whether a value has four dimensions and more than one pixel and channel, so that its layout matters.
 
-    That of an empty batch does not; and no copy would lay it out again, for whom it is contiguous either way.
+    The layout of an empty batch does not matter; it counts as contiguous in both, so no copy would change it.
     """
     if not isinstance(val, torch.Tensor) or val.dim() != 4:
         return False
@@ -185,13 +185,13 @@ def _is_contiguous(val: torch.Tensor) -> bool:
 
 
 def _strides(val: torch.Tensor) -> list[int]:
-    """Return the strides, 0 for sizes of 1, whose stride means nothing."""
+    """Return the strides, with 0 for dimensions of size 1, whose stride has no meaning."""
     sizes = [concrete_size(n) for n in val.shape]
     return [0 if size == 1 else concrete_size(n) for size, n in zip(sizes, val.stride(), strict=True)]
 
 
 def _dense(val: torch.Tensor, order: tuple[int, ...]) -> list[int]:
-    """Return the strides of a dense tensor whose dimensions lie in ``order``, outermost first."""
+    """Return the strides of a dense tensor whose memory order is ``order``, outermost first."""
     found, step = [0] * val.dim(), 1
     for d in reversed(order):
         size = concrete_size(val.shape[d])

@@ -1,6 +1,6 @@
-"""Cast what is laid side by side on its way there, not the whole once it lies.
+"""Cast the operands of a concatenation while they are copied, instead of its result.
 
-Before: ``stack([low, a, b], 1).bfloat16()``, where an fp32 copy of all is written and read. After:
+Before: ``stack([low, a, b], 1).bfloat16()``, which writes and reads an fp32 copy of everything. After:
 ``joined_low([low, a, b], 1, True, torch.bfloat16)``.
 """
 
@@ -33,10 +33,10 @@ JOINS = {"aten.cat": torch.ops.aten.cat.default, "aten.stack": torch.ops.aten.st
 
 @dataclass(frozen=True)
 class SinkCastsIntoConcat(Pass):
-    """Replaces a cast of ``cat`` or ``stack`` that alone reads it with ``joined_low``, where ``what_pays`` says so.
+    """Replaces ``cat`` or ``stack`` and a cast, its only reader, with ``joined_low`` where it is profitable.
 
-    Law: fp32 and low-precision values, in no region whose precision the user set, that nobody writes to in between.
-    Exactness: bit-exact, gradients included: each part's gradient is cast to the part's dtype, not all of them before.
+    Law: fp32 and low-precision operands, outside of regions whose precision the user set, with no write to them between
+    concatenation and cast. Exactness: bit-exact, gradients included: each operand's gradient is cast to its dtype.
     """
 
     name: ClassVar[str] = "sink-casts-into-concat"
@@ -65,7 +65,7 @@ class SinkCastsIntoConcat(Pass):
 
 
 def _join_before(cast: Node) -> Node | None:
-    """Return the ``cat`` or ``stack`` that ``cast``, to low precision, alone reads; None where there is none."""
+    """Return the ``cat`` or ``stack`` whose only reader is ``cast``, to low precision; None if there is none."""
     if CAST not in cast.meta or cast.op != "call_method" or value(cast).dtype not in HALVES or cast.kwargs:
         return None
     (join,) = cast.all_input_nodes
@@ -99,7 +99,7 @@ class _JoinedLow(torch.autograd.Function):
 
 
 def joined_low(parts: Sequence[Tensor], dim: int, stacks: bool, dtype: torch.dtype) -> Tensor:
-    """Return ``torch.cat(parts, dim).to(dtype)``, or of ``torch.stack`` where it ``stacks``; dim: from 0 up."""
+    """Return ``torch.cat(parts, dim).to(dtype)``, or ``torch.stack`` if ``stacks``; ``dim`` is not negative."""
     if any(map(is_in_mode, parts)) or leaves_to_torch(*parts):
         return (torch.stack if stacks else torch.cat)([p.to(dtype) for p in parts], dim)
     if torch.is_grad_enabled() and any(p.requires_grad for p in parts):

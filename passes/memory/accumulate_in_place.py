@@ -1,6 +1,7 @@
-"""Add up the contributions to a gradient where one of them lies, instead of in a new tensor.
+"""Accumulate the contributions to a gradient in place, in the memory of one of them, instead of in a new tensor.
 
-Before: ``add(dx, view(mm(g, w)))``. After: ``view(addmm_(view(dx), g, w))``: the product adds to what is there.
+Before: ``add(dx, view(mm(g, w)))``.
+After: ``view(addmm_(view(dx), g, w))``: the matmul adds to ``dx`` in place.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ VIEWS = (ATEN.view.default, ATEN._unsafe_view.default)
 
 @dataclass(frozen=True)
 class AccumulateInPlace(Pass):
-    """Replaces sums of a flat step graph by sums in place, when one summand is read by nobody else any more.
+    """Replaces sums of a flat step graph with sums in place, when nothing else reads one of the summands any more.
 
-    The first of these that applies:
+    The first of these rules that applies:
 
-    * product: ``add(x, mm(a, b))`` with ``addmm_(x, a, b)``, through views; ``addmm`` where ``x`` is read again.
-      *Approximate, one rounding less*: the product is not rounded before it is added.
-    * scatter: ``add(x, embedding_dense_backward(g, ids))`` with ``index_add_(x, ids, g)``: a table of zeros less.
+    * product: ``add(x, mm(a, b))`` with ``addmm_(x, a, b)``, through views; ``addmm`` if ``x`` is read again.
+      *Approximate, one rounding less*: the matmul's result is not rounded before the addition.
+    * scatter: ``add(x, embedding_dense_backward(g, ids))`` with ``index_add_(x, ids, g)``, without a table of zeros.
       *Rounding-equal*: fp32, in another order.
     * widened: ``add(x, low)`` of two precisions with ``add_(low.float(), x)``. *Bit-exact*.
     * in place: ``add(x, y)`` with ``add_(x, y)``. *Bit-exact*.
 
-    For graphs that run as they are: a compiler places memory itself.
+    Only for graphs that run as they are: a compiler plans memory itself.
     """
 
     name: ClassVar[str] = "accumulate-in-place"
@@ -67,7 +68,7 @@ class _Sums:
     changes: list[Change] = field(default_factory=list)
 
     def visit(self, node: Node) -> None:
-        """Try the rules in order; the first that applies has it."""
+        """Apply the first of the rules that fits."""
         x, y = node.all_input_nodes
         if node.target is ATEN.add_.Tensor:
             self._widen(node, x, y)
@@ -93,11 +94,11 @@ class _Sums:
         lives.join(node, mm, lives.order[mm])
         node.replace_all_uses_with(y)
         self.gm.graph.erase_node(node)
-        self._say("in the product", mm, f"{type_text(val)}: the product adds to it, and rounds once")
+        self._say("in the product", mm, f"{type_text(val)}: the matmul accumulates into it and rounds once")
         return True
 
     def _seen_as(self, mm: Node, x: Node) -> Node:
-        """Return ``x``, which lies in rows as ``mm`` does, in the shape of ``mm``."""
+        """Return ``x``, which is contiguous like ``mm``, viewed in the shape of ``mm``."""
         shape = list(value(mm).shape)
         if same(value(x).shape, shape):
             return x
@@ -148,7 +149,7 @@ class _Sums:
         else:
             self.gm.graph.erase_node(wide)
             return False
-        self._say("widened", node, f"{type_text(val)}: of two precisions, which torch adds by way of copies")
+        self._say("widened", node, f"{type_text(val)}: mixed precisions, for which torch's add makes copies")
         return True
 
     def _in_place(self, node: Node, x: Node, y: Node) -> bool:
@@ -159,7 +160,7 @@ class _Sums:
             return False
         node.target, node.args = ATEN.add_.Tensor, (x, y)
         self.lives.join(node, x, self.lives.order[node])
-        self._say("in place", node, f"{type_text(value(node))}: nobody reads {x.name} any more")
+        self._say("in place", node, f"{type_text(value(node))}: nothing else reads {x.name} any more")
         return True
 
     def _made(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -183,7 +184,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _path_to_product(y: Node) -> list[Node]:
-    """Return ``mm`` and the views of it up to ``y``, each read once; [] where ``y`` is something else."""
+    """Return ``mm`` and the views from it to ``y``, each with one reader; [] if ``y`` is something else."""
     path = [y]
     while path[0].target in VIEWS and len(path[0].users) == 1:
         path.insert(0, path[0].all_input_nodes[0])

@@ -1,7 +1,8 @@
-"""Gradients of large tables in compiled graphs, in memory that is used again.
+"""Gradients of large embedding tables in compiled graphs, in memory that is reused between steps.
 
-Before: ``embedding_bag(ids, table)``, whose compiled backward makes zeros of the table's size in new memory, page by
-page, at each step. After: ``compiled_rows(table, ids)``, whose backward is ``amp_graph::table_gradient``.
+Before: ``embedding_bag(ids, table)``, whose compiled backward zeroes a new table-sized buffer at each step, page by
+page.
+After: ``compiled_rows(table, ids)``, whose backward is ``amp_graph::table_gradient``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from amp_graph.passes.torch_compat.storage import bytes_of
 
 
 class Pool:
-    """Tensors of the CPU's memory, fp32, of which the gradients that compiled code makes are aliases.
+    """A pool of fp32 CPU tensors of which the gradients that compiled code makes are aliases.
 
-    One of the process: compiled code, which may come from a cache of files, knows no model. What is given is an alias
-    of a tensor of which no other alias is left. No more are kept of a shape than a graph has tables of it, and none
-    once the models that asked for them are gone.
+    One per process, because compiled code may come from a file cache and knows no model. A buffer is handed out, as an
+    alias, only when no other alias of it is left. The pool keeps at most as many buffers per shape as a graph has
+    tables of that shape, and none after the models that asked for them are gone.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Pool:
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def reserve(self, tables: Mapping[tuple[int, ...], int], user: object) -> None:
-        """Keep memory for so many ``tables`` of each shape, for as long as ``user`` lives."""
+        """Keep memory for this many ``tables`` of each shape, for as long as ``user`` lives."""
         self._room |= Counter(tables)
         if user not in self._users:
             self._users.add(user)
@@ -57,7 +58,7 @@ class Pool:
         return own
 
     def drop(self) -> int:
-        """Give the memory back and return how many bytes it was; gradients that are held stay."""
+        """Release the memory and return how many bytes it was; gradients that are still held stay valid."""
         size = sum(bytes_of(t) for t in self.tensors)
         self._kept.clear()
         return size
@@ -68,7 +69,7 @@ class Pool:
         return [t for kept in self._kept.values() for t in kept]
 
     def _left(self) -> None:
-        if not list(self._users):  # its length counts who is just leaving
+        if not list(self._users):  # its length includes users that are about to leave
             self._room.clear()
             self.drop()
 

@@ -1,8 +1,8 @@
-"""Gradients of large tables in memory that is used again, and embeddings whose backward writes into it.
+"""Gradients of large embedding tables in reused memory, and embeddings whose backward writes into it.
 
-Before: ``embedding_bag(ids, table)``, whose backward makes zeros of the table's size in new memory, page by page, at
-each step. After: ``table_rows(table, ids)``, which clears the memory of the last gradient, once nobody has that any
-more; or ``cleared_rows(table, ids)``, which clears new memory in half of the time.
+Before: ``embedding_bag(ids, table)``, whose backward zeroes a new table-sized buffer at each step, page by page.
+After: ``table_rows(table, ids)``, which clears the memory of the last gradient once nobody holds it; or
+``cleared_rows(table, ids)``, which clears new memory in half the time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from amp_graph.passes.torch_compat.storage import bytes_of, storage_holders, sto
 
 own_functions(__name__)
 
-_SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
+_SOLE = storage_holders(torch.empty(1))  # reference count of memory that one tensor has
 
 
 class GradientMemory:
-    """One tensor for each parameter in the CPU's memory, of which gradients are aliases.
+    """One CPU tensor for each parameter, of which its gradients are aliases.
 
-    It is cleared and given again where no alias of it is left: not while ``.grad``, or whatever was made of it without
-    a copy, is held. Lives and dies with the model's conversion.
+    It is cleared and reused only when no alias of it is left: not while ``.grad``, or anything made from it without a
+    copy, is held. It lives as long as the model's conversion.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class GradientMemory:
         self.rows = self._reader()
 
     def zeros_like(self, weight: Tensor) -> Tensor:
-        """Return zeros of the shape and dtype of ``weight``, dense, that nothing else reads or writes."""
+        """Return dense zeros of the shape and dtype of ``weight`` that nothing else reads or writes."""
         own = self._last.pop(id(weight), None)  # no other thread finds it now
         if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not is_free(own):
             own = torch.zeros(weight.shape, dtype=weight.dtype)
@@ -48,7 +48,7 @@ class GradientMemory:
         return given
 
     def drop(self) -> int:
-        """Give the memory back and return how many bytes it was; gradients that are held stay."""
+        """Release the memory and return how many bytes it was; gradients that are still held stay valid."""
         size = sum(bytes_of(t) for t in self.tensors)
         self._last.clear()
         return size
@@ -67,7 +67,7 @@ class GradientMemory:
 
 
 def cleared_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
-    """As ``GradientMemory.rows``, in new memory, whose zeros are written past the caches."""
+    """Like ``GradientMemory.rows``, but in new memory, whose zeros are written with non-temporal stores."""
     return _rows(weight, ids, padding, bags, _cleared)
 
 
@@ -85,7 +85,7 @@ def _rows(
 
 
 def is_free(own: Tensor) -> bool:
-    """Say whether no other tensor, storage or array has the memory, and it is what it was: private and whole."""
+    """Say whether no other tensor, storage or array holds the memory, and it is still private and whole."""
     storage = storage_of(own)
     whole = storage.nbytes() == own.element_size() * own.numel()
     del storage  # which would be counted
@@ -93,7 +93,7 @@ def is_free(own: Tensor) -> bool:
 
 
 def has_own_backward(weight: Tensor, ids: Tensor) -> bool:
-    """Say whether rows of ``weight`` get a gradient by ``add_rows``; transforms need torch's own operations."""
+    """Say whether ``weight`` gets its gradient by ``add_rows``; transforms need torch's own operations."""
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return False
     return not leaves_to_torch(weight, ids)
@@ -107,16 +107,16 @@ def plain_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> 
 
 
 def spread(grad: Tensor, ids: Tensor, bags: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradient of each row that was read, [ids, width], and all ``ids`` as one list."""
+    """Return the gradient of each row that was read, [ids, width], and all ``ids`` flattened."""
     rows = grad.unsqueeze(1).expand(*ids.shape, -1) if bags else grad
     return rows.reshape(ids.numel(), grad.shape[-1]), ids.reshape(-1)
 
 
 def add_rows(table: Tensor, grad: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """Add rows to the zeros of ``table`` in place, but for the row ``padding`` (negative: none); return it.
+    """Add rows to the zeros of ``table`` in place, except for the row ``padding`` (negative: none); return it.
 
-    grad: [*ids.shape, width]; or [bags, width] for ``ids`` [bags, length], each of which gets its bag's row: these rows
-    are added place by place instead of being written out, where ``what_pays`` says so.
+    grad: [*ids.shape, width]; or [bags, width] for ``ids`` [bags, length], where each id gets its bag's row: if
+    profitable, these rows are added position by position instead of being expanded.
     """
     bags = grad.dim() == ids.dim()
     if bags and adding_by_place_is_profitable(grad.numel()):

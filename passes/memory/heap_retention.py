@@ -1,8 +1,9 @@
-"""Memory that a step leaves free in the heap of the C library, and the next one takes: no new pages at each step.
+"""Keep the memory that a step frees in the C library's heap, so that the next step gets it without page faults.
 
-Before: with a step's last activations the end of the heap is free, glibc gives it back to the system, and the next step
-gets it as new pages, each cleared at the first write to it. After: a block beyond them keeps the heap as long as it is.
-What is free below serves whoever allocates: it is not set aside.
+Before: after a step's last activations, the end of the heap is free. glibc returns it to the system, and the next step
+gets it as new pages, which are cleared at the first write.
+After: a block beyond them keeps the heap at its length. The free memory below is not reserved: any allocation may use
+it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import NamedTuple
 
 from amp_graph.passes.native.jit_compiler import of_c_library
 
-PIECE = 120 << 10  # glibc takes what is smaller than 128 KiB from the heap, whatever its thresholds have become
-# Where glibc takes larger blocks from its heap, too: how many pieces are enough, and the largest.
+PIECE = 120 << 10  # glibc takes blocks below 128 KiB from the heap, whatever its dynamic thresholds are
+# Where glibc takes larger blocks from its heap, too: the number of pieces that is enough, and the largest piece.
 FEW, LARGE = 128, 4 << 20
-FAR = 1 << 32  # bytes between the heap and what is mapped are more
-# Times what is alive at once: what kernels allocate beside that, and gaps that nothing fits in. With 2 most steps went
-# beyond in 5 of 80 processes, by where their blocks happened to lie; with 3 in none. What no step takes is no memory.
+FAR = 1 << 32  # bytes; the distance between the heap and mmapped blocks is larger
+# Heap kept, as a multiple of the bytes alive at once: covers kernels' own allocations, and gaps that nothing fits in.
+# With 2, most steps needed more in 5 of 80 processes, depending on block placement; with 3 in none. What no step
+# touches costs no memory.
 BESIDE = 3
-OFTEN, SELDOM = 8, 64  # steps whose page faults are looked at together
-SETTLED = 3  # steps whose faults are not: the first ones, also after the heap was kept anew, get new pages
-SOME = 32  # of a step's memory the part whose page faults show that it lacks it
+OFTEN, SELDOM = 8, 64  # steps whose page faults are counted together
+SETTLED = 3  # steps that are not counted: the first ones, also after the heap was kept anew, get new pages
+SOME = 32  # page faults for this fraction of a step's memory show that the heap lacks it
 
 
 class Allocator(NamedTuple):
@@ -38,7 +40,7 @@ class Allocator(NamedTuple):
 
 @lru_cache
 def glibc() -> Allocator | None:
-    """Return glibc's functions; None where the C library is another."""
+    """Return glibc's functions; None with another C library."""
     malloc, free, trim = map(of_c_library, Allocator._fields)
     if malloc is None or free is None or trim is None or of_c_library("gnu_get_libc_version") is None:
         return None
@@ -49,33 +51,33 @@ def glibc() -> Allocator | None:
 
 
 class KeptHeap:
-    """Keeps the heap so long that the largest of the needs of all owners that are alive fits in.
+    """Keeps the heap long enough for the largest need among all living owners.
 
-    Other C libraries than glibc keep memory by themselves.
+    C libraries other than glibc keep freed memory by themselves.
     """
 
     def __init__(self, allocator: Callable[[], Allocator | None]) -> None:
-        """Take what finds the allocator, at the first need."""
-        self.by_default = False  # whether graphs whose policy leaves it open are to have memory kept
+        """Take a function that finds the allocator; it is called at the first need."""
+        self.by_default = False  # whether to keep memory for graphs whose policy leaves it open
         self._allocator = allocator
         self._needs: dict[int, int] = {}
         self._size = 0
-        self._block = 0  # the address of what stands at the end
-        self._lock = threading.RLock()  # an owner may die, and say so, while another one is taken up
+        self._block = 0  # the address of the block at the end
+        self._lock = threading.RLock()  # an owner may be finalized while another one is registered
 
     def keep_for_steps(self, owner: object, at_once: int) -> int:
-        """Keep what steps need that have ``at_once`` bytes of tensors alive at the same time; as ``keep``."""
+        """Keep memory for steps with ``at_once`` bytes of tensors alive at the same time; as ``keep``."""
         return self.keep(owner, BESIDE * at_once)
 
     def watch(self, owner: object, at_once: int) -> Callable[[], None]:
-        """Return what is to be called before every step of ``owner``, and keeps anew what others have taken since.
+        """Return a function to call before every step of ``owner``; it keeps the heap anew if others took memory of it.
 
-        What lasts, as another model's weights, may come to lie where a step had its memory. The page faults of
-        ``OFTEN`` steps, and of ``SELDOM`` where all is well, are looked at together, as what is lacking shows in some
-        steps only; those of ever more where keeping anew has not helped, as results may be mapped each on its own. Of
-        several owners the one that needs most looks after the heap of all.
+        A long-lived tensor, such as another model's weight, may come to occupy memory that a step used. Page faults are
+        counted over ``OFTEN`` steps, and over up to ``SELDOM`` steps while all is well, because missing memory shows in
+        some steps only. The interval doubles each time that keeping anew did not help, because results may be mapped
+        separately. Of several owners, the one that needs most watches the heap for all.
         """
-        import resource  # of Unix, as are the C libraries that anything is kept in
+        import resource  # Unix only, as are the C libraries for which anything is kept
 
         known, few = weakref.ref(owner), at_once // SOME / resource.getpagesize()
         left, pause, before, kept = SETTLED, OFTEN, -1, False
@@ -98,9 +100,9 @@ class KeptHeap:
         return watch
 
     def keep(self, owner: object, need: int) -> int:
-        """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that cannot be.
+        """Keep ``need`` bytes free for as long as ``owner`` lives; return how many will be, 0 where that is impossible.
 
-        Pages that nothing has written to are no memory yet. Threads but the main one have heaps of 64 MiB each: nothing
+        Pages that were never written take no memory. Threads other than the main one have heaps of 64 MiB each: nothing
         is kept for them.
         """
         calls = self._allocator()
@@ -112,7 +114,7 @@ class KeptHeap:
             if not again:
                 weakref.finalize(owner, self._leave, id(owner)).atexit = False
             most = max(self._needs.values())
-            # Anew, though it may need no more: what lasts, as an optimizer's state, has come to lie before the last.
+            # Even if it needs no more: long-lived memory, such as optimizer state, now occupies some of what was kept.
             block = _block_beyond(calls, most, trims=not again)
             if not block:
                 return need if self._size >= need else 0
@@ -122,7 +124,7 @@ class KeptHeap:
             return need
 
     def _is_of_the_largest(self, owner: object) -> bool:
-        """Say whether no other owner needs more: the heap is kept for the one that does."""
+        """Say whether no other owner needs more: the heap is kept for the one that needs most."""
         with self._lock:
             return self._needs.get(id(owner), 0) >= max(self._needs.values(), default=0)
 
@@ -133,22 +135,23 @@ class KeptHeap:
             if calls is None or need >= self._size:
                 return
             calls.free(self._block)
-            calls.malloc_trim(0)  # also what lies between blocks that others have put there meanwhile
+            calls.malloc_trim(0)  # also the gaps between blocks that others have allocated meanwhile
             self._block = _block_beyond(calls, need) if need else 0
             self._size = need if self._block else 0
 
 
 def _block_beyond(calls: Allocator, size: int, *, trims: bool = True) -> int:
-    """Return the address of a block with ``size`` free bytes of the heap before it; 0 where the system refuses.
+    """Return the address of a block with ``size`` free heap bytes before it; 0 if the system refuses.
 
-    ``trims``: no page of these is memory yet; otherwise those that were stay so, as the next step writes to them.
+    ``trims``: release all pages of these bytes; otherwise written pages stay, as the next step writes to them.
     """
     piece = max(PIECE, min(size // FEW, LARGE))
     if piece > PIECE:
-        # As of every tensor of that size: once one was freed, glibc takes others from the heap, unless told otherwise.
+        # Like every tensor of that size: after one was freed, glibc takes others from the heap, unless configured
+        # otherwise.
         calls.free(calls.malloc(piece))
     pieces = _pieces(calls, -(-size // piece) + 1, piece)
-    if piece > PIECE and pieces and pieces[-1] - pieces[0] > FAR + 2 * size:  # each mapped on its own
+    if piece > PIECE and pieces and pieces[-1] - pieces[0] > FAR + 2 * size:  # each mapped separately
         _free(calls, pieces)
         pieces = _pieces(calls, -(-size // PIECE) + 1, PIECE)
     if not pieces:
@@ -156,12 +159,12 @@ def _block_beyond(calls: Allocator, size: int, *, trims: bool = True) -> int:
     last = pieces.pop()
     _free(calls, pieces)
     if trims:
-        calls.malloc_trim(0)  # their first pages; and where the system maps large ones unasked, all
+        calls.malloc_trim(0)  # their first pages; all pages if the system maps huge pages unasked
     return last
 
 
 def _pieces(calls: Allocator, count: int, size: int) -> list[int]:
-    """Return the addresses of so many blocks, one of them small, in order; of none, where not all can be had."""
+    """Return the addresses of ``count`` blocks, sorted, one of them small; none if not all can be allocated."""
     found: list[int] = []
     while len(found) < count:
         made = calls.malloc(size if found else PIECE)

@@ -1,7 +1,8 @@
-"""New memory for large results, which the system maps by large pages where it does that for who asks.
+"""New memory for large results on huge pages, where the system grants them on request.
 
-Before: ``logits.float()``, of 32 MiB or more: mapped anew at each call, with a page fault for every 4 KiB. After:
-``widen(logits)``: one for every 2 MiB; or ``widen_again(logits, 0)``: none, once nobody has an earlier result any more.
+Before: ``logits.float()``, of 32 MiB or more: mapped anew at each call, with a page fault per 4 KiB.
+After: ``widen(logits)``: one page fault per 2 MiB; or ``widen_again(logits, 0)``: none, once nobody holds an earlier
+result.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ own_functions(__name__)
 
 
 def empty_like(x: Tensor, **options: Any) -> Tensor:
-    """``torch.empty_like``, whose pages are large where ``what_pays`` says that this pays and the system grants it."""
+    """``torch.empty_like``, on huge pages where that is profitable and the system grants it."""
     return _on_large_pages(torch.empty_like(x, **options))
 
 
 def empty(shape: Sequence[int]) -> Tensor:
-    """``torch.empty(shape)`` in fp32, on such pages."""
+    """``torch.empty(shape)`` in fp32, on huge pages."""
     return _on_large_pages(torch.empty(shape, dtype=torch.float32))
 
 
@@ -43,7 +44,7 @@ def _on_large_pages(made: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x.float()`` of a low-precision ``x`` in such memory. Under transforms it is torch's own."""
+    """``x.float()`` of a low-precision ``x`` in such memory. Under transforms, torch's own operation."""
     if not is_torchs(x):
         return copy_into(empty_like(x, dtype=torch.float32), x)
     if in_transform() or in_forward_mode() or is_batched(x) or is_in_mode(x):
@@ -66,9 +67,9 @@ class _Widened(torch.autograd.Function):
 
 
 class LargeResults:
-    """Memory of large results of a model, given again where nobody has it any more; lives with its conversion.
+    """Memory of a model's large results, reused once nobody holds them; lives with the model's conversion.
 
-    Up to two for each: the last result is mostly held until the next one is there.
+    Up to two buffers per result: the last result is usually held until the next one exists.
     """
 
     def __init__(self) -> None:
@@ -76,9 +77,9 @@ class LargeResults:
         self.widen_again = self._reader()
 
     def taken(self, shape: Sequence[int], place: int) -> Tensor:
-        """Return memory for a result in fp32, of any values, that nothing else reads or writes.
+        """Return uninitialized fp32 memory for a result, which nothing else reads or writes.
 
-        place: the number of the result, which shares its memory with no other's.
+        place: the number of the result, which shares its memory with no other result.
         """
         made = self._made.pop(place, [])  # no other thread finds it now
         own = next((t for t in reversed(made) if t.shape == shape and is_free(t)), None)  # the warmest
@@ -90,7 +91,7 @@ class LargeResults:
         return given
 
     def drop(self) -> int:
-        """Give the memory back and return how many bytes it was; results that are held stay."""
+        """Release the memory and return how many bytes it was; results that are still held stay valid."""
         size = sum(bytes_of(t) for t in self.tensors)
         self._made.clear()
         return size
@@ -102,7 +103,7 @@ class LargeResults:
 
     def _reader(self) -> Callable[[Tensor, int], Tensor]:
         def widen_again(x: Tensor, place: int) -> Tensor:
-            """Return ``widen(x)`` in memory that is taken for ``place``."""
+            """Return ``widen(x)`` in the memory of ``place``."""
             if is_in_mode(x) or not x.is_contiguous() or is_torchs(x):
                 return widen(x)
             return copy_into(self.taken(x.shape, place), x)
@@ -111,12 +112,12 @@ class LargeResults:
 
 
 def is_torchs(x: Tensor) -> bool:
-    """Say whether gradients or transforms want torch's own operation."""
+    """Say whether gradients or transforms need torch's own operation."""
     return (torch.is_grad_enabled() and x.requires_grad) or in_forward_mode() or is_batched(x)
 
 
 def _ask(made: Tensor) -> None:
-    """Ask for large pages for the whole pages that ``made`` has to itself. What the system answers is its business."""
+    """Request huge pages for the whole pages that ``made`` owns alone. The system may decline."""
     advise, size = _madvise(), mmap.PAGESIZE
     start = -(-address_of(made) // size) * size
     length = (address_of(made) + bytes_of(made)) // size * size - start
@@ -126,7 +127,7 @@ def _ask(made: Tensor) -> None:
 
 @lru_cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the C library's ``madvise``; None where there are no large pages to ask for: Linux alone has them so."""
+    """Return the C library's ``madvise``; None where huge pages cannot be requested: anywhere but on Linux."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     found = of_c_library("madvise")

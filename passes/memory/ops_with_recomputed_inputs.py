@@ -1,6 +1,6 @@
-"""Operations that keep, in the place of an argument, who can compute it again.
+"""Operations that save, in place of an argument, the autograd node that can recompute it.
 
-Before: ``conv2d(h, w)`` keeps ``h``. After: ``computing_again(conv2d)(h, w)`` keeps autograd's node that made ``h``.
+Before: ``conv2d(h, w)`` saves ``h``. After: ``computing_again(conv2d)(h, w)`` saves the autograd node that made ``h``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEW = torch.iinfo(torch.int16).max
 
 @dataclass(frozen=True)
 class _Root:
-    """A value that need not be saved: the tensor that has it, and the node that made it."""
+    """A value that need not be saved: its tensor, and the node that made it."""
 
     tensor: Tensor
     node: Any
@@ -43,7 +43,7 @@ class _Root:
 
 @dataclass(frozen=True)
 class _Left:
-    """What is saved in the place of a tensor: who made the value, how that lay, and which part of it is meant."""
+    """What is saved in place of a tensor: the node that made its value, the value's layout, and the viewed part."""
 
     node: Any
     whole: tuple[Any, Any]
@@ -58,7 +58,7 @@ class _Left:
 
 
 def _root_of(given: Tensor) -> _Root | None:
-    """Return what ``given`` is, or is a view of, where that can be computed again."""
+    """Return the recomputable value that ``given`` is, or is a view of; None if there is none."""
     node: Any = given.grad_fn
     if node is None:
         return None
@@ -74,7 +74,7 @@ def _root_of(given: Tensor) -> _Root | None:
 
 
 def _mark_cast(node: Any, made: Tensor) -> None:
-    """Let the result of a cast be computed again where its source is."""
+    """Make the result of a cast recomputable if its source is."""
     before = before_of(node)
     if before is None or KEY not in before.metadata or made.dtype.itemsize > 2:
         return
@@ -97,7 +97,7 @@ def _pack(roots: list[_Root], outer: Any) -> Callable[[Tensor], Any]:
 
 
 def _as_ever(t: Tensor, read: Tensor, outer: Any) -> Any:
-    """Save ``t`` itself as autograd would; the places that a pool chose in ``read`` in as few bytes as they need."""
+    """Save ``t`` itself as autograd would; indices that a pool chose in ``read`` in the smallest integer type."""
     if t.dtype == torch.int64 and read.dim() >= 3:
         few = read.shape[-2] * read.shape[-1] <= FEW
         unpack, kept = _itself(t.to(torch.int16 if few else torch.int32), outer)
@@ -122,15 +122,15 @@ _ORIGINALS: dict[Any, Callable[..., Any]] = {}
 
 
 def original(target: Any) -> Any:
-    """Return the function that ``computing_again`` made ``target`` of; ``target`` itself where it did not."""
+    """Return the function that ``computing_again`` wrapped as ``target``; ``target`` itself if it did not."""
     return _ORIGINALS.get(target, target) if callable(target) else target
 
 
 def computing_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which saves none of its arguments that can be computed again; the same one at every call."""
+    """Return a ``function`` that saves none of its recomputable arguments; the same object at every call."""
     if function in _READERS:
         return _READERS[function]
-    if function in _ORIGINALS:  # of another argument already
+    if function in _ORIGINALS:  # already wrapped for another argument
         return function
 
     def reader(*args: Any, **kwargs: Any) -> Any:

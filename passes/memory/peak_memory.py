@@ -1,7 +1,8 @@
-"""How much memory a graph needs for what it makes, told by the storages of its values.
+"""How much memory a graph needs for its values, computed from their storages.
 
-Before: a graph of any operators, captured or traced. After: ``most_bytes(gm)``, what is alive at the same time;
-``bytes_made(gm)``, all there is, as backward may want each of it. Sizes that only a call knows are those of the first.
+Before: a graph of any operators, captured or traced.
+After: ``most_bytes(gm)``, the peak of what is alive at the same time; ``bytes_made(gm)``, the total, as backward may
+need each value. Data-dependent sizes are those of the first call.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from amp_graph.passes.torch_compat.storage import bytes_of, storage_key
 @dataclass
 class _Storage:
     size: int
-    made: int  # at which place of the graph
-    read: int  # where last
+    made: int  # position in the graph where it is made
+    read: int  # position of its last use
 
 
 def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False) -> int:
-    """Return how many bytes of what ``gm`` makes, ``but`` the results of some, are alive at the same time, at most."""
-    added: dict[int, int] = {}  # at each place
+    """Return the peak number of bytes alive at the same time among what ``gm`` makes, ``but`` some results."""
+    added: dict[int, int] = {}  # change at each position
     for one in _storages(gm, but):
         added[one.made] = added.get(one.made, 0) + one.size
         added[one.read + 1] = added.get(one.read + 1, 0) - one.size
@@ -34,12 +35,12 @@ def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False
 
 
 def bytes_made(gm: GraphModule) -> int:
-    """Return how many bytes ``gm`` makes in all."""
+    """Return how many bytes ``gm`` makes in total."""
     return sum(one.size for one in _storages(gm, lambda node: False))
 
 
 def _storages(gm: GraphModule, but: Callable[[Node], bool]) -> list[_Storage]:
-    """Return what ``gm`` makes; not its inputs, views of them, and what has no storage (sparse, wrapped tensors)."""
+    """Return what ``gm`` makes: not its inputs, views of them, or values without storage (sparse, wrapped tensors)."""
     given: set[int | None] = {None}
     made: dict[int | None, _Storage] = {}
     for place, node in enumerate(gm.graph.nodes):

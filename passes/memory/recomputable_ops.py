@@ -1,7 +1,8 @@
-"""Operations whose results are computed again in backward, where nobody saves them.
+"""Operations whose results are recomputed in backward if nothing saves them.
 
-Before: ``relu(batch_norm(x, ...))``, whose result relu saves. After: ``relu_computed_again(batch_norm_computed_again(x,
-...))``, where the norm alone saves what it did: its input and its statistics.
+Before: ``relu(batch_norm(x, ...))``, whose result relu saves.
+After: ``relu_computed_again(batch_norm_computed_again(x, ...))``, where only the norm saves anything: its input and its
+statistics.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from amp_graph.passes.torch_compat.autograd import outer_saved_tensors_hooks
 
 
 def marked(out: Tensor, given: tuple[Any, ...], extra: Any = None, first: int = 0) -> Tensor:
-    """Note at the node that made ``out`` from ``given`` that it can be computed again; ``first``: see ``Again``."""
+    """Record on the autograd node of ``out``, made from ``given``, that it is recomputable; see ``RecomputeRecipe``."""
     node: Any = out.grad_fn
     if node is not None and node.name() in COMPUTE:
         hooks = outer_saved_tensors_hooks()
@@ -44,7 +45,7 @@ def _kept_by(hooks: Any, given: tuple[Any, ...]) -> Callable[[], list[Any]]:
 
 
 def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
-    """``F.relu`` that does not save its result where ``x`` is a marked norm, or a sum of such and of relus."""
+    """``F.relu`` that does not save its result if ``x`` is a marked norm, or a sum of such norms and of relus."""
     before = x.grad_fn
     if not may_hook() or not is_known(before):
         return F.relu(x, inplace)
@@ -63,7 +64,7 @@ def relu_computed_again(x: Tensor, inplace: bool = False) -> Tensor:
 
 
 def relu_kept(x: Tensor, inplace: bool = False) -> Tensor:
-    """``F.relu``, from whose saved result others can be computed."""
+    """``F.relu`` whose saved result others can be recomputed from."""
     out, hooks = F.relu(x, inplace), outer_saved_tensors_hooks()
     return out if hooks is None else marked(out, (out.detach(),))
 
@@ -78,7 +79,7 @@ def batch_norm_computed_again(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``F.batch_norm`` whose result can be computed again: for a relu behind it. Running statistics move once."""
+    """``F.batch_norm`` with a recomputable result, for a relu behind it. Running statistics are updated once."""
     out = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     statistics = (None, None) if training else (running_mean, running_var)
     return marked(out, (x, weight, bias, *statistics), (bias, bias._version))
@@ -87,22 +88,22 @@ def batch_norm_computed_again(
 def layer_norm_computed_again(
     x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
 ) -> Tensor:
-    """``F.layer_norm`` whose result can be computed again."""
+    """``F.layer_norm`` with a recomputable result."""
     return marked(F.layer_norm(x, shape, weight, bias, eps), (x, weight, bias), eps)
 
 
 def layer_norm_low_computed_again(
     x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, _: bool = True
 ) -> Tensor:
-    """``layer_norm_low`` whose result can be computed again."""
+    """``layer_norm_low`` with a recomputable result."""
     return marked(layer_norm_low(x, shape, weight, bias, eps), (x, weight, bias))
 
 
 def gelu_computed_again(x: Tensor, approximate: str = "none") -> Tensor:
-    """``F.gelu`` whose result can be computed again."""
+    """``F.gelu`` with a recomputable result."""
     return marked(F.gelu(x, approximate=approximate), (x,))
 
 
 def silu_computed_again(x: Tensor) -> Tensor:
-    """``F.silu`` whose result can be computed again."""
+    """``F.silu`` with a recomputable result."""
     return marked(F.silu(x), (x,))

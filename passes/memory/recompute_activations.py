@@ -1,7 +1,7 @@
-"""Let autograd compute activations and norms again in backward, where it would save them and need not.
+"""Recompute activations and norms in backward, where autograd would save them unnecessarily.
 
-Before: ``h = gelu(a); y = linear(h, w, b)``, which keeps ``a`` and ``h``. After: ``h = gelu_computed_again(a);
-y = linear_computing_again(h, w, b)``, which keeps ``a`` alone.
+Before: ``h = gelu(a); y = linear(h, w, b)``, which saves ``a`` and ``h``.
+After: ``h = gelu_computed_again(a); y = linear_computing_again(h, w, b)``, which saves only ``a``.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _NOTHING = Recomputable()
 
 @dataclass(frozen=True)
 class RecomputeActivations(Pass):
-    """Replaces an activation or a norm, and the products and pools that read it, by ones that do not save it.
+    """Replaces an activation or a norm, and the matmuls and pools that read it, with ones that do not save it.
 
-    Law: the value's operation saves what it is computed from anyway (a GELU, SiLU or layer norm its input; a batch norm
-    behind which there is a relu, its input and statistics), nobody who is not replaced saves the value, and nobody
-    writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact,
-    backward runs the same kernel on the same bits; statistics of batch norms are not taken, nor moved, again. Cost:
-    that kernel once more, see ``recomputing_is_profitable``.
+    Law: the value's operation saves what the value is computed from anyway (a GELU, SiLU or layer norm its input; a
+    batch norm with a relu behind it, its input and statistics), no reader that is not replaced saves the value, and
+    nothing writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact:
+    backward runs the same kernel on the same bits, and reuses the statistics of batch norms. Cost: that kernel a second
+    time, see ``recomputing_is_profitable``.
 
-    ``thorough``: also layer norms, GELUs by tanh, which cost more than they save memory, and relus of sums: blocks of
-    residual networks, each from the one before, ``longest`` of them in a row from one that is kept. ``sparing``: of all
-    that, only what takes a small part of its readers' time, see ``computing_again_is_seen``. ``fewest``: elements
-    below which nothing is.
+    ``thorough``: also layer norms and tanh GELUs, which cost more time than their memory is worth, and relus of sums:
+    blocks of residual networks, each from the one before, at most ``longest`` in a row after a saved one. ``sparing``:
+    of all that, only values that take a small part of their readers' time, see ``computing_again_is_seen``. ``fewest``:
+    the minimum number of elements.
     """
 
     thorough: bool = False
@@ -86,7 +86,7 @@ class RecomputeActivations(Pass):
 
 @dataclass
 class _Work:
-    """Which values are computed again by now, and from how many others in a row."""
+    """Which values are recomputed so far, and from how many others in a row."""
 
     options: RecomputeActivations
     memory: Memory
@@ -95,7 +95,7 @@ class _Work:
     skips: list[Skip] = field(default_factory=list)
 
     def visit(self, node: Node, kind: str) -> None:
-        """Let one value be computed again where the law allows it and it pays."""
+        """Make one value recomputable if the law allows it and it is profitable."""
         known = _known(node)
         if known.thorough and not self.options.thorough:
             return
@@ -123,7 +123,7 @@ class _Work:
         self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
 
     def note(self, relu: Node) -> None:
-        """Take up that a relu is computed again: others may be computed from it."""
+        """Record that a relu is recomputed: others may be computed from it."""
         self.depths[relu] = self._depth(relu)
 
     def _why_not(self, node: Node, kind: str, found: Readers, aliases: tuple[Node, ...]) -> str:
@@ -133,19 +133,19 @@ class _Work:
         if any(self.memory.is_written_after(n) for n in (node, *aliases)):
             return "it is written to later"
         if elements < self.options.fewest:
-            return "it is small, and a call that computes it again is seen on this device"
+            return "it is small, and the extra call takes measurable time on this device"
         if not recomputing_is_profitable(kind == "relu", found.products, elements, self.options.thorough):
-            return "it is small, or what reads it takes too little time to compute it twice"
+            return "it is small, or its readers take too little time to hide a recomputation"
         if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
-            return "what reads it takes too little time to compute it twice, with recompute=most"
+            return "its readers take too little time to hide a recomputation with recompute=most"
         if not self.options.thorough and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):
-            return f"computing a {kind} twice takes more time than its memory is worth with this accuracy"
+            return f"recomputing a {kind} takes more time than its memory is worth with this accuracy"
         if kind == "relu" and self._depth(node) > self.options.longest:
-            return f"the {self.options.longest} before it are computed again already"
+            return f"the {self.options.longest} before it are recomputed already"
         return ""
 
     def _depth(self, node: Any) -> int:
-        """Return how many relus in a row are computed to have that of ``node``, itself included."""
+        """Return how many relus in a row must be computed for that of ``node``, itself included."""
         stack, deepest = [_before(node)], 0
         while stack:
             one = stack.pop()
@@ -155,7 +155,7 @@ class _Work:
         return deepest + 1
 
     def _makers(self, source: Any) -> tuple[Node, ...] | None:
-        """Return norms, and relus that are kept, that make what a relu reads; None where others have a part in it."""
+        """Return the norms and saved relus from which a relu's input is computed; None if anything else contributes."""
         if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
         if source.target is batch_norm_computed_again or _known(source).norm or _is_batch_norm(source):
@@ -173,29 +173,29 @@ class _Work:
 
 
 def _known(node: Node) -> Recomputable:
-    """Return what the function that ``node`` calls declared; of others that nothing is known."""
+    """Return what the function that ``node`` calls declares about recomputation; a default if nothing."""
     return traits_of(node.target).recomputable or _NOTHING
 
 
 def _kind(node: Node) -> str:
-    """Return what ``node`` makes, "" where that is nothing to compute again."""
+    """Return the kind of value that ``node`` makes; "" if it is not recomputable."""
     names, declared = names_of(node), _known(node).kind if _aliases(node) else ""
     kind = declared or (KINDS.get(names[0], "") if len(names) == 1 else "")
     if not kind or _is_recomputed(node) or not is_trained(node):
         return ""
-    if REGION in node.meta or CHECKPOINT in node.meta:  # these have a say in what is saved, or computed
+    if REGION in node.meta or CHECKPOINT in node.meta:  # these affect what is saved, or computed
         return ""
     return kind if (node.op == "call_function" or kind == "relu") and node.args else ""
 
 
 def _aliases(node: Node) -> tuple[Node, ...]:
-    """Return what has the value of ``node`` that is computed again: one of its parts, where it has several results."""
+    """Return the nodes that hold the recomputed value of ``node``: for several results, one of its parts."""
     aliases = _known(node).aliases
     return (node,) if aliases is None else aliases(node)
 
 
 def _is_recomputed(node: Node) -> bool:
-    """Say whether ``node`` calls already what has its value computed again."""
+    """Say whether ``node`` already calls a function whose value is recomputed."""
     known = traits_of(node.target).recomputable
     ours = getattr(node.target, "__module__", "") == recomputable_ops.__name__
     return ours or (known is not None and known.replacement is None)
@@ -206,7 +206,7 @@ def _is_recomputed_relu(node: Node) -> bool:
 
 
 def _before(relu: Node) -> Any:
-    """Return what a relu reads; of one that is fused with a norm and a sum, what is added to the norm."""
+    """Return what a relu reads; for one that is fused with a norm and a sum, what is added to the norm."""
     return relu.args[_known(relu).summand or 0]
 
 
@@ -220,7 +220,7 @@ def _cost(node: Node, kind: str) -> str:
 
 
 def _is_batch_norm(node: Node) -> bool:
-    """Say whether ``node`` is a batch norm by the CPU's kernel, with fp32 parameters, that gradients flow through."""
+    """Say whether ``node`` is a batch norm by the CPU kernel, in training and with fp32 parameters."""
     if node.target is not F.batch_norm or names_of(node) != ("aten.batch_norm",) or not is_trained(node):
         return False
     given = batch_norm_arguments(node)
@@ -230,7 +230,7 @@ def _is_batch_norm(node: Node) -> bool:
 
 
 def _replace(node: Node, relu: Any) -> None:
-    """Let ``node`` call what has its value computed again, a relu ``relu``."""
+    """Let ``node`` call the function with a recomputed value; for a relu, ``relu``."""
     if _is_recomputed(node):
         return
     known = _known(node)

@@ -1,10 +1,11 @@
-"""Values that autograd does not save: backward computes them again from what their operation saved anyway.
+"""Values that autograd does not save: backward recomputes them from what their operation saved anyway.
 
-Before: ``h = relu(z); y = conv2d(h, w)``, where relu and convolution both keep ``h``. After:
-``h = relu_computed_again(z); y = computing_again(conv2d)(h, w)``, where both know whom to ask for it.
+Before: ``h = relu(z); y = conv2d(h, w)``, where relu and convolution both save ``h``.
+After: ``h = relu_computed_again(z); y = computing_again(conv2d)(h, w)``, where both refer to the node that can
+recompute it.
 
-Nothing is held here that autograd does not hold: a value is told by nodes of autograd's graph, and what those saved is
-read when backward wants it, by way of whatever hooks save it (checkpoints, ``save_on_cpu``). Second derivatives are
+This module holds nothing that autograd does not hold. A value is identified by autograd nodes, and what those saved is
+read when backward needs it, through whatever hooks saved it (checkpoints, ``save_on_cpu``). Second derivatives are
 torch's own. Source of the idea for batch norm and relu: Rota Bulo et al., "In-Place Activated BatchNorm", 2018.
 """
 
@@ -21,18 +22,18 @@ from torch import Tensor
 
 from amp_graph.passes.torch_compat.autograd import outer_saved_tensors_hooks, saved_tensors_hooks_are_enabled
 
-KEY = "amp_graph_again"  # in the metadata of a node of autograd: its result is computed again
+KEY = "amp_graph_again"  # key in an autograd node's metadata: its result is recomputed
 SHARED_CAST = "_SharedCastBackward"
 CASTS = ("ToCopyBackward0", SHARED_CAST)
 
 
 @dataclass(eq=False)
 class RecomputeRecipe:
-    """One value that is computed again, for all who did not save it; the last to ask in a backward lets it go.
+    """One recomputed value, shared by all operations that did not save it; the last reader in a backward frees it.
 
-    extra: what computing it takes beside what autograd saved. inputs: returns what its operation was given, where
-    hooks save that, which may be asked once only for what they save: checkpoints are. first: the place of the value
-    among its operation's results, of whose last it may be an alias. Holds no node: the node of the value holds this.
+    extra: what the computation needs besides what autograd saved. inputs: returns the operation's inputs where hooks
+    save them; may be called only once per save, because checkpoints allow no more. first: the first of the operation's
+    results that holds the value; a later one may alias it. Holds no node, because the node of the value holds this.
     """
 
     extra: Any = None
@@ -43,7 +44,7 @@ class RecomputeRecipe:
     made: Tensor | None = None
 
     def given(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the value; ``compute`` makes it where nobody has asked in this backward yet."""
+        """Return the value; ``compute`` makes it at the first request in this backward."""
         if self.made is None:
             self.made, self.left = compute(), self.readers
         found = self.made
@@ -54,7 +55,7 @@ class RecomputeRecipe:
 
 
 def unless_written(kept: tuple[Tensor, int]) -> Tensor:
-    """Return a tensor that was kept with its version; where it was written since, raise as torch does of saved ones."""
+    """Return a tensor saved with its version; raise as torch does for saved tensors if it was written since."""
     tensor, version = kept
     if tensor._version != version:
         raise RuntimeError(
@@ -64,15 +65,15 @@ def unless_written(kept: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-# -- who computes what ------------------------------------------------------------------------------------
+# -- how each node's result is computed -------------------------------------------------------------------
 
 
 def _batch_norm(node: Any) -> Tensor:
-    """Apply a batch norm with the statistics that it took: as a norm in evaluation, whose arithmetic is the same.
+    """Apply a batch norm with its saved statistics: the arithmetic is that of a norm in evaluation mode.
 
     The kernel computes ``x * alpha + beta`` with ``alpha = invstd * weight`` and ``beta = bias - mean * alpha``; a
-    variance of 1 leaves ``alpha`` to us (aten/src/ATen/native/cpu/batch_norm_kernel.cpp). Where the statistics cannot
-    be asked for, they are taken again.
+    variance of 1 lets us choose ``alpha`` (aten/src/ATen/native/cpu/batch_norm_kernel.cpp). Where the saved statistics
+    are not accessible, they are computed again.
     """
     again, training, eps = node.metadata[KEY], node._saved_training, node._saved_eps
     kernel: Any = torch.native_batch_norm
@@ -111,7 +112,7 @@ def _relu(node: Any) -> Tensor:
 
 
 def relu_of(before: Any) -> Tensor:
-    """Return the relu of what the node ``before`` made."""
+    """Return the relu of the result of the node ``before``."""
     x = value_of(before)
     return x.relu_() if _is_own(before) else x.relu()
 
@@ -128,7 +129,7 @@ def _cast(node: Any) -> Tensor:
     return value_of(before_of(node)).to(node.metadata[KEY].extra)
 
 
-# By the name of the node of autograd; backends add theirs with ``register_recompute``.
+# Keyed by the autograd node's name; backends add theirs with ``register_recompute``.
 COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
     "NativeLayerNormBackward0": _layer_norm,
@@ -140,7 +141,7 @@ COMPUTE: dict[str, Callable[[Any], Tensor]] = {
     **dict.fromkeys(CASTS, _cast),
 }
 
-# What saved its own result, where nothing is said of computing it again; and where it did.
+# How to read a result that the node saved itself, used if it has no recipe; and whether the node saved it.
 KEPT: dict[str, Callable[[Any], Tensor]] = {"ReluBackward0": lambda node: node._saved_result}
 KEEPS: dict[str, Callable[[Any], bool]] = {"ReluBackward0": lambda node: True}
 
@@ -151,9 +152,9 @@ def register_recompute(
     kept: Callable[[Any], Tensor] | None = None,
     keeps: Callable[[Any], bool] = lambda node: True,
 ) -> None:
-    """Let ``compute`` make the result of autograd's nodes ``name`` again, from what they saved.
+    """Let ``compute`` recompute the result of autograd nodes called ``name`` from what they saved.
 
-    ``kept`` returns a result that the node saved itself, as it did where ``keeps`` says so.
+    ``kept`` returns a result that the node saved itself; ``keeps`` says whether it did.
     """
     COMPUTE[name] = compute
     if kept is not None:
@@ -175,13 +176,13 @@ def value_of(node: Any) -> Tensor:
 
 
 def _is_own(node: Any) -> bool:
-    """Say whether ``value_of`` of a node is a new tensor that nobody else is given."""
+    """Say whether ``value_of`` of a node returns a new tensor that no other reader gets."""
     again = node.metadata.get(KEY)
     return node.name() == "AddBackward0" if again is None else again.readers <= 1
 
 
 def is_known(node: Any) -> bool:
-    """Say whether the result of a node can be computed, or is kept by it."""
+    """Say whether the result of a node can be recomputed, or was saved by it."""
     if node is None:
         return False
     if node.name() == "AddBackward0" and KEY not in node.metadata:
@@ -191,7 +192,7 @@ def is_known(node: Any) -> bool:
 
 
 def sources_of(node: Any) -> Iterator[RecomputeRecipe]:
-    """Yield what computing the result of a known node asks for."""
+    """Yield the recipes that the result of a known node depends on."""
     if KEY in node.metadata:
         yield node.metadata[KEY]
     elif node.name() == "AddBackward0":
@@ -200,7 +201,7 @@ def sources_of(node: Any) -> Iterator[RecomputeRecipe]:
 
 
 def computed(compute: Callable[[], Tensor]) -> Tensor:
-    """Call ``compute`` as forward ran: without gradients, and outside of an autocast region around backward."""
+    """Call ``compute`` as forward ran: without gradients, and with any autocast region around backward disabled."""
     with torch.no_grad(), ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -209,5 +210,5 @@ def computed(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def may_hook() -> bool:
-    """Say whether what is saved now may be something else than tensors."""
+    """Say whether hooks may now save something other than tensors."""
     return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()

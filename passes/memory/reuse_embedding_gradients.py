@@ -1,6 +1,7 @@
-"""Let the gradients of embeddings' tables be made in memory that is used again.
+"""Make the gradients of embedding tables in reused memory.
 
-Before: ``embedding_bag(ids, table, mode="sum")``. After: ``table_rows(table, ids, None, True)``.
+Before: ``embedding_bag(ids, table, mode="sum")``.
+After: ``table_rows(table, ids, None, True)``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.storage import storage_key
 
 SIGNATURES = {f: inspect.signature(f) for f in (F.embedding, F.embedding_bag)}
-# What a call may say beside its operands; anything else has another gradient, or another result.
+# What a call may pass besides its operands; anything else changes the gradient or the result.
 PLAIN: dict[str, Any] = {
     "max_norm": None, "scale_grad_by_freq": False, "sparse": False, "mode": "sum", "offsets": None,
     "per_sample_weights": None, "include_last_offset": False,
@@ -38,20 +39,20 @@ PLAIN: dict[str, Any] = {
 class ReuseEmbeddingGradients(Pass):
     """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
 
-    Law: a dense fp32 table that ``what_pays`` says is large beside what the graph computes; plain rows, or sums of bags
-    of one length. Of other tables whose zeros are worth writing past the caches the gradient is new memory. Exactness:
-    forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    Law: a dense fp32 table that is large compared with what the graph computes; plain rows, or sums of bags of one
+    length. The gradients of other tables whose zeros are worth non-temporal stores are new memory. Exactness: forward
+    bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
     """
 
-    memory: GradientMemory | None = None  # None: that of compiled graphs, of ``user``
+    memory: GradientMemory | None = None  # None: the pool of compiled graphs, for ``user``
     user: object = None
     name: ClassVar[str] = "reuse-embedding-gradients"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every embedding, once it is known what all tables come to."""
+        """Visit every embedding, once the size of all tables is known."""
         found = [(node, _arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
         given = {node: arguments for node, arguments in found if arguments is not None}
-        skips = [Skip(node.name, "its gradient is more than rows that are added up") for node, a in found if a is None]
+        skips = [Skip(node.name, "its gradient is not a plain sum of rows") for node, a in found if a is None]
         tables = _bytes(arguments["weight"] for arguments in given.values())
         large = reusing_gradients_is_profitable(
             "cpu", tables, _bytes(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -62,25 +63,25 @@ class ReuseEmbeddingGradients(Pass):
         for node, arguments in given.items():
             reader = self._reader(value(arguments["weight"]), large)
             if reader is None:
-                few = "the tables are small beside what is computed: their gradients are not kept"
+                few = "the tables are small compared with what is computed: their gradients are not kept"
                 skips.append(Skip(node.name, few))
                 continue
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
             node.target, node.kwargs = reader, {}
-            action = "memory used again" if large else "cleared past the caches"
+            action = "reused memory" if large else "non-temporal zeros"
             changes.append(Change(self.name, action, node.name, "its table's gradient is large"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
     def _reader(self, table: torch.Tensor, large: bool) -> Callable[..., torch.Tensor] | None:
-        """Return what reads ``table``, whose gradient is kept where that is ``large``; None for torch's own."""
+        """Return the function that reads ``table``; it keeps the gradient if ``large``. None for torch's own."""
         if large:
             return compiled_rows if self.memory is None else self.memory.rows
         return cleared_rows if self.memory is not None and numel(table) >= LARGE else None
 
 
 def _reads_table(node: Node) -> bool:
-    """Say whether ``node`` is an embedding that trains, of a parameter as it is."""
+    """Say whether ``node`` is an embedding in training that reads a parameter directly."""
     if node.op != "call_function" or node.target not in SIGNATURES or not {REGION, TRANSFORM}.isdisjoint(node.meta):
         return False
     weight = SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments["weight"]
@@ -95,7 +96,7 @@ def _is_table(weight: Node) -> bool:
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of a call whose gradient is rows added up, else None."""
+    """Return the arguments of a call whose gradient is a sum of rows, else None."""
     assert callable(node.target), "asked of calls"
     bound = SIGNATURES[node.target].bind(*node.args, **node.kwargs)
     bound.apply_defaults()
@@ -109,6 +110,6 @@ def _arguments(node: Node) -> dict[str, Any] | None:
 
 
 def _bytes(nodes: Any) -> int:
-    """Return the bytes of the values of ``nodes``, each memory once."""
+    """Return the bytes of the values of ``nodes``, counting each storage once."""
     found = {storage_key(t): t for node in nodes for t in tensors(value(node))}
     return sum(t.element_size() * numel(t) for t in found.values())

@@ -1,6 +1,7 @@
-"""Let large results lie where earlier ones lay, in graphs without gradients.
+"""Place large results in the memory of earlier ones, in graphs without gradients.
 
-Before: ``widen(logits)``, 62 MB that the system clears at each call. After: ``widen_again(logits, 0)``.
+Before: ``widen(logits)``, 62 MB that the system clears at each call.
+After: ``widen_again(logits, 0)``.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _PLACES = count()
 class ReuseOutputBuffers(Pass):
     """Replaces ``widen(x)`` with ``widen_again``, whose memory is the conversion's own.
 
-    Law: memory is given again only where no tensor has it, views and arrays of numpy included. Exactness: bit-exact.
+    Law: memory is reused only when no tensor holds it, views and numpy arrays included. Exactness: bit-exact.
     """
 
     results: LargeResults
     name: ClassVar[str] = "reuse-output-buffers"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every result that is widened into memory of its own."""
+        """Visit every result that is upcast into memory of its own."""
         changes = []
         for node in gm.graph.find_nodes(op="call_function", target=widen):
             node.target, node.args = self.results.widen_again, (*node.args, next(_PLACES))
-            changes.append(Change(self.name, "in kept memory", node.name, type_text(value(node))))
+            changes.append(Change(self.name, "in reused memory", node.name, type_text(value(node))))
         return PassResult(gm, tuple(changes))

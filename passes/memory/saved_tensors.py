@@ -1,7 +1,7 @@
-"""Who reads a value of a graph, and would save it for backward.
+"""Which readers of a value would save it for backward.
 
-Before: ``h = relu(z); y = conv2d(h, w); s = h + x``. After: ``readers_of(h)``: the convolution
-saves it, the sum does not.
+Before: ``h = relu(z); y = conv2d(h, w); s = h + x``.
+After: ``readers_of(h)``: the convolution saves it, the sum does not.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CASTS = frozenset({"aten.to", "aten._to_copy"})
 
 @dataclass(frozen=True)
 class Readers:
-    """The readers that save a value, or a view or a low-precision copy of it, and could do without.
+    """The readers that save a value, or a view or low-precision copy of it, and need not.
 
-    products: multiplications that they make for each of its elements. reason: why one of all its readers could not.
+    products: multiplications that they make for each element of the value. reason: why some other reader must save it.
     """
 
     readers: tuple[Node, ...] = ()
@@ -42,7 +42,7 @@ class Readers:
 
 
 def readers_of(*aliases: Node) -> Readers:
-    """Find out who saves the value of a node, or of several that share its memory."""
+    """Find the readers that save the value of a node, or of several nodes that share its memory."""
     readers: list[Node] = []
     reasons: list[str] = []
     stack = [(alias, True) for alias in aliases]
@@ -85,12 +85,12 @@ def _is_apart(user: Node) -> bool:
 
 
 def _is_view(user: Node) -> bool:
-    """Say whether ``user`` only looks at memory that is there."""
+    """Say whether ``user`` only makes a view of existing memory."""
     return is_part(user) or only_views(user)
 
 
 def _is_low_copy(user: Node, whole: bool) -> bool:
-    """Say whether ``user`` rounds a whole value, which can be done again."""
+    """Say whether ``user`` rounds a whole value, which can be repeated."""
     if not whole:
         return False
     if user.target is shared_cast:
@@ -104,7 +104,7 @@ def _is_low_copy(user: Node, whole: bool) -> bool:
 
 
 def _products(reader: Any) -> float:
-    """Return how many multiplications a product makes in forward; of a pool, whose kernel is slower, enough."""
+    """Return how many multiplications a matmul makes in forward; infinity for a pool, whose kernel is slower."""
     names, x = names_of(reader)[0], value(reader.all_input_nodes[0])
     if names in POOLS:
         return math.inf

@@ -1,6 +1,7 @@
-"""Widen what is large into memory that the system maps by large pages, past the caches.
+"""Upcast large values into memory on huge pages, with non-temporal stores.
 
-Before: ``logits.float()``, 42 MB of them, 10,240 page faults. After: ``widen(logits)``, some 20.
+Before: ``logits.float()``, 42 MB, 10,240 page faults.
+After: ``widen(logits)``, about 20.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from amp_graph.passes.torch_compat.fake import numel
 class UpcastIntoHugePages(Pass):
     """Replaces the cast ``x.float()`` with ``widen(x)`` when its result is mapped anew at each call.
 
-    Law: a cast of ours, of a size that ``what_pays`` calls large, outside of regions. Exactness: bit-exact.
+    Law: a cast that amp_graph inserted, large enough to be profitable, outside of regions. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "upcast-into-huge-pages"
@@ -35,7 +36,7 @@ class UpcastIntoHugePages(Pass):
         for node in gm.graph.find_nodes(op="call_method", target="float"):
             if CAST in node.meta and len(node.args) == 1 and not node.kwargs and _is_large(node):
                 node.op, node.target = "call_function", widen
-                changes.append(Change(self.name, "by large pages", node.name, type_text(value(node))))
+                changes.append(Change(self.name, "on huge pages", node.name, type_text(value(node))))
         return PassResult(gm, tuple(changes))
 
 

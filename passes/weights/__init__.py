@@ -1,5 +1,5 @@
 """Low-precision copies of parameters: each weight is cast once per optimizer step.
 
-The cache, who writes to a parameter behind its version counter, and the passes that read copies.
-Imports ``memory`` and what is below it.
+The cache, detection of writes that the version counter misses, and the passes that read cached copies. Imports
+``memory`` and what is below it.
 """

@@ -1,4 +1,4 @@
-"""Let the casts of parameters be done by few calls.
+"""Batch the casts of many parameters into few calls.
 
 Before: ``a = w1.bfloat16(); b = w2.bfloat16()``. After: ``low = low_weights(w1, w2); a, b = low``.
 """
@@ -28,10 +28,10 @@ from amp_graph.passes.weights.cache_weight_casts import casts_of_parameters
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.foreach_casts import Format, WeightGroup, low_weight
 
-# Casts: one call for fewer takes as long, which with gradients is a node of autograd's in Python.
+# Casts: one call for fewer takes as long, because with gradients it is an autograd node written in Python.
 LEAST, LEAST_TRAINED = 3, 12
-# Bytes of weights whose gradients wait for each other, as in a bucket of DistributedDataParallel: none is widened, and
-# none is handed on, before the last one is there.
+# Bytes of weights per group. Like a DistributedDataParallel bucket, a group upcasts and returns none of its gradients
+# before the last one has arrived.
 MOST = 25 << 20
 
 
@@ -39,9 +39,9 @@ MOST = 25 << 20
 class BatchWeightCasts(Pass):
     """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
 
-    Law: the graph writes to none of them, returns none of the results, and switches gradients neither on nor off; those
-    of a group get gradients from the same outputs. Exactness: bit-exact, gradients included. In backward no gradient of
-    a group is there before its last.
+    Law: the graph neither writes to these parameters, nor returns a cast, nor switches gradients on or off; the members
+    of a group get gradients from the same outputs. Exactness: bit-exact, gradients included. In backward, a group's
+    gradients become available only when its last one does.
     """
 
     copies: WeightCopies
@@ -77,9 +77,10 @@ class BatchWeightCasts(Pass):
 
 
 def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
-    """Yield neighbours of one device: all without gradients; else those not trained, and the others, up to ``MOST``.
+    """Yield groups of casts on one device, up to ``MOST`` each: without gradients all; else frozen and trained apart.
 
-    What gets gradients from different outputs is apart: one might get none, and hooks would be called with None.
+    Weights that get gradients from different outputs are in different groups: one might get none, and its hooks would
+    be called with None.
     """
     if not torch.is_grad_enabled():
         yield casts
@@ -100,7 +101,7 @@ def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[
 
 
 def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
-    """Return for each node which of the graph's outputs hand it gradients, a bit for each."""
+    """Return for each node the set of graph outputs that hand it gradients, as a bit mask."""
     sharing: dict[int, list[Node]] = {}
     for node, keys in memory.storages.items():
         for key in keys:
@@ -111,7 +112,7 @@ def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
     for node in reversed(gm.graph.nodes):
         readers = set(node.users)
         for key in memory.storages[node]:
-            if memory.order[node] in memory.writers.get(key, ()):  # what it wrote is read by other names, too
+            if memory.order[node] in memory.writers.get(key, ()):  # what it wrote is also read under other names
                 readers.update(u for n in sharing[key] for u in n.users if node < u)
         bits = found.get(node, 0) | functools.reduce(operator.or_, (found[u] for u in readers if u.op != "output"), 0)
         found[node] = bits if is_trained(node) else 0
@@ -119,7 +120,7 @@ def outputs_reached(gm: GraphModule, memory: Memory) -> dict[Node, int]:
 
 
 def _fits(cast: Node) -> bool:
-    """Say whether ``cast`` runs wherever its parameter is there, and changes nothing but precision and layout."""
+    """Say whether ``cast`` may run as soon as its parameter exists, and changes only precision and layout."""
     elsewhere = not {REGION, CHECKPOINT}.isdisjoint(cast.meta) or is_wrapper(captured(cast.all_input_nodes[0]))
     return not elsewhere and set(cast.kwargs) <= {"memory_format"}
 

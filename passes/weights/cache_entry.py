@@ -1,7 +1,7 @@
-"""One low-precision copy of a parameter, and the signs by which a write to that parameter shows.
+"""One low-precision copy of a parameter, and the signs by which a write to the parameter is detected.
 
-Before: ``low = weight.bfloat16()``. After: ``KeptCopy(low, signs, ...)``, which is that of ``weight`` for as long as
-its storage, address, strides and version counter are what they were, and nobody has got its memory otherwise.
+Before: ``low = weight.bfloat16()``. After: ``KeptCopy(low, signs, ...)``, valid while the storage, address, strides and
+version counter of ``weight`` are unchanged and nobody else has obtained its memory.
 """
 
 from __future__ import annotations
@@ -19,59 +19,60 @@ from amp_graph.passes.torch_compat.storage import address_of, exchange_memory, h
 from amp_graph.passes.weights.update_tracking import UPDATES
 from amp_graph.passes.weights.watched_memory import Watch
 
-LARGE = 131_072  # elements: above, memory is returned to the system when it is freed
+LARGE = 131_072  # elements: above this size, freed memory is returned to the system
 
 
 class Signs(NamedTuple):
-    """What a write to a parameter changes: its version counter, or one of the marks of what no counter shows."""
+    """What a write to a parameter changes: its version counter, or one of the marks for writes without a counter."""
 
     version: int
-    mark: object  # of its storage's ``Watch``; None, which that never is, where the memory may be written unseen
+    mark: object  # of its storage's ``Watch``; None, which never matches, where the memory may be written undetected
     update: object  # of ``UPDATES``
 
 
 def signs_of(weight: Tensor, watch: Watch) -> Signs:
-    """Return what shows a write from now on; to be read before the values: a write in between makes a copy old."""
+    """Return the current signs. Read them before the values: a write in between then invalidates the copy."""
     return Signs(weight._version, watch.mark, UPDATES.mark)
 
 
 @dataclass(eq=False, slots=True)
 class KeptCopy:
-    """One copy, and what the parameter looked like when it was made: replaced as a whole, for threads read it."""
+    """One copy and the parameter's state when it was made. Replaced as a whole, because threads read it."""
 
     low: Tensor
     signs: Signs
     watch: Watch
-    # Of a storage that is held weakly by ``watch``: no other gets its identity, and none is kept from being freed.
+    # Of a storage that ``watch`` references weakly, so that no other storage reuses its identity and none is kept
+    # alive.
     key: int | None
     pointer: int
     stride: tuple[int, ...]
-    given: Tensor | None = None  # ``low`` with a way back for gradients, made when a call with gradients reads it
-    reused: bool = False  # whether the copy was of any use
+    given: Tensor | None = None  # ``low`` with a way back for gradients; made when a call with gradients reads it
+    reused: bool = False  # whether the copy was ever read
     passed: object = None  # the mark of an update after which no copy was made
     beside: Any = None  # what was made along with it
-    held: Tensor | None = None  # what ``low`` was packed from, where that is to be compared at each call
+    held: Tensor | None = None  # what ``low`` was packed from, where each call has to compare that
 
     def again(self, low: Tensor, signs: Signs) -> KeptCopy:
-        """Return what is known once the same parameter was cast anew, to ``low``."""
+        """Return the entry after the same parameter was cast anew, to ``low``."""
         given = self.given if low is self.low else None
         passed = self.passed is signs.mark
         return KeptCopy(low, signs, self.watch, self.key, self.pointer, self.stride, given, passed)
 
 
 def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:
-    """Say whether the first call of an update makes no copy: a small one that is read once is not worth it."""
+    """Say whether the first call after an update skips the copy: a small weight that is read once is not worth one."""
     return not kept.reused and weight.numel() < LARGE
 
 
 def is_of(kept: KeptCopy, weight: Tensor) -> bool:
-    """Say whether ``kept`` was made of ``weight``, and that is where it was."""
-    same = storage_key(weight) == kept.key  # before all else: an id may be another parameter's by now
+    """Say whether ``kept`` was made from ``weight``, and ``weight`` still has the same memory."""
+    same = storage_key(weight) == kept.key  # first of all: the id may belong to another parameter by now
     return same and address_of(weight) == kept.pointer and weight.stride() == kept.stride
 
 
 def is_current(kept: KeptCopy, weight: Tensor) -> bool:
-    """Say whether ``kept`` is of ``weight`` as it is now: no sign of a write has shown since it was made."""
+    """Say whether ``kept`` is up to date: no sign of a write to ``weight`` has shown since it was made."""
     version, mark, update = kept.signs
     unwritten = mark is kept.watch.mark and update is UPDATES.mark
     return unwritten and is_of(kept, weight) and version == weight._version
@@ -79,7 +80,7 @@ def is_current(kept: KeptCopy, weight: Tensor) -> bool:
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:
     """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does; large ones by C."""
-    of_places = weight.dim() == 4 and weight[0, 0].numel() > 1  # whose gradient may lie otherwise
+    of_places = weight.dim() == 4 and weight[0, 0].numel() > 1  # whose gradient may have another layout
     large = cast_kernel.LARGE_OF_PLACES if of_places else cast_kernel.LARGE
     if weight.numel() < large or cast_kernel.library(low.dtype) is None:
         return borrow(weight, low)
@@ -88,13 +89,13 @@ def lend(weight: Tensor, low: Tensor) -> Tensor:
 
 
 class _Lent(torch.autograd.Function):
-    """Saves nothing, and so serves any number of backwards."""
+    """Saves nothing, so it serves any number of backward passes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, low: list[Tensor]) -> Tensor:
-        ctx.weight = weight  # for its layout alone
+        ctx.weight = weight  # for its layout only
         given = low[0].new_empty(0)
-        exchange_memory(given, low[0])  # no view, and with a version counter of its own
+        exchange_memory(given, low[0])  # not a view, and with a version counter of its own
         return given
 
     @staticmethod
@@ -110,21 +111,21 @@ class _Holder:
 
 
 def is_nobody_elses(kept: KeptCopy) -> bool:
-    """Say whether no graph, alias or thread has the copy, or the way back that was made for it."""
+    """Say whether no graph, alias or thread holds the copy, or the way back that was made for it."""
     if kept.given is None:
         return holders(kept, "low") == _ALONE
     return holders(kept, "low") == holders(kept, "given") == _BORROWED
 
 
 _HOLDER = _Holder()
-_ALONE = holders(_HOLDER, "low")  # what is counted of a tensor that one attribute holds
+_ALONE = holders(_HOLDER, "low")  # reference count of a tensor that one attribute holds
 _ALIAS = _HOLDER.low.detach()
 _BORROWED = holders(_HOLDER, "low")  # and of one that has an alias
 del _ALIAS
 
 
 def may_be_kept(weight: Any) -> bool:
-    """Say whether a copy of ``weight`` can be trusted until one of the signs of a write shows."""
+    """Say whether a copy of ``weight`` can be trusted until a sign of a write shows."""
     return (
         type(weight) is torch.nn.Parameter
         and weight.is_leaf

@@ -1,4 +1,4 @@
-"""Let the casts of parameters read copies that outlive the call.
+"""Replace casts of parameters with reads of copies that are cached between calls.
 
 Before: ``w = weight.bfloat16(); y = linear(x, w)``. After: ``w = weight_copy(weight); y = linear(x, w)``.
 """
@@ -33,8 +33,8 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 class CacheWeightCasts(Pass):
     """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
 
-    Law: the copy is cast anew when something wrote to the parameter since. Exactness: bit-exact, gradients included.
-    Only on the CPU: elsewhere, seeing that a parameter's values changed would wait for the device; see
+    Law: the copy is cast anew when something has written to the parameter since. Exactness: bit-exact, gradients
+    included. Only on the CPU: on other devices, detecting a change of values would synchronize with the device; see
     ``batch_weight_casts.py``.
     """
 
@@ -52,12 +52,12 @@ class CacheWeightCasts(Pass):
                 continue
             node.op, node.target = "call_function", self.copies.read
             node.kwargs = _how_it_is_read(node)
-            changes.append(Change(self.name, "kept", node.name, "cast once an update"))
+            changes.append(Change(self.name, "kept", node.name, "cast once per update"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def is_kept(node: Node) -> bool:
-    """Say whether ``node`` reads a weight's copy that outlives the call."""
+    """Say whether ``node`` reads a weight copy that is cached between calls."""
     of = getattr(node.target, "__module__", "")
     return of == cast_cache.__name__ or (reads_cached_weight(node.target) and CAST in node.meta)
 
@@ -94,8 +94,8 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
         return {}
     (reader,) = cast.users
     weight = reader.args[1] if len(reader.args) > 1 else None
-    large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is cast as fast as lent
-    if large and traits_of(original(reader.target)).fp32_weight_gradient:  # with that of the weight that of the bias
+    large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is as cheap to cast
+    if large and traits_of(original(reader.target)).fp32_weight_gradient:  # with the weight's gradient, the bias's
         return {"once": True, "wide": True}
     if not large or cast is not weight:
         return {"once": True}
@@ -103,14 +103,14 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
 
 
 def _convolves_last(reader: Node) -> bool:
-    """Say whether ``reader`` trains by a convolution of channels_last images, whose kernels lay out their weight so."""
+    """Say whether ``reader`` is a trained channels_last convolution, whose kernels use that layout for weights too."""
     if names_of(reader) != ("aten.conv2d",) or not is_trained(reader):
         return False
     return is_image(value(reader.args[0])) and is_channels_last(value(reader.args[0]))  # type: ignore[arg-type]
 
 
 def _is_read_once(cast: Node) -> bool:
-    """Say whether one operation alone reads ``cast``, and hands one gradient back for it."""
+    """Say whether a single operation reads ``cast``, and returns a single gradient for it."""
     found: list[Node] = []
     for reader in cast.users:
         map_arg((reader.args, reader.kwargs), found.append)

@@ -1,6 +1,6 @@
-"""Low-precision copies of parameters, each made once an update and read until something writes the parameter.
+"""Low-precision copies of parameters: each is cast once per update and read until the parameter is written.
 
-Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, which casts only where its copy is old.
+Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, which casts only if its copy is stale.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ own_functions(__name__)
 
 WeightCopy = Callable[..., Tensor]
 PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
-COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where what is packed is kept for a copy with the same bits
-FOR_GOOD = 8  # calls in a row, while no thread captures: that has each weight's memory for a moment
-FEW = 64  # copies: up to so many, looking at all of them costs next to nothing
+COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where packed weights are kept for copies of equal bits
+FOR_GOOD = 8  # calls in a row, while no thread captures: a capture holds each weight's memory for a moment
+FEW = 64  # copies: up to this many, scanning all of them is cheap
 _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
 
 class WeightCopies:
-    """The copies of one model's parameters in ``dtype``; lives and dies with the model's conversion.
+    """The copies of one model's parameters in ``dtype``; created and freed with the model's conversion.
 
-    A copy is read as long as the parameter has the same storage, address, strides and version counter, and nobody has
-    written to it, or got its memory, otherwise: kernels that move no counter say so (``weight_updates``), accesses are
-    noticed (``memory_access``). Only parameters in the memory of the CPU whose whole storage is theirs have copies:
-    shared memory and flat buffers (FSDP) are written by others.
+    A copy is valid while the parameter's storage, address, strides and version counter are unchanged, and nobody has
+    written to it, or obtained its memory, otherwise: kernels that bypass the counter report their writes
+    (``weight_updates``), and accesses are noticed (``memory_access``). Only CPU parameters that own their whole storage
+    get copies: others may write to shared memory and flat buffers (FSDP).
 
-    ``found_held`` hears of a parameter that is cast at each call, and why: somebody may write its memory at any time.
-    ``checked``: compare each copy with its parameter, bit by bit, whenever it is read; raises VerifyError.
+    ``found_held`` is told of a parameter that is cast at each call, and why: somebody may write its memory at any time.
+    ``checked``: compare each copy with its parameter, bit by bit, at every read; raises VerifyError.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class WeightCopies:
         self._found_held = found_held or (lambda weight, why: None)
         self.checked = checked
         self._kept: dict[int, KeptCopy] = {}
-        self._has_collected = False  # whether garbage was collected in search of who holds a parameter
-        self._held: dict[int, tuple[str, int]] = {}  # such a reason, and for how many calls in a row, by id
-        # What graphs without gradients read instead: see prepacked_linear.py, folded_conv.py, chunked_linear.py.
+        self._has_collected = False  # whether garbage was collected to find out who holds a parameter
+        self._held: dict[int, tuple[str, int]] = {}  # by id: such a reason, and for how many calls in a row
+        # What graphs without gradients read instead; see prepacked_linear.py, folded_conv.py, chunked_linear.py.
         self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
-        self._room = FEW  # how many copies there may be before those of freed parameters are looked for
+        self._room = FEW  # number of copies above which those of freed parameters are looked for
         self.read = self._reader()
-        self.groups = weakref.WeakSet[WeightGroup]()  # of weights on devices where no copy can be trusted
-        self.gradients = GradientMemory()  # beside copies of weights, memory for gradients of tables
+        self.groups = weakref.WeakSet[WeightGroup]()  # weights on devices where no copy can be trusted
+        self.gradients = GradientMemory()  # besides weight copies: memory for gradients of embedding tables
         self.results = LargeResults()  # and for large results of calls without gradients
         hear_of_updates()
         _MODELS.add(self)
@@ -83,7 +83,7 @@ class WeightCopies:
     def drop(self, weights: Iterable[Tensor] = ()) -> int:
         """Forget every copy and return how many bytes they had; the next call makes them anew.
 
-        weights: of which nobody has an address any more.
+        weights: those whose address nobody has any more.
         """
         size = self.bytes + self.gradients.drop() + self.results.drop()
         for store in (self._kept, *self.packed):
@@ -96,7 +96,7 @@ class WeightCopies:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The copies of parameters that are still there."""
+        """The copies of the parameters that still exist."""
         self._purge()
         kept = [low for kept in self._all() for low in (kept.low, kept.held) if low is not None]
         return kept + [low for group in self.groups for low in group.kept]
@@ -105,19 +105,19 @@ class WeightCopies:
         return [kept for store in (self._kept, *self.packed) for kept in list(store.values())]
 
     def elements_of(self, params: Iterable[Tensor]) -> int:
-        """Return how many elements of ``params`` have copies that are cast anew."""
+        """Return how many elements of ``params`` have copies, which are cast anew."""
         return sum(p.numel() for p in params if id(p) in self._kept)
 
     @property
     def bytes(self) -> int:
-        """What the copies take."""
+        """The bytes that the copies take."""
         return sum(bytes_of(low) for low in self.tensors)
 
     def for_packing(self, weight: Tensor) -> tuple[Tensor, KeptCopy | None]:
-        """Return ``weight`` in low precision, without gradient; and what to keep beside what is packed of that.
+        """Return ``weight`` in low precision, without gradient, and what to keep beside its packed form.
 
-        None where nothing is ever kept of such a weight, which then is not packed. Where somebody may write it at any
-        time, what is packed is not read again but for a copy with the same bits: ``same_as_packed``.
+        None where no copy of such a weight is ever cached; it is then not packed. Where somebody may write the weight
+        at any time, its packed form is reused only for a copy with the same bits: ``same_as_packed``.
         """
         kept = self._kept.get(id(weight))
         if kept is not None and is_current(kept, weight):
@@ -132,7 +132,7 @@ class WeightCopies:
     def keep_packed(
         self, weight: Tensor, made_of: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
     ) -> KeptCopy:
-        """Keep what was packed of a copy that ``for_packing`` returned; that copy goes, unless others read it."""
+        """Keep the packed form of a copy that ``for_packing`` returned; free that copy unless others read it."""
         made = made_of.again(packed, made_of.signs)
         made.beside = beside
         if made.signs.mark is None:
@@ -142,15 +142,15 @@ class WeightCopies:
         return made
 
     def same_as_packed(self, weight: Tensor, made_of: KeptCopy, packed: KeptCopy | None) -> bool:
-        """Say whether ``packed`` is of the very bits of ``made_of``, a copy of memory that may be written unseen."""
+        """Say whether ``packed`` has the same bits as ``made_of``, a copy of memory that may be written undetected."""
         if packed is None or packed.held is None or not is_of(packed, weight):
             return False
         return _are_same(packed.held, made_of.low)
 
     def _trusted_signs(self, weight: Tensor) -> Signs:
-        """Return what shows any write to ``weight`` from now on.
+        """Return the signs that show any write to ``weight`` from now on.
 
-        With no mark, so that no copy of it is current, where some write would not show, which is told.
+        Where some write would not show, the signs have no mark, so that no copy is current; the reason is reported.
         """
         watch = watch_of(weight)
         signs = signs_of(weight, watch)
@@ -160,7 +160,7 @@ class WeightCopies:
             return signs
         before, calls = self._held.get(id(weight), ("", 0))
         calls = calls + (not a_capture_runs()) if before == why else 1
-        if calls == FOR_GOOD and not self._has_collected:  # what a capture leaves behind has aliases, in cycles
+        if calls == FOR_GOOD and not self._has_collected:  # a capture leaves aliases behind, in reference cycles
             self._has_collected = True
             self._held[id(weight)] = why, calls - 1
             gc.collect()
@@ -175,15 +175,15 @@ class WeightCopies:
         return KeptCopy(low, signs, watch, storage_key(weight), address_of(weight), weight.stride())
 
     def _reader(self) -> WeightCopy:
-        """Return what graphs call: a function with a name, and as few steps as it takes to know a copy is current."""
+        """Return what graphs call: a named function that finds out in few steps whether a copy is current."""
         updates, grad_enabled, known = UPDATES, torch.is_grad_enabled, self._kept
 
         def weight_copy(
             weight: Tensor, once: bool = False, wide: bool = False, last: bool = False, bare: bool = False
         ) -> Tensor:
-            """Return the copy, a new one channels_last where it is ``last``.
+            """Return the copy; a new one is channels_last if ``last``.
 
-            ``once``: to who hands back one gradient, which with ``wide`` is fp32 already. ``bare``: without gradients,
+            ``once``: the reader returns one gradient, which with ``wide`` is already fp32. ``bare``: without gradients,
             for a call that has some.
             """
             kept = known.get(id(weight))
@@ -196,7 +196,7 @@ class WeightCopies:
                 kept.passed = now
                 return self._plain(weight, wide)
             if (
-                storage_key(weight) != kept.key  # before all else: an id may be another parameter's by now
+                storage_key(weight) != kept.key  # first of all: the id may belong to another parameter by now
                 or address_of(weight) != kept.pointer
                 or weight.stride() != kept.stride
             ):
@@ -226,9 +226,9 @@ class WeightCopies:
         return weight.to(self.dtype)
 
     def to_be_written(self, weight: Tensor) -> tuple[KeptCopy, Signs] | None:
-        """Return the copy of ``weight`` where an update may write it along: it lies alike, and nobody else has it.
+        """Return the copy of ``weight`` if an update may write it too: same layout, and no other holder.
 
-        And what is to be handed to ``was_written``.
+        Also returns what to pass to ``was_written``.
         """
         kept = self._kept.get(id(weight))
         if kept is None or not is_of(kept, weight) or kept.low.stride() != weight.stride():
@@ -237,30 +237,30 @@ class WeightCopies:
         return (kept, signs) if is_nobody_elses(kept) and not kept.watch.why_not_free(weight) else None
 
     def was_written(self, weight: Tensor, kept: KeptCopy, before: Signs) -> None:
-        """Take note that the copy is ``weight`` as it is now, which an update has written with a trace."""
+        """Record that the copy equals ``weight`` as it is now, after an update that is visible to the counters."""
         self._kept[id(weight)] = kept.again(kept.low, before._replace(version=weight._version))
 
     def _first(self, weight: Tensor, wide: bool = False, last: bool = False) -> Tensor:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
         if (old := self._kept.pop(id(weight), None)) is not None:
-            old.given = None  # with its way back for gradients, whose shape is the one that the parameter had
+            old.given = None  # with its way back for gradients, which has the parameter's former shape
         if not may_be_kept(weight):
             return weight.to(self.dtype)
         self._look_for_freed()
-        signs = self._trusted_signs(weight)  # before the values: a write in between makes the copy old
+        signs = self._trusted_signs(weight)  # before the values: a write in between invalidates the copy
         if signs.mark is None:
             return self._plain(weight, wide)
         low, own = self._cast(weight, last)
-        if type(own) is Tensor:  # not where a mode that traces is at work
+        if type(own) is Tensor:  # not while a tracing mode is active
             self._kept[id(weight)] = self._new(weight, own, signs)
         return low
 
     def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
         """Cast ``weight``, which was written to, as a plain cast does.
 
-        Returns None where the copy is to be read instead: where the gradient comes ``wide``, which a cast's would be
-        cast twice; and where it went into the old copy, which is large and nobody has any more: fresh memory costs page
-        faults, for 2 MiB more than ten times what the cast does.
+        Returns None where the copy is to be read instead: where the gradient arrives as fp32 (``wide``), which a cast's
+        backward would cast twice; and where the cast was written into the old, large copy that nobody else holds. Fresh
+        memory costs page faults: for 2 MiB, more than ten times as much as the cast.
         """
         if not weight.is_leaf:
             return self._first(weight)
@@ -273,15 +273,15 @@ class WeightCopies:
             low, own = None, kept.low
         else:
             low, own = self._cast(weight, is_last(kept.low))
-        if type(own) is not Tensor:  # a mode that traces is at work
+        if type(own) is not Tensor:  # a tracing mode is active
             return low
         self._kept[id(weight)] = kept.again(own, signs)
         return None if wide else low
 
     def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """Return a plain cast of ``weight``, channels_last where asked, and the same without its autograd history."""
+        """Return a plain cast of ``weight``, channels_last if asked, and the same without its autograd history."""
         layout = torch.channels_last if last else torch.preserve_format
-        if torch.is_inference_mode_enabled():  # what is made in there cannot be saved for a backward outside
+        if torch.is_inference_mode_enabled():  # a tensor made in there cannot be saved for a backward outside
             with torch.inference_mode(False), torch.no_grad():
                 low = weight.to(self.dtype, memory_format=layout)
         else:
@@ -293,16 +293,16 @@ class WeightCopies:
             self._purge()
 
     def _purge(self) -> None:
-        """Let go of the copies of parameters that were freed or replaced."""
+        """Drop the copies of parameters that were freed or replaced."""
         for copies in (self._kept, *self.packed):
             for key, kept in list(copies.items()):
-                kept.given = None  # which would hold the parameter
+                kept.given = None  # which would keep the parameter alive
                 if kept.watch.is_gone():
                     copies.pop(key, None)
         self._room = len(self._kept) * 5 // 4
 
     def check(self, weight: Tensor, low: Tensor, fresh: Tensor | None = None) -> None:
-        """Raise VerifyError unless ``low`` is ``weight`` as it is now, or what is made ``fresh`` of it."""
+        """Raise VerifyError unless ``low`` equals ``weight`` as it is now, or what ``fresh`` makes of it."""
         with torch.no_grad():
             fresh = weight.detach().to(self.dtype) if fresh is None else fresh
         if not _are_same(fresh, low):

@@ -1,7 +1,7 @@
-"""Whether all that a call computes on is finite: then kernels may be called that make something else of NaN.
+"""Check that all inputs of a computation are finite, so that kernels that do not propagate NaN may be called.
 
-Before: a convolution, and a pass over its result for the relu, as oneDNN's own relu makes 0 of NaN.
-After: ``all_finite((x,), ...)``, once a call, and ``convolution_with_norm(..., finite=True)``, whose relu is oneDNN's.
+Before: a convolution, and a separate pass over its result for the relu, because oneDNN's fused relu turns NaN into 0.
+After: ``all_finite((x,), ...)`` once per call, and ``convolution_with_norm(..., finite=True)`` with oneDNN's relu.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ AllFinite = Callable[..., bool]
 
 
 def is_finite(x: Tensor) -> bool:
-    """Say whether no element of ``x`` is infinite or NaN, nor their sum: one pass, and never true by mistake."""
+    """Say whether all elements of ``x``, and their sum, are finite: one pass; may err only towards False."""
     return math.isfinite(x.sum().item())
 
 
 class FiniteWeights:
-    """Which parameters of a model, and copies of them, are finite: asked at every call, looked at once an update."""
+    """Which parameters of a model, and copies of them, are finite: asked at every call, checked once per update."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # of copies, by id
-        self._bad: dict[Any, StorageWeakRef] = {}  # weights of which what is not finite was made
+        self._bad: dict[Any, StorageWeakRef] = {}  # weights from which a non-finite value was made
 
     def is_kept_finite(self, low: Tensor) -> bool:
-        """Say whether ``low`` is finite, a copy that is replaced, or written with a trace, at an update."""
+        """Say whether ``low`` is finite. An update replaces this copy, or writes it visibly to the counters."""
         if low.is_inference():  # cast for this call alone
             return is_finite(low)
         known, version = self._known.get(id(low)), low._version
@@ -49,7 +49,7 @@ class FiniteWeights:
         return known[2]
 
     def note(self, key: Any, weight: Tensor, finite: bool) -> None:
-        """Take up whether what was made of ``weight`` is finite."""
+        """Record whether what was made from ``weight`` is finite."""
         if finite:
             self._bad.pop(key, None)
         else:
@@ -57,17 +57,17 @@ class FiniteWeights:
 
     @property
     def is_all_finite(self) -> bool:
-        """Whether all is finite that was made of weights that still exist."""
+        """Say whether everything made from weights that still exist is finite."""
         return not self._bad or all(storage.expired() for storage in list(self._bad.values()))
 
     def drop(self) -> None:
-        """Forget all of it."""
+        """Forget everything."""
         self._known.clear()
         self._bad.clear()
 
 
 def all_finite_of(weights: FiniteWeights) -> AllFinite:
-    """Return what graphs call: ``all_finite(values, kept, before=True)``, whether all these, and before, are finite.
+    """Return what graphs call: ``all_finite(values, kept, before=True)``: whether all these are finite, and ``before``.
 
     values: tensors of this call; kept: copies of parameters.
     """
@@ -83,9 +83,9 @@ def all_finite_of(weights: FiniteWeights) -> AllFinite:
 def max_pool_of(weights: FiniteWeights) -> Callable[..., Tensor]:
     """Return what graphs call: ``max_pool_of_finite(x, size, finite)``, ``F.max_pool2d(x, size, 2, size - 2)``.
 
-    x: bf16 images of even height and width that a relu has left; size: 2 or 3; finite: whether ``x`` is, if all weights
-    are. The same bits: numbers from 0 up are ordered as the 16-bit integers that they lie as, and the maxima of these
-    are taken at four times the rate, first of rows, then of columns.
+    x: bf16 images of even height and width, the output of a relu; size: 2 or 3; finite: whether ``x`` is, if all
+    weights are. The same bits: non-negative floats are ordered like the 16-bit integers with the same bits, and integer
+    maxima are four times as fast. Rows are reduced first, then columns.
     """
 
     def max_pool_of_finite(x: Tensor, size: int, finite: bool) -> Tensor:
@@ -97,7 +97,7 @@ def max_pool_of(weights: FiniteWeights) -> Callable[..., Tensor]:
 
 
 def _maxima(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return the maxima of each two neighbours in ``dim``, and for ``size`` 3 of the one before them, too."""
+    """Return the maximum of each pair of neighbours in ``dim``; for ``size`` 3, also of the element before the pair."""
     pairs = x.unflatten(dim, (-1, 2))
     found = torch.maximum(pairs.select(dim + 1, 0), pairs.select(dim + 1, 1))
     if size == 3 and found.shape[dim] > 1:

@@ -1,8 +1,8 @@
-"""Casts of many weights at once, where a call costs more than a cast: on GPUs.
+"""Cast many weights at once, on devices where a call costs more than a cast: GPUs.
 
-Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, a kernel and an autograd node each. After:
-``a, b = low_weights(w1, w2)``, one kernel for all that keep their layout; and in backward one that widens their
-gradients. Source of the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, one kernel and one autograd node each. After: ``a, b = low_weights(w1,
+w2)``: one kernel for all weights that keep their layout, and in backward one that upcasts their gradients. Source of
+the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from amp_graph.passes.torch_compat.storage import unflatten
 own_functions(__name__)
 
 Format = torch.memory_format | None
-ALIGNED = 64  # elements: parts of one piece begin where kernels read fastest, as what is allocated alone does
+ALIGNED = 64  # elements: alignment of the parts of a shared buffer, as fast to read as separate allocations
 LowWeights = Callable[..., Sequence[Tensor]]
 
 
 class WeightGroup:
     """Weights that are cast together to ``dtype``, each into its ``formats``, where that is not None.
 
-    Nothing is ever old: all are cast at every call. Without gradients they are cast into memory that is kept from call
-    to call of one stream, and given back by the allocator's rules when another one calls; while a CUDA graph is
-    recorded, which has to own what it writes to, into none that is kept. With gradients the results are new ones, which
+    Nothing is cached: all are cast at every call. Without gradients, they are cast into memory that is reused between
+    the calls of one stream, and released by the allocator's rules when another stream calls. While a CUDA graph is
+    recorded, which must own what it writes to, memory is not reused. With gradients, the results are new tensors, which
     autograd saves.
     """
 
@@ -65,16 +65,16 @@ class WeightGroup:
         return last[1] if last is not None else []
 
     def drop(self) -> None:
-        """Give it back."""
+        """Release that memory."""
         self._last = None
 
     def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for one cast of ``weights``."""
-        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is of no use outside
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be used outside
             return [self._alone(i, w) for i, w in enumerate(weights)]
 
     def new_in_one_piece(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the same, of those that fit together in one piece: half as long, of which no part is freed alone."""
+        """Return the same, with weights packed into shared buffers: half as long, but no part can be freed alone."""
         together = {i: w for i, w in enumerate(weights) if self._fits(i, w)}
         if not together:
             return self.new(weights)
@@ -90,7 +90,7 @@ class WeightGroup:
         return self.formats[place] is None and weight.numel() % ALIGNED == 0 and weight.is_contiguous()
 
     def cast(self, low: list[Tensor], weights: tuple[Tensor, ...]) -> list[Tensor]:
-        """Cast ``weights`` into ``low``. Their strides are those that the graph was captured for."""
+        """Cast ``weights`` into ``low``. Their strides are those of the capture."""
         if self._parts is None:
             self._parts = by_layout(low, weights)
         copy_all(low, weights, self._parts)
@@ -103,7 +103,7 @@ class _LowWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: WeightGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.weights = weights  # for their layout alone
+        ctx.weights = weights  # for their layout only
         return tuple(group.cast(group.new_in_one_piece(weights), weights))
 
     @staticmethod
@@ -120,12 +120,12 @@ class _LowWeights(torch.autograd.Function):
 
 
 def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
-    """Return what ``weight`` was cast to with others; graphs show by it which weight that is."""
+    """Return the cast of ``weight`` from a group; the call names the weight in printed graphs."""
     return group[place]
 
 
 def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int], ...]:
-    """Return which of ``given`` have the strides of their place, and which not: one kernel copies the former."""
+    """Split ``given`` by whether the strides match those of its place; one kernel copies those that match."""
     alike = [a.stride() == b.stride() for a, b in zip(into, given, strict=True)]
     if all(alike):
         return (list(range(len(alike))),)
@@ -133,7 +133,7 @@ def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int
 
 
 def copy_all(into: list[Tensor], given: list[Tensor] | tuple[Tensor, ...], parts: tuple[list[int], ...]) -> None:
-    """Copy each of ``given`` into what stands in its place, those of a part together."""
+    """Copy each of ``given`` into its destination, one call for each group."""
     if len(parts) == 1:
         torch._foreach_copy_(into, given)
         return

@@ -1,7 +1,7 @@
-"""Take the casts of weights out of a graph: it reads low-precision copies that its caller keeps.
+"""Hoist the casts of weights out of a graph, which then reads low-precision copies that its caller keeps.
 
 Before: ``w16 = w.bfloat16(); linear(x, w16)`` in each forward. After: ``linear(x, w16)`` with ``w16`` an input, which
-is written once an update.
+is written once per update.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from amp_graph.passes.precision.plan_precision import marks
 
 @dataclass(frozen=True)
 class Hoisted:
-    """One cast that became an input: of which of the graph's inputs, and to which dtype."""
+    """One cast that became an input: the graph input that it casts, and the dtype."""
 
     source: int
     dtype: torch.dtype
 
 
 def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[Hoisted]:
-    """Replace the casts of the inputs numbered in ``weights`` by new inputs, behind the others, in order.
+    """Replace the casts of the inputs numbered in ``weights`` with new inputs, appended in order.
 
-    Law: with copies that are equal to the rounded weights, no output changes a bit; a weight's gradient is the sum of
-    its own and its copies'. A weight that the graph writes keeps its casts. Exactness: bit-exact.
+    Law: if the copies equal the rounded weights, no output changes by a bit; a weight's gradient is the sum of its own
+    and its copies'. A weight that the graph writes keeps its casts. Exactness: bit-exact.
     """
     memory = observe(gm, marks(gm))
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]

@@ -1,7 +1,7 @@
-"""Notices, at the access, who gets the memory of a parameter behind the back of its version counter.
+"""Detect accesses to a parameter's memory that bypass its version counter.
 
-Before: ``weight.data[3] = 0``, or ``weight.detach().numpy()[3] = 0``, which leaves no trace. After: the same, and
-``watched_memory`` has been told before the caller has got the memory. What an access returns or raises is as before.
+Before: ``weight.data[3] = 0`` or ``weight.detach().numpy()[3] = 0`` leaves no trace. After: the same code, but
+``watched_memory`` is told before the caller gets the memory. What an access returns or raises is unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from amp_graph.passes.torch_compat.storage import forget_what_can_be_overridden,
 from amp_graph.passes.weights.watched_memory import WATCHED, handed_out, were_written
 
 Access = Callable[..., Any]
-# Methods of torch.Tensor whose result, or which themselves, write to its memory where no counter moves.
+# Methods of torch.Tensor that write to its memory, or whose result can, without moving a counter.
 METHODS = (
     "numpy", "__dlpack__", "set_", "apply_", "map_", "map2_", "unsafe_chunk", "unsafe_split",
     "unsafe_split_with_sizes",
@@ -30,18 +30,18 @@ FUNCTIONS = ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned", *METHODS[-3:])
 WRITERS = (
     "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_unsafe_set_version_counter",
 )  # fmt: skip
-# Their code reads addresses to tell whether two tensors are one, and to save them: torch 2.13, transformers 5.23,
-# safetensors 0.8, huggingface_hub 2.4, as far as memory on the CPU goes.
+# Code that reads addresses only to compare or to save tensors: torch 2.13, transformers 5.23, safetensors 0.8,
+# huggingface_hub 2.4, for memory on the CPU.
 READERS = ("torch", "transformers", "safetensors", "huggingface_hub")
-PASSED_THROUGH = ("torch.storage", "torch._tensor")  # the caller is who called these
-# They ask which storage a tensor has, at each capture, and keep weak references alone; 2.11 - 2.13.
+PASSED_THROUGH = ("torch.storage", "torch._tensor")  # their callers are the ones of interest
+# They ask for a tensor's storage at each capture, and keep only weak references; 2.11 - 2.13.
 LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
-_undo: list[tuple[Any, str, Any]] = []  # (object, name, what stood there, or _NOTHING)
+_undo: list[tuple[Any, str, Any]] = []  # (object, name, original attribute or _NOTHING)
 _NOTHING = object()
 
 
 def notice_accesses() -> None:
-    """Notice from now on, in the whole process; again and again is once."""
+    """Detect accesses from now on, in the whole process; idempotent."""
     if _undo:
         return
     _put(Tensor, "data", _data())
@@ -58,7 +58,7 @@ def notice_accesses() -> None:
 
 
 def have_data_noticed(gm: GraphModule) -> None:
-    """Let the graph read ``.data`` as Python code does: Dynamo's own reader (2.11 - 2.13) is noticed by nobody."""
+    """Let graphs read ``.data`` as Python code does: Dynamo's own reader (2.11 - 2.13) is not detected."""
     for part in (part for part in gm.modules() if isinstance(part, GraphModule)):
         readers = [n for n in part.graph.nodes if getattr(n.target, "__name__", "") == "_get_data_attr"]
         for node in readers:
@@ -72,7 +72,7 @@ def _data_of(tensor: Tensor) -> Tensor:
 
 
 def leave_accesses_alone() -> None:
-    """Undo ``notice_accesses``: for tests."""
+    """Undo ``notice_accesses``; for tests."""
     while _undo:
         owner, name, before = _undo.pop()
         if before is _NOTHING:
@@ -88,7 +88,7 @@ def _put(owner: Any, name: str, access: Any) -> None:
 
 
 def _data() -> property:
-    """Return ``Tensor.data`` that notices: who reads it gets an alias with a counter of its own, who sets it too."""
+    """Return a detecting ``Tensor.data``: reading it returns an alias with a counter of its own, as does setting it."""
     plain: Any = Tensor.data
     get, put = plain.__get__, plain.__set__
 
@@ -116,22 +116,22 @@ def _named(access: Access, plain: Access, name: str, module: str) -> Access:
 
 
 def _method(plain: Access, name: str) -> Access:
-    """Return the method ``plain`` of tensors that notices."""
+    """Return the tensor method ``plain`` with detection."""
 
     def access(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return getattr(self, name)(*args, **kwargs)  # by name: so Dynamo knows methods
+            return getattr(self, name)(*args, **kwargs)  # by name, so that Dynamo recognizes methods
         found = plain(self, *args, **kwargs)
         if WATCHED:
             handed_out(self)
         return found
 
-    # Dynamo has graphs call set_ as a function, which they print by module and name.
+    # Dynamo lets graphs call set_ as a function, which they print by module and name.
     return _named(access, plain, f"Tensor.{name}", "torch.Tensor" if name == "set_" else "torch")
 
 
 def _storage() -> Access:
-    """Return ``Tensor.untyped_storage`` that notices, but for those who capture graphs."""
+    """Return ``Tensor.untyped_storage`` with detection; captures are exempt."""
     plain = Tensor.untyped_storage
 
     def access(self: Tensor) -> Any:
@@ -147,7 +147,7 @@ def _storage() -> Access:
 
 
 def _noticing(plain: Access, name: str, module: str, note: Callable[[Any], None] = handed_out) -> Access:
-    """Return ``plain``, an access to the memory of its first argument, of which ``note`` is told behind it."""
+    """Return ``plain``, an access to the memory of its first argument, which calls ``note`` afterwards."""
 
     def access(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -161,12 +161,12 @@ def _noticing(plain: Access, name: str, module: str, note: Callable[[Any], None]
 
 
 def _note_writes(first: Any) -> None:
-    """Take note of a write to a tensor, or to those of a list."""
+    """Record a write to a tensor, or to those of a list."""
     were_written((first,) if isinstance(first, Tensor) else [t for t in first if isinstance(t, Tensor)])
 
 
 def _address(plain: Access, name: str) -> Access:
-    """Return ``plain``, which gives out an address as a number, that notices who is no known reader."""
+    """Return ``plain``, which returns an address, with detection of callers that are not known to be harmless."""
 
     def access(memory: Any) -> int:
         if torch.compiler.is_dynamo_compiling():
@@ -180,7 +180,7 @@ def _address(plain: Access, name: str) -> Access:
 
 
 def _note_address(memory: Any) -> None:
-    try:  # without a word to modes and subclasses
+    try:  # hidden from modes and subclasses
         watch = WATCHED.get(memory._cdata if isinstance(memory, torch.UntypedStorage) else storage_id(memory))
     except (RuntimeError, NotImplementedError, TypeError):
         return

@@ -1,7 +1,7 @@
-"""Writes to weights by kernels that move no version counter: who makes them says so.
+"""Writes to weights by kernels that bypass the version counter: the caller reports them.
 
-Before: a fused optimizer's step, after which ``weight._version`` is what it was. After: ``watch_of(weight).mark`` is
-another, and where nobody knows which weights were written, ``UPDATES.mark``.
+Before: after a fused optimizer's step, ``weight._version`` is unchanged. After: ``watch_of(weight).mark`` is a new
+object; where the written weights are not known, ``UPDATES.mark`` is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWS = "update_shows"  # the attribute by which an optimizer of ours says that 
 
 
 class Updates:
-    """When parameters, nobody knows which, were last updated by what no version counter shows: new each time."""
+    """The mark of the last update of unknown parameters that no version counter shows: a new object each time."""
 
     mark: object = None
 
@@ -29,7 +29,7 @@ UPDATES = Updates()
 
 
 def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
-    """Make copies of ``written`` in this process old; all copies, where it is not said which weights were."""
+    """Invalidate the copies of ``written`` in this process; all copies if the written weights are not given."""
     if written is None:
         UPDATES.mark = object()
     else:
@@ -37,13 +37,13 @@ def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
 
 
 def hear_of_updates() -> None:
-    """Have every optimizer say when it stepped, and whoever gets the memory of a weight."""
+    """Register for the steps of every optimizer, and for accesses to the memory of weights."""
     on_every_optimizer_step(_after_step)
     notice_accesses()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Hear of a step. torch.compile traces this: there it may only assign."""
+    """Handle a step. torch.compile traces this: there it may only assign."""
     if torch.compiler.is_compiling():
         UPDATES.mark = object()
     elif not getattr(optimizer, SHOWS, False):
@@ -51,10 +51,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make old the copies of what ``optimizer`` may have updated, by fused kernels or C of its own.
+    """Invalidate the copies of what ``optimizer`` may have updated with fused kernels or C of its own.
 
-    What has no gradient is not updated. Of parameters elsewhere than in the CPU's memory, or in half precision, there
-    are no copies: a step on a GPU waits for no look at them, and masters are rounded with a trace.
+    Parameters without a gradient are not updated. Parameters outside CPU memory, or in half precision, have no copies:
+    a step on a GPU does not wait for this check, and the counters show when masters are rounded.
     """
     every = (p for group in optimizer.param_groups for p in group["params"])
     were_written(p for p in every if p.is_cpu and p.itemsize > 2 and (p.requires_grad or p.grad is not None))

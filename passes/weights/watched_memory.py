@@ -1,7 +1,7 @@
-"""Whether a parameter's memory may have been written where its version counter does not show it.
+"""Track whether a parameter's memory may have been written without its version counter showing it.
 
-Before: ``weight.data[3] = 0``, of which nothing tells. After: ``watch_of(weight).mark`` is another object from then on,
-and ``watch.is_free(weight)`` is false for as long as somebody has the memory.
+Before: ``weight.data[3] = 0`` leaves no trace. After: ``watch_of(weight).mark`` is another object from then on, and
+``watch.is_free(weight)`` is false for as long as somebody holds the memory.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from amp_graph.passes.torch_compat.storage import (
     storage_of,
 )
 
-MANY = 1024  # storages: above, those that are gone are looked for
+MANY = 1024  # storages: above this number, freed ones are looked for
 ADDRESS, HELD, OTHERS = (
-    "its address was given out as a number (data_ptr), and who has it may write there at any time",
-    "somebody has its memory beside it: an alias by .data, a numpy array, a storage",
-    "its memory is not its own: an array of numpy, a file or another process may have it",
+    "its address was read (data_ptr), and whoever has it may write there at any time",
+    "something else holds its memory: an alias by .data, a numpy array, a storage",
+    "it does not own its memory: a numpy array, a file or another process may hold it",
 )
 
 
 class Watch:
-    """What is known of the memory of one storage, which copies of weights were made of.
+    """What is known of the memory of one storage from which weight copies were made.
 
-    mark: another object after each write or access that version counters do not show. ``out``: somebody may have the
-    memory. ``address``: somebody may have its address as a number, which nothing takes back.
+    mark: a new object after each write or access that version counters do not show. ``out``: somebody may hold the
+    memory. ``address``: somebody may know its address as a number, which cannot be revoked.
     """
 
     __slots__ = ("address", "is_on_cpu", "mark", "out", "storage")
 
     def __init__(self, storage: StorageWeakRef | None, is_on_cpu: bool = False) -> None:
-        """Begin as for memory that anybody may have."""
+        """Begin as for memory that anybody may hold."""
         self.is_on_cpu = is_on_cpu
         self.storage, self.mark, self.out, self.address = storage, object(), True, False
 
@@ -51,23 +51,23 @@ class Watch:
         return self.storage is None or self.storage.expired()
 
     def was_written(self) -> None:
-        """Take note of a write that is over."""
+        """Record a completed write."""
         self.mark = object()
 
     def was_handed_out(self) -> None:
-        """Take note, once somebody has it, that the memory can be written from now on."""
+        """Record, once somebody holds it, that the memory can be written from now on."""
         self.out = True
         self.mark = object()
 
     def why_not_free(self, weight: Tensor) -> str:
-        """Say who may write the memory of ``weight`` unseen, or "" where nobody can: what is read then stays so.
+        """Say who may write the memory of ``weight`` undetected, or "" if nobody can and reads are stable.
 
-        The mark is to be read before this is asked: an access in between then makes it another.
+        Read the mark before asking this: an access in between then changes it.
         """
         if self.address:
             return ADDRESS
         if self.out:
-            self.out = False  # before looking: what is handed out meanwhile is out again
+            self.out = False  # before looking: an access meanwhile sets it again
             why = _why_held(weight)
             if why:
                 self.out = True
@@ -75,16 +75,16 @@ class Watch:
         return ""
 
 
-_UNSEEN = Watch(None)  # of tensors that stand for others and have no storage
+_UNSEEN = Watch(None)  # of tensors that wrap others and have no storage
 _UNSEEN.address = True
-# By what identifies a storage, which no other gets while it is here: storages are held weakly.
+# Keyed by the identity of a storage, which stays unique because the storage is referenced weakly.
 WATCHED: dict[int, Watch] = {}
 _room = MANY
 _MODELS = weakref.WeakSet[torch.nn.Module]()  # whose parameters may be parts of one file
 
 
 def watch_of(weight: Tensor) -> Watch:
-    """Return what watches over the storage of ``weight``, from now on."""
+    """Return the watch of the storage of ``weight``, created if missing."""
     key = storage_key(weight)
     if key is None:
         return _UNSEEN
@@ -98,14 +98,14 @@ def watch_of(weight: Tensor) -> Watch:
 
 def _purge() -> None:
     global _room
-    for key, watch in list(WATCHED.items()):  # in place, for another thread may add some
+    for key, watch in list(WATCHED.items()):  # in place, because another thread may add some
         if watch.is_gone():
             WATCHED.pop(key, None)
     _room = max(MANY, 2 * len(WATCHED))
 
 
 def were_written(tensors: Iterable[Tensor]) -> None:
-    """Take note that kernels that move no version counter have written ``tensors``."""
+    """Record that kernels that bypass version counters have written ``tensors``."""
     for tensor in tensors:
         watch = WATCHED.get(storage_key(tensor) or 0)
         if watch is not None:
@@ -113,7 +113,7 @@ def were_written(tensors: Iterable[Tensor]) -> None:
 
 
 def handed_out(tensor: Tensor) -> None:
-    """Take note that somebody has got the memory of ``tensor``; of any tensor, and as fast as that can be."""
+    """Record that somebody obtained the memory of ``tensor``; accepts any tensor, and has to be fast."""
     try:
         watch = WATCHED.get(storage_id(tensor))
     except (RuntimeError, NotImplementedError, TypeError):  # it has no storage
@@ -123,7 +123,7 @@ def handed_out(tensor: Tensor) -> None:
 
 
 def forget_addresses(weights: Iterable[Tensor]) -> None:
-    """Take the user's word that nobody writes by an address of ``weights`` any more."""
+    """Trust the user that nobody writes through an address of ``weights`` any more."""
     for weight in weights:
         watch = WATCHED.get(storage_key(weight) or 0)
         if watch is not None:
@@ -133,7 +133,7 @@ def forget_addresses(weights: Iterable[Tensor]) -> None:
 # -- who has the memory -------------------------------------------------------------------------------
 
 
-_SOLE = storage_holders(torch.empty(1))  # what is counted of memory that one tensor has
+_SOLE = storage_holders(torch.empty(1))  # reference count of memory that one tensor has
 
 
 def _why_held(weight: Tensor) -> str:
@@ -147,7 +147,7 @@ def _why_held(weight: Tensor) -> str:
 
 
 def _is_own(storage: torch.UntypedStorage) -> bool:
-    """Say whether ``storage`` has its memory alone: allocated for it, or its parts of a file that nobody else has."""
+    """Say whether ``storage`` owns its memory: allocated for it, or parts of a file that nobody else has."""
     if storage.resizable():
         return True
     owner = memory_owner(storage)
@@ -155,7 +155,7 @@ def _is_own(storage: torch.UntypedStorage) -> bool:
 
 
 def look_at_parts_of(model: torch.nn.Module) -> None:
-    """Have the parameters of ``model`` counted where they lie in a file together, as safetensors maps it."""
+    """Count the parameters of ``model`` that share one mapped file, as safetensors maps it."""
     _MODELS.add(model)
 
 
@@ -163,7 +163,7 @@ _counted: dict[int, tuple[tuple[int, int], bool]] = {}
 
 
 def _are_all_parts_ours(file: int) -> bool:
-    """Say whether the parts of a mapped ``file`` that exist are the tensors of converted models, and no others."""
+    """Say whether the existing parts of a mapped ``file`` are exactly tensors of converted models."""
     alive = holders_of_storage(file)
     known = _counted.get(file)
     if known is None or known[0] != alive:

@@ -1,5 +1,5 @@
-"""C at run time: the compiler, the cache of compiled libraries, shared headers, operators, and casts of memory.
+"""JIT compilation of C: the compiler, the library cache, shared headers, operator registration, and cast kernels.
 
-Each function has a form in torch's own operations, for machines without a C compiler.
-Imports ``torch_compat`` alone; headers here may be included by the C of every backend.
+Each function falls back to torch operations on machines without a C compiler. Imports only ``torch_compat``; the C
+sources of every backend may include the headers here.
 """

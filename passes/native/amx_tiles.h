@@ -1,9 +1,9 @@
-/* Matrices of bf16 multiplied by the CPU's matrix units (AMX): tiles of 16 rows of 64 bytes, 32 x 32 sums at a time.
+/* bf16 GEMM on the CPU's matrix units (AMX): tiles of 16 rows of 64 bytes, 32 x 32 sums at a time.
 
-   Before: `tile_of` and `tile_to` of gemm_tiles.h, 6 x 64 sums in registers, a pair of each operand at a time. After: the same by
-   32 of the depth at a time. Panels are those of gemm_tiles.h, zeros behind their depth up to a multiple of DEEP. Threads call
-   `borrow_tiles` before, and `return_tiles` behind: oneDNN and torch remember how they left theirs. Sums are fp32;
-   subnormal elements count as zero. */
+   Before: `tile_of` and `tile_to` of gemm_tiles.h, 6 x 64 sums in registers, one pair of each operand at a time. After:
+   the same with 32 elements of the depth at a time. Panels are those of gemm_tiles.h, zero-padded in depth to a
+   multiple of DEEP. Threads call `borrow_tiles` before and `return_tiles` after: oneDNN and torch cache the tile
+   configuration that they set. Sums are fp32; subnormal elements count as zero. */
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 
 typedef struct { /* what LDTILECFG reads */
   uint8_t palette, start_row, reserved[14];
-  uint16_t bytes[16]; /* of a row */
+  uint16_t bytes[16]; /* bytes of a row */
   uint8_t rows[16];
 } __attribute__((aligned(64))) Tiles;
 
@@ -29,14 +29,15 @@ static inline Tiles borrow_tiles(void) {
 
 static inline void return_tiles(const Tiles *before) { _tile_loadconfig(before); }
 
-/* Whether the system lets this process have matrix units; threads that are there and those to come have them, too. */
+/* Whether the system grants this process the matrix units; existing and future threads get them too. */
 int has_tiles(void) {
   const long permission = 0x1023 /* ARCH_REQ_XCOMP_PERM */, data = 18;
   return !syscall(SYS_arch_prctl, permission, data);
 }
 
-/* sums [TALL, 16 broad], `row` apart, of `rows` rows of a and a panel of `broad` vectors. Of a, whole sixteens of rows are
-   read; `a_step` is from one DEEP of its depth to the next. Sums of rows beyond are of no use. */
+/* sums [TALL, 16 broad], with row stride `row`, of `rows` rows of a and a panel of `broad` vectors. Rows of a are read
+   in whole groups of sixteen; `a_step` is the distance between one DEEP of its depth and the next. Sums of rows beyond
+   are garbage. */
 INLINE void broad_tile_to(float *sums, int64_t row, const Low *a, int64_t a_row, int64_t a_step, const Low *b,
                           int64_t steps, int64_t rows, int broad) {
   const int64_t b_step = DEEP * 16 * broad, b_row = 64 * broad, to = row * 4;
@@ -78,7 +79,7 @@ INLINE void tile_of(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64
   broad_tile_to((float *)sums, PANEL, a, a_row, a_step, b, steps, rows, broad);
 }
 
-/* 32 rows of numbers, `row` apart, turned and rounded: to[column][32]. `count` is a multiple of 16. */
+/* 32 rows of numbers with row stride `row`, transposed and rounded: to[column][32]. `count` is a multiple of 16. */
 static inline void weave(const float *from, int64_t row, int64_t count, Low *to) {
   for (int64_t n = 0; n < count; n += 16) {
     __m512i r[16];

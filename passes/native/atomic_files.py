@@ -1,6 +1,7 @@
-"""Write a file whole or not at all: beside its name first, onto the disk, and only then under its name.
+"""Write a file atomically: first to a temporary name beside it, synced to disk, then renamed.
 
-Before: ``path.write_text(text)``, which a full disk tears. After: ``write_atomically(path, text)``.
+Before: ``path.write_text(text)``, which a full disk truncates.
+After: ``write_atomically(path, text)``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replace the file ``path`` by ``content``, a text in UTF-8. Where that fails, OSError, the old file is as it was.
+    """Replace the file ``path`` by ``content``, UTF-8 text. On failure: OSError, and the old file is unchanged.
 
-    A link is followed, and an old file's mode is kept. A device or a pipe (``/dev/stdout``) is written to as it is.
+    Follows links, and keeps the mode of an old file. A device or a pipe (``/dev/stdout``) is written to directly.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
-    if mode is not None and not stat.S_ISREG(mode):  # a folder raises here
+    if mode is not None and not stat.S_ISREG(mode):  # a directory raises here
         target.write_bytes(data)
         return
     replace_file(target, data, mode)
 
 
 def replace_file(target: Path, data: bytes, mode: int | None = None) -> None:
-    """Put a file of ``data``, and of ``mode``, in the place of whatever is called ``target``. Raises OSError."""
+    """Replace whatever is called ``target`` by a file with ``data`` and ``mode``. Raises OSError."""
     part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
     try:
         with open(part, "xb") as out:
@@ -45,7 +46,7 @@ def replace_file(target: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk; where a file system cannot, they get there later."""
+    """Sync the names in ``folder`` to disk; a file system that cannot do this writes them later."""
     with contextlib.suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,18 +1,17 @@
-/* Casts between fp32 and low precision, sums in fp32, and zeros, in one pass over memory; of images' weights into another
-   layout as well.
+/* Casts between fp32 and low precision, fp32 sums, and zeros, in one pass over memory; for image weights, with a change
+   of layout as well.
 
-   Before: a copy that reads each line of its result's memory before it overwrites it; a sum of low-precision numbers that
-   widens each beforehand. After: `add_up`, of one number a place (a cast), of several, or of none (zeros); and `round_off`.
-   `past` writes whole lines past the caches, as `memcpy` does from some size on: for what is not read soon. Between layouts
-   a copy goes number by number: `channels_first` and `channels_last` go by what a vector of channels has in all places.
+   Before: a copy that reads each cache line of its result before it overwrites it; a sum of low-precision numbers that
+   upcasts each operand beforehand. After: `add_up`, of one operand (a cast), of several, or of none (zeros); and
+   `round_off`. `past` writes whole lines with non-temporal stores, as `memcpy` does above some size: for results that
+   are not read soon. Between layouts, a copy goes element by element: `channels_first` and `channels_last` process a
+   vector of channels in all places. jit_compiler.py compiles this file. */
 
-   jit_compiler.py compiles this file. */
-
-#define LOW_NAN 0xffffu /* what torch makes of NaN */
+#define LOW_NAN 0xffffu /* what torch turns NaN into */
 #include "low_precision.h"
 
 #define LINE 64     /* bytes that are written at once */
-#define AHEAD 512   /* numbers between what is read and what is asked for: the CPU's own guess ends with each page */
+#define AHEAD 512   /* prefetch distance in numbers: the CPU's own prefetcher stops at each page */
 #define MOST_TERMS 16
 
 typedef struct {
@@ -42,14 +41,14 @@ INLINE void put(void* to, Vector line, int64_t past) {
 #endif
 }
 
-/* What was written past the caches is there for other cores before what is written from now on. */
+/* Makes non-temporal stores visible to other cores before any later store. */
 INLINE void settle(void) {
 #if defined(__AVX__)
   _mm_sfence();
 #endif
 }
 
-/* The first place from `i` on that lies at a multiple of LINE, or `end`; places are of `size` bytes. */
+/* The first place from `i` on that is aligned to LINE, or `end`; places are of `size` bytes. */
 INLINE int64_t aligned(const void* to, int64_t size, int64_t i, int64_t end) {
   const int64_t ahead = (int64_t)(-(uintptr_t)((const char*)to + i * size) % LINE) / size;
   return i + ahead < end ? i + ahead : end;
@@ -114,10 +113,10 @@ void round_off(Work* w, int64_t threads) { do_parts(threads, w->count, 4096, nar
 typedef struct {
   int64_t outputs, channels, places; /* [outputs, channels, places]; channels_last: [outputs, places, channels] */
   Term from;
-  void* to; /* of fp32 where it is channels_first, else of low precision */
+  void* to; /* fp32 where it is channels_first, else low precision */
 } Layout;
 
-/* A vector of channels at a time, in all places: read as they lie in one layout, and written as in the other. */
+/* A vector of channels at a time, in all places: read in one layout, written in the other. */
 INLINE void lay_out(const Layout* w, int64_t n, int64_t end, int last) {
   const int64_t places = w->places, channels = w->channels;
   float block[WIDE * MOST_PLACES];

@@ -1,7 +1,8 @@
-"""Large tensors in the CPU's memory cast between fp32 and bf16 or fp16, added up in fp32, and cleared, by compiled C.
+"""Cast large CPU tensors between fp32 and bf16 or fp16, sum them in fp32, and zero them, with compiled C.
 
-Before: ``grad.float()``, which reads its result's memory before it writes there. After: ``widened(grad)``, which writes
-past the caches: in half of the time, and they keep what they had. What C cannot do here, torch does.
+Before: ``grad.float()``, which reads its result's memory before it writes there.
+After: ``widened(grad)``, with non-temporal stores: half the time, and the caches keep their content. What C cannot do
+here, torch does.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
-LARGE = 1 << 18  # elements: of fewer, caches keep the result until it is read
-LARGE_OF_PLACES = 1 << 14  # of weights that change their layout, for which torch goes number by number
+LARGE = 1 << 18  # elements: below this size, caches keep the result until it is read
+LARGE_OF_PLACES = 1 << 14  # for weights that change their layout, where torch goes element by element
 MOST_TERMS, MOST_PLACES = 16, 64
 
 
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL | None:
-    """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
+    """Return the library compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
     found = load_if_possible(SOURCE, MACROS[low])
     if found is not None:
         for function in (found.add_up, found.round_off, found.channels_first, found.channels_last):
@@ -40,7 +41,7 @@ register_kernel("casts", lambda low: library(low))
 
 
 def copy_into(made: Tensor, source: Tensor) -> Tensor:
-    """``made.copy_(source)`` between fp32 and low precision, without autograd; ``made`` is not to be read at once."""
+    """``made.copy_(source)`` between fp32 and low precision, without autograd, for a ``made`` that is not read soon."""
     wide, low = (source, made) if source.dtype == torch.float32 else (made, source)
     is_cast = wide.dtype == torch.float32 and low.dtype in MACROS
     if is_cast and _lays_out(made, source):
@@ -52,12 +53,12 @@ def copy_into(made: Tensor, source: Tensor) -> Tensor:
 
 
 def widened(low: Tensor, like: Tensor) -> Tensor:
-    """``low.float()`` without autograd, in new memory, which lies as ``like`` does, not to be read at once."""
+    """``low.float()`` without autograd, in new memory with the layout of ``like``, for results not read soon."""
     return copy_into(torch.empty_strided(low.shape, like.stride(), dtype=torch.float32), low)
 
 
 def clear(made: Tensor) -> Tensor:
-    """``made.zero_()`` of what nobody has saved; fp32."""
+    """``made.zero_()`` of an fp32 tensor that autograd has not saved."""
     if made.dtype != torch.float32 or not _fits(made) or (found := library(torch.bfloat16)) is None:
         return made.zero_()
     _run(found.add_up, made, (), past=True)
@@ -65,9 +66,9 @@ def clear(made: Tensor) -> Tensor:
 
 
 def total_of(terms: Sequence[Tensor]) -> Tensor | None:
-    """Return the sum of fp32 and low-precision ``terms`` of one shape in new memory, fp32; None where C cannot make it.
+    """Return the fp32 sum of fp32 and low-precision ``terms`` of one shape in new memory; None where C cannot make it.
 
-    Without autograd. Added from the first to the last, each sum rounded to fp32, as torch adds them one by one.
+    Without autograd. Adds from first to last and rounds each sum to fp32, like successive additions in torch.
     """
     first, low = terms[0], next((t.dtype for t in terms if t.dtype in MACROS), torch.bfloat16)
     kinds = (low, torch.float32)
@@ -81,12 +82,12 @@ def total_of(terms: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_last(weight: Tensor) -> bool:
-    """Say whether a convolution's weight is channels_last, and nothing else."""
+    """Say whether a convolution's weight is channels_last, and not contiguous as well."""
     return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _lays_out(made: Tensor, source: Tensor) -> bool:
-    """Cast a convolution's weight into channels_last, or its gradient out of it, where C can; say whether it did."""
+    """Cast a convolution's weight into channels_last, or its gradient out of it, if C can; say whether it did."""
     if made.dim() != 4 or made.shape != source.shape or made.numel() < LARGE_OF_PLACES or made.is_sparse:
         return False
     first, last = (source, made) if made.dtype != torch.float32 else (made, source)
@@ -105,7 +106,7 @@ def _lays_out(made: Tensor, source: Tensor) -> bool:
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Say whether all are large and lie in memory in one order, without gaps."""
+    """Say whether all are large, of the same layout, and without gaps."""
     first = tensors[0]
     if first.numel() < LARGE or not is_dense(first):
         return False
@@ -113,7 +114,7 @@ def _fits(*tensors: Tensor) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Say whether ``t`` lies in memory without gaps, in whatever order of its dimensions."""
+    """Say whether ``t`` has no gaps in memory, in any order of its dimensions."""
     if t.is_contiguous():
         return True
     beside = 1

@@ -1,7 +1,7 @@
-"""Compiled C that multiplies tile by tile: by the matrix units of CPUs with AMX, or by dot products of bf16.
+"""Build variants of GEMM kernels: for AMX matrix units, or for bf16 dot products of AVX-512.
 
-Before: a source that includes ``gemm_tiles.h``, or ``amx_tiles.h`` where MATRIX_UNITS is defined. After: the library
-that suits this CPU.
+Before: a source that includes ``gemm_tiles.h``, or ``amx_tiles.h`` if MATRIX_UNITS is defined.
+After: the library that suits this CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
 
 
 def best(source: Path, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return ``source`` as it is fastest here; None where there is no compiler, or the CPU lacks its instructions.
+    """Return the fastest build of ``source`` for this CPU; None without a compiler or the required instructions.
 
-    ``part``: macros that say which part of it.
+    ``part``: macros that select a part of the source.
     """
     return built(source, *MATRIX_UNITS, part=part) or built(source, part=part)
 
 
 def built(source: Path, *flags: str, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return ``source`` as ``flags`` build it: for dot products, or for ``MATRIX_UNITS``; None where it cannot run."""
+    """Return the build of ``source`` with ``flags``: dot products, or ``MATRIX_UNITS``; None if it cannot run."""
     if not cpu_has_bf16() or (flags and not cpu_has_amx()):
         return None
     found = load_if_possible(source, (*DOT_PRODUCTS, *flags, *part))

@@ -1,8 +1,9 @@
-/* Matrices of bf16 multiplied tile by tile: pairs of elements side by side, and a tile of sums in registers.
+/* bf16 GEMM tile by tile: pairs of elements side by side, and a tile of sums in registers.
 
-   Before: an operand as it lies. After: `pair_rows(...)` or `pair_columns(...)`, panels that `tile` reads in order.
-   Only where the CPU has AVX512_BF16. Sums are fp32; subnormal elements count as zero. Whoever includes this says how many
-   rows a tile has: TALL, of which what is left of a matrix wastes some. 6 of them, and BROAD vectors, fill the registers. */
+   Before: an operand in its own layout. After: `pair_rows(...)` or `pair_columns(...)`, panels that `tile` reads
+   sequentially. Only where the CPU has AVX512_BF16. Sums are fp32; subnormal elements count as zero. The including file
+   defines how many rows a tile has, TALL; a matrix whose rows are no multiple of it wastes some. 6 rows and BROAD
+   vectors fill the registers. */
 
 #include <immintrin.h>
 
@@ -15,7 +16,7 @@ static inline __mmask32 first(int64_t count) {
   return count >= 32 ? ~(__mmask32)0 : (__mmask32)((1u << (count > 0 ? count : 0)) - 1);
 }
 
-/* Pairs of two vectors of 32, one below the other: those of the first 16 columns, and of the others. */
+/* Pairs of two vectors of 32, one below the other: those of the first 16 columns, then those of the others. */
 static inline void interleave(__m512i one, __m512i two, __m512i *low, __m512i *high) {
   const __m512i of_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
                                           37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -23,9 +24,8 @@ static inline void interleave(__m512i one, __m512i two, __m512i *low, __m512i *h
   *high = _mm512_permutex2var_epi16(one, _mm512_add_epi16(of_low, _mm512_set1_epi16(16)), two);
 }
 
-/* Pairs of elements that are multiplied together, side by side: to[pair][column][2], of a matrix whose columns are
-   neighbours in memory. `width`, in whole vectors of 16; zeros stand behind the last column and the last of an odd
-   depth. */
+/* Packs pairs of elements that are multiplied together side by side: to[pair][column][2], from a matrix whose columns
+   are adjacent in memory. `width` is rounded up to whole vectors of 16; zeros pad the last column and an odd depth. */
 static void pair_rows(const Low *from, int64_t row, int64_t depth, int64_t columns, int64_t width, Low *to) {
   for (int64_t k = 0; k < depth; k += 2)
     for (int64_t n = 0; n < width; n += 32) {
@@ -39,7 +39,7 @@ static void pair_rows(const Low *from, int64_t row, int64_t depth, int64_t colum
     }
 }
 
-/* Turn 16 vectors of 16 pairs: what was number j of vector i becomes number i of vector j. */
+/* Transpose 16 vectors of 16 pairs: element j of vector i becomes element i of vector j. */
 static inline void turn(__m512i *r) {
   __m512i t[16];
   for (int i = 0; i < 8; i++) {
@@ -64,7 +64,7 @@ static inline void turn(__m512i *r) {
   }
 }
 
-/* The same of a matrix whose rows are neighbours: a weight [columns, depth], turned as it is read. */
+/* The same for a matrix whose rows are contiguous: a weight [columns, depth], transposed while it is read. */
 static void pair_columns(const Low *from, int64_t column, int64_t depth, int64_t columns, int64_t width, Low *to) {
   const int64_t pairs = (depth + 1) / 2;
   for (int64_t n = 0; n < width; n += 16)
@@ -87,16 +87,16 @@ static inline __m512i paired(const float *one, const float *other) {
   return _mm512_permutexvar_epi16(order, both);
 }
 
-#ifndef DEEP /* of the depth at a time: whoever brings another has another tile */
+#ifndef DEEP /* step in depth: a tile of another kind has another */
 #define DEEP 2
 
-/* Tiles in registers are nobody else's: there is nothing to borrow. */
+/* Tiles in registers need no setup: there is nothing to borrow. */
 typedef int Tiles;
 static inline Tiles borrow_tiles(void) { return 0; }
 static inline void return_tiles(const Tiles *before) { (void)before; }
 
-/* Adds to `sums` the product of `rows` rows of a, whose pairs lie `a_pair` elements apart, and a panel of `broad`
-   vectors. Sums of rows beyond are of no use. With `broad` known to the compiler all of them stay in registers. */
+/* Adds to `sums` the product of `rows` rows of a, whose pairs are `a_pair` elements apart, and a panel of `broad`
+   vectors. Sums of rows beyond are garbage. If the compiler knows `broad`, all sums stay in registers. */
 INLINE void tile(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
                  int64_t rows, int broad) {
   const Low *at[TALL];
@@ -116,7 +116,7 @@ INLINE void tile(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t 
   }
 }
 
-/* The product alone: in registers; or stored, rows `row` apart. */
+/* Only the product: in registers; or stored, with row stride `row`. */
 INLINE void tile_of(__m512 sums[TALL][BROAD], const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t pairs,
                     int64_t rows, int broad) {
   for (int i = 0; i < TALL; i++)
@@ -134,7 +134,7 @@ INLINE void tile_to(float *to, int64_t row, const Low *a, int64_t a_row, int64_t
     for (int j = 0; j < BROAD; j++) _mm512_storeu_ps(to + i * row + 16 * j, sums[i][j]);
 }
 
-/* Two rows of numbers, `row` apart, turned and rounded: to[column][2]. `count` is a multiple of 16. */
+/* Two rows of numbers with row stride `row`, transposed and rounded: to[column][2]. `count` is a multiple of 16. */
 static inline void weave(const float *from, int64_t row, int64_t count, Low *to) {
   for (int64_t n = 0; n < count; n += 16) _mm512_storeu_si512(to + DEEP * n, paired(from + n, from + row + n));
 }

@@ -1,6 +1,7 @@
-"""C that is compiled once on the machine that it runs on, for its instructions, and kept in a folder.
+"""JIT-compiles C for the host CPU and caches the library.
 
-Before: a file ``update_kernel.c`` and macros. After: ``load(source, ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
+Before: a file ``update_kernel.c`` and macros.
+After: ``load(source, ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ from amp_graph.passes.native.code_cache import FOLDER as FOLDER
 from amp_graph.passes.native.run_compiler import CompilerError as CompilerError
 from amp_graph.passes.native.run_compiler import compiler, compiler_words, refusal, run_compiler
 
-HEADER = Path(__file__).with_name("low_precision.h")  # which, like those beside it, any of the sources may include
+HEADER = Path(__file__).with_name("low_precision.h")  # which any source, here or elsewhere, may include
 IDENTITY = HEADER.with_name("library_identity.h")
-LEAST_OF_A_THREAD = 1 << 17  # elements: to start a thread takes as long as some 50,000 of them
-# No product fused with a sum that the source does not fuse.
+LEAST_OF_A_THREAD = 1 << 17  # elements per thread: starting a thread takes as long as some 50,000 of them
+# No fused multiply-add that the source does not ask for.
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-# What C calls the low precision that it is compiled for.
+# The C names of the low precision that a library is compiled for.
 MACROS: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("-DLOW_FP16",)}
-# Of a source whose backward is a library of its own, which inference need not wait for.
+# For sources whose backward is a separate library, which inference need not wait for.
 PARTS: dict[bool, tuple[str, ...]] = {False: (), True: ("-DBACKWARD",)}
-# What torch itself asks of a CPU before it calls it by these names; more would not run on another machine of the name.
+# What torch itself requires of a CPU for these names; more would not run on another machine of the same name.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
-# Two threads do not compile the same: one waits for what the other makes. A child of a fork has no other thread.
+# Two threads do not compile the same library: one waits for the other. A forked child has no other thread.
 _locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(threading.Lock)
-# What torch's OpenMP is asked for, by these names whether it is GNU's or another that stands in for it.
+# Symbols of torch's OpenMP, the same in GNU's and in compatible runtimes.
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _on_openmp: list[ctypes.CDLL] = []
-_refused: dict[tuple[str, tuple[str | None, ...]], str] = {}  # why, by source and by settings of the environment
-# What could not be compiled, by compiler, folder and key, and why: once a process is enough.
+_refused: dict[tuple[str, tuple[str | None, ...]], str] = {}  # reasons, by source and by environment settings
+# What could not be compiled, and why, by compiler, directory and key: one attempt per process is enough.
 _failed: dict[tuple[tuple[str, ...], str, str], str] = {}
 _is_forked = False
 if hasattr(os, "register_at_fork"):
@@ -65,9 +66,9 @@ if hasattr(os, "register_at_fork"):
 
 @lru_cache
 def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Compile ``source``, a C file, with ``macros`` ("-DNAME=VALUE"), unless that was done before.
+    """Compile ``source``, a C file, with ``macros`` ("-DNAME=VALUE"), unless it is cached, and load it.
 
-    Raises CompilerError where there is no compiler, it refuses, or the folder is not to be trusted or written to.
+    Raises CompilerError if there is no compiler, if it fails, or if the directory is not trusted or not writable.
     """
     with _locks[source, macros]:
         try:
@@ -78,7 +79,7 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 def why_refused() -> dict[str, list[str]]:
-    """Return, by reason, the sources that could not be compiled or loaded with the settings of the environment."""
+    """Return, by reason, the sources that could not be compiled or loaded with the current environment settings."""
     found: dict[str, list[str]] = {}
     for (name, settings), why in list(_refused.items()):
         if settings == _settings():
@@ -91,7 +92,7 @@ def _settings() -> tuple[str | None, ...]:
 
 
 def load_if_possible(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """``load``, or None where there is no compiler, it refuses, or nothing can be written."""
+    """``load``, or None if there is no compiler, it fails, or nothing can be written."""
     try:
         return load(source, macros)
     except CompilerError:
@@ -113,9 +114,9 @@ def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _key(source: Path, options: tuple[str, ...]) -> str:
-    """Return the name of what ``source`` becomes: by all of its text, and by what it may run on."""
+    """Return the cache key of ``source``: a hash of its whole text, and of the CPU and flags that it is built for."""
     headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
-    own = compiler_words()[1:]  # CC="gcc -march=native", say, whose code another CPU need not run
+    own = compiler_words()[1:]  # CC="gcc -march=native", say, whose code another CPU may not run
     options = (*options, *own, *(_cpu() if own else ()))
     told = "\n".join((source.read_text(), *headers, *options, platform.machine(), *platform.libc_ver()))
     return f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
@@ -123,7 +124,7 @@ def _key(source: Path, options: tuple[str, ...]) -> str:
 
 @lru_cache
 def _cpu() -> tuple[str, ...]:
-    """Return what this CPU can do, as the system tells it."""
+    """Return this CPU's features, as reported by the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as told:
             lines = [line for line in itertools.islice(told, 64) if line.startswith(("flags", "Features", "model"))]
@@ -133,7 +134,7 @@ def _cpu() -> tuple[str, ...]:
 
 
 def _opened(path: Path, key: str) -> ctypes.CDLL | None:
-    """Load the library at ``path``; None where it is not what ``key`` names."""
+    """Load the library at ``path``; None if it is not the library of ``key``."""
     try:
         found = ctypes.CDLL(str(path))
         said = (ctypes.c_char * (len(key) + 1)).in_dll(found, "amp_graph_key").value
@@ -143,7 +144,7 @@ def _opened(path: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Return ``found``, which runs on the threads of torch's OpenMP from now on; on its own where there is none."""
+    """Let ``found`` run on the threads of torch's OpenMP; on its own threads if there is none. Return it."""
     if hasattr(found, "use_openmp") and has_openmp():
         functions = [ctypes.cast(f, ctypes.c_void_p).value for f in map(of_c_library, OPENMP) if f is not None]
         found.use_openmp((ctypes.c_void_p * len(OPENMP))(*functions))
@@ -152,17 +153,17 @@ def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def has_openmp() -> bool:
-    """Say whether compiled code runs on the threads of torch's OpenMP: not in the child of a fork."""
+    """Say whether compiled code runs on the threads of torch's OpenMP: not in a forked child."""
     return not _is_forked and _openmp_is_there()
 
 
-@lru_cache  # asked amid a step
+@lru_cache  # called during a step
 def _openmp_is_there() -> bool:
     return None not in map(of_c_library, OPENMP)
 
 
 def _leave_openmp() -> None:
-    """Run on threads of our own: those of OpenMP were left behind by a fork, and it would wait for them."""
+    """Run on our own threads: a fork leaves OpenMP's threads behind, and it would wait for them."""
     global _is_forked
     _is_forked = True
     for found in _on_openmp:
@@ -171,26 +172,26 @@ def _leave_openmp() -> None:
 
 
 def of_c_library(name: str) -> ctypes._NamedFuncPointer | None:
-    """Return the function ``name`` of the C library that this process runs on; None where it has none."""
+    """Return the function ``name`` of this process's C library; None if it has none."""
     try:
         found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows takes no None
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows does not accept None
         return None
     return found
 
 
 def threads_for(elements: int) -> int:
-    """Return how many of torch's threads compiled code may start for so many elements."""
+    """Return how many of torch's threads compiled code may use for this many elements."""
     return max(1, min(torch.get_num_threads(), elements // LEAST_OF_A_THREAD))
 
 
 def threads_at_once(elements: int) -> int:
-    """``threads_for``, of threads that are there: 1 where each would have to be started, as after a fork."""
+    """``threads_for``, counting only running threads: 1 where each would have to be started, as after a fork."""
     return threads_for(elements) if _on_openmp else 1
 
 
 def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctypes.CDLL:
-    """Compile ``source`` and load it; what does so is kept in the folder ``kept`` for later processes."""
+    """Compile ``source`` and load it; cache the library in the directory ``kept`` for later processes."""
     made = (compiler(), str(kept), key)
     if made in _failed:
         raise CompilerError(_failed[made])
@@ -201,8 +202,8 @@ def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctyp
         _compile(source, (*options, f'-DAMP_GRAPH_KEY="{key}"'), part)
         found = _opened(part, key) if is_whole(part) else None
         if found is None:
-            raise refusal(f"{shlex.join(made[0])} made what is no library of {source.name}")
-        with contextlib.suppress(OSError):  # of a disk that is full: it runs, and the next process makes its own
+            raise refusal(f"{shlex.join(made[0])} did not produce a valid library of {source.name}")
+        with contextlib.suppress(OSError):  # a full disk: this process runs it, and the next one compiles again
             put(part, key)
         return found
     except CompilerError as error:
@@ -214,8 +215,8 @@ def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctyp
 
 
 def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
-    """Write ``made``, a shared library."""
+    """Compile to ``made``, a shared library."""
     arguments = [*options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}", "-include", str(IDENTITY)]
     run_compiler(compiler(), [*arguments, str(source), "-o", str(made), "-lm"])
     if not made.is_file():
-        raise refusal(f"{shlex.join(compiler())} wrote nothing")
+        raise refusal(f"{shlex.join(compiler())} wrote no output file")

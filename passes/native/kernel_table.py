@@ -1,7 +1,7 @@
-"""The compiled kernels that there are, by name: whether this machine has one, and what loads it ahead of its use.
+"""A registry of compiled kernels by name: whether this machine has one, and a loader to call before the first use.
 
-Before: the cost model imports the module of a kernel, to ask whether it can be compiled. After:
-``is_available("panel_gemm")``; the module of the kernel says ``register_kernel("panel_gemm", ...)``.
+Before: the cost model imports a kernel's module to ask whether it can be compiled.
+After: ``is_available("panel_gemm")``; the kernel's module calls ``register_kernel("panel_gemm", ...)``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 
 from amp_graph.passes.native.jit_compiler import CompilerError
 
-# Returns the compiled library for a low precision; None, or a CompilerError, where there is none on this machine.
+# Returns the compiled library for a low precision; None, or a CompilerError, if this machine has none.
 Loader = Callable[[torch.dtype], object]
 _loaders: dict[str, Loader] = {}
 
 
 def register_kernel(name: str, loader: Loader) -> None:
-    """Say what compiles and loads the kernel ``name``, which later calls find loaded."""
+    """Register the loader of the kernel ``name``; a later call finds the library loaded."""
     _loaders[name] = loader
 
 
 def load_kernel(name: str, dtype: torch.dtype = torch.bfloat16) -> object:
-    """Return the library of a kernel for ``dtype``; None where no module that is imported has that kernel.
+    """Return the library of a kernel for ``dtype``; None if no imported module has registered that kernel.
 
     Raises CompilerError where the kernel's own loader does.
     """
@@ -32,7 +32,7 @@ def load_kernel(name: str, dtype: torch.dtype = torch.bfloat16) -> object:
 
 
 def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Say whether the kernel ``name`` runs on this machine; compiles it where that was not done yet."""
+    """Say whether the kernel ``name`` runs on this machine; compiles it if that was not done yet."""
     try:
         return load_kernel(name, dtype) is not None
     except CompilerError:
@@ -40,5 +40,5 @@ def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Return the names of the kernels that imported modules have, in the order of their import."""
+    """Return the names of the registered kernels, in the order of their modules' import."""
     return tuple(_loaders)

@@ -1,7 +1,7 @@
-/* What our C has in common: the low precision, one number and one vector at a time, and threads.
+/* Common parts of our C: the low precision, scalar and vector access, and threads.
 
-   Before: a `widen` and a `narrow` in each source. After: #include "low_precision.h". `Low` is bf16, or fp16 with LOW_FP16.
-   Also read as C++, by Inductor. */
+   Before: a `widen` and a `narrow` in each source. After: #include "low_precision.h". `Low` is bf16, or fp16 with
+   LOW_FP16. Inductor also compiles this as C++. */
 
 #include <pthread.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define MOST_THREADS 256
-#define WIDE 16 /* numbers in a vector; vectors are the compiler's own: a CPU without such wide ones gets several */
+#define WIDE 16 /* numbers in a vector; the compiler splits such vectors for CPUs with narrower ones */
 
 typedef float Vector __attribute__((vector_size(4 * WIDE)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
@@ -94,7 +94,7 @@ INLINE Vector widen_all(Halves given) {
 
 INLINE Halves narrow_all(Vector given) { /* likewise */
   const Bits bits = (Bits)given, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-#if defined(__AVX512F__) /* what the compiler makes of the lines below takes twice as many instructions */
+#if defined(__AVX512F__) /* for the lines below the compiler emits twice as many instructions */
   const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)given, (__m512)given, _CMP_UNORD_Q);
   return (Halves)_mm512_cvtepi32_epi16(_mm512_mask_set1_epi32((__m512i)rounded, is_nan, LOW_NAN));
 #else
@@ -150,11 +150,11 @@ INLINE void write_low(Low* to, int64_t n, Vector given) {
 
 /* -- threads ---------------------------------------------------------------------------------------------------- */
 
-/* How many threads take part where so many are wanted. */
+/* How many threads to use where `wanted` are asked for. */
 INLINE int64_t threads_of(int64_t wanted) { return wanted < 1 ? 1 : wanted > MOST_THREADS ? MOST_THREADS : wanted; }
 
-/* The OpenMP that torch runs on, where this process has one. Its threads are there, and look for work for so long after
-   the last that another thread, on as many cores, would share one with them. */
+/* The OpenMP runtime that torch uses, if this process has one. Its threads exist, and spin after a task long enough
+   that a second pool, on as many cores, would compete with them. */
 typedef struct {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned); /* GOMP_parallel */
   int (*number)(void), (*count)(void);                          /* omp_get_thread_num, omp_get_num_threads */
@@ -176,7 +176,7 @@ static inline void do_some(void* given) {
   for (int64_t t = openmp.number(); t < all->count; t += openmp.count()) all->work(all->shares + t * all->size);
 }
 
-/* Does `count` shares of `size` bytes each, one a thread: the first, and those that get none, in the caller's. */
+/* Runs `count` tasks of `size` bytes each, one per thread: the first, and those without a thread, in the caller's. */
 static inline void do_shares(void* shares, size_t size, int64_t count, void* (*work)(void*)) {
   if (count > 1 && openmp.parallel) {
     Shares all = {(char*)shares, size, count, work};
@@ -206,7 +206,7 @@ static inline void* do_part(void* given) {
   return 0;
 }
 
-/* Does places 0 to `count`: each of the threads some, which begin at a multiple of `by`. */
+/* Runs places 0 to `count`, split among the threads into ranges that begin at a multiple of `by`. */
 static inline void do_parts(int64_t threads, int64_t count, int64_t by, void (*work)(void*, int64_t, int64_t), void* of) {
   const int64_t whole = (count + by - 1) / by, wanted = threads_of(threads), parts = wanted < whole ? wanted : whole;
   if (parts <= 1) {

@@ -1,6 +1,7 @@
-"""The operators of amp_graph: one library, and one way in which each is registered.
+"""Registers the custom operators of amp_graph in one library.
 
-Before: a Python function that a tracer goes through. After: ``amp_graph::attention_backward``, one node of the graph.
+Before: a Python function that a tracer traces into.
+After: ``amp_graph::attention_backward``, one node of the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 LIBRARY = torch.library.Library("amp_graph", "DEF")
 OPS: Any = torch.ops.amp_graph
-FUNCTIONS: dict[str, Callable[..., Any]] = {}  # what each operator runs, by its overload's name
+FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the implementation of each operator, by its overload's name
 
 
 def define_operator(
@@ -30,10 +31,10 @@ def define_operator(
 def define_as_typed(
     function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (), name: str = ""
 ) -> None:
-    """Register ``function`` under its name, or ``name``, with its annotations' schema; it writes to no argument.
+    """Register ``function`` under ``name``, or its own, with a schema from its annotations; it mutates no argument.
 
-    ``fake`` takes those of its arguments that it names. Whole numbers are no sizes: they are the same in all of a
-    graph's calls.
+    ``fake`` takes the arguments that it names. Integers are constants, not sizes: they are the same in all calls of a
+    graph.
     """
     schema = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
     known, wanted = inspect.signature(function), tuple(inspect.signature(fake).parameters)

@@ -1,6 +1,7 @@
-"""Run the C compiler of the machine, within bounds: of time, of what it prints, and of how often it may fail.
+"""Runs the C compiler with limits on time, output and repeated failures.
 
-Before: ``cc -shared kernel.c -o kernel.so`` as words. After: the file, or a CompilerError that says what went wrong.
+Before: ``cc -shared kernel.c -o kernel.so`` as words.
+After: the file, or a CompilerError that says what went wrong.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import IO
 
 from amp_graph.lists import AmpGraphError
 
-SECONDS = 60  # that a compiler may take; it needs half a second
-QUOTED = 2000  # bytes of what it prints
+SECONDS = 60  # seconds that a compilation may take; it needs half a second
+QUOTED = 2000  # bytes of compiler output
 _OTHER = "another compiler: CC=gcc"
-_unusable: dict[tuple[str, ...], str] = {}  # compilers that hung or could not be run, and how
+_unusable: dict[tuple[str, ...], str] = {}  # compilers that hung or could not be started, and how
 
 
 class CompilerError(AmpGraphError):
-    """C code that could not be compiled, or not be loaded, on this machine."""
+    """C code could not be compiled or loaded on this machine."""
 
 
 def refusal(what: str, fix: str = _OTHER) -> CompilerError:
@@ -36,7 +37,7 @@ def refusal(what: str, fix: str = _OTHER) -> CompilerError:
 
 
 def compiler_words() -> tuple[str, ...]:
-    """Return what the variable CC says: a compiler, and options of the user's."""
+    """Return the words of the variable CC: a compiler and the user's options."""
     try:
         return tuple(shlex.split(os.environ.get("CC", "")))
     except ValueError as error:
@@ -44,7 +45,7 @@ def compiler_words() -> tuple[str, ...]:
 
 
 def compiler() -> tuple[str, ...]:
-    """Return the C compiler's command: ``CC``, or the first of the usual ones that is there."""
+    """Return the C compiler's command: ``CC``, or the first of the usual ones that is installed."""
     given = compiler_words()
     for command in [given] if given else [("cc",), ("gcc",), ("clang",)]:
         if shutil.which(command[0]):
@@ -53,24 +54,24 @@ def compiler() -> tuple[str, ...]:
 
 
 def run_compiler(command: tuple[str, ...], arguments: Sequence[str]) -> None:
-    """Run ``command`` with ``arguments``; one that hung or could not be started is not run by this process again."""
+    """Run ``command`` with ``arguments``; this process does not retry one that hung or could not be started."""
     if command in _unusable:
         raise refusal(_unusable[command])
     whole = [*command, *arguments]
     try:
         status, printed = _ran(whole)
     except subprocess.TimeoutExpired as error:
-        _unusable[command] = f"{command[0]} took more than {SECONDS} seconds, and is not run again by this process"
+        _unusable[command] = f"{command[0]} took more than {SECONDS} seconds; this process does not run it again"
         raise refusal(_unusable[command]) from error
     except OSError as error:
         _unusable[command] = f"{command[0]} cannot be run: {error}"
         raise refusal(_unusable[command]) from error
     if status:
-        raise refusal(f"{shlex.join(whole)}\n{printed or f'exit status {status}, and nothing said'}")
+        raise refusal(f"{shlex.join(whole)}\n{printed or f'exit status {status}, and no output'}")
 
 
 def _ran(whole: list[str]) -> tuple[int, str]:
-    """Return the exit status and the beginning of what was printed; whatever it started ends with it."""
+    """Return the exit status and the beginning of the output; terminate all child processes with it."""
     process = subprocess.Popen(
         whole, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -80,15 +81,15 @@ def _ran(whole: list[str]) -> tuple[int, str]:
     reader.start()
     try:
         status = process.wait(SECONDS)
-    except BaseException:  # KeyboardInterrupt among them, which a session of its own does not get
+    except BaseException:  # KeyboardInterrupt among them, which a separate session does not receive
         _end(process)
         raise
-    reader.join(1)  # longer only where something that it started lives on
+    reader.join(1)  # longer only if a child process lives on
     return status, bytes(said).decode("utf-8", "replace").strip()
 
 
 def _read(pipe: IO[bytes], said: bytearray) -> None:
-    """Read to the end, so that who writes goes on, and keep the beginning."""
+    """Read to the end, so that the writer does not block, and keep the beginning."""
     with pipe, contextlib.suppress(OSError, ValueError):
         while read := pipe.read1(1 << 16):  # type: ignore[attr-defined]
             said += read[: QUOTED - len(said)]

@@ -1,7 +1,7 @@
-/* Memory of a thread, for as long as it lives: taken anew at each call, it would cost what a small product does. */
+/* Scratch memory that lives as long as its thread: allocating it at each call would cost as much as a small GEMM. */
 
 #include <stdlib.h>
-#ifdef LARGE_PAGES /* behind whatever includes low_precision.h: asked of the system, which may not grant them */
+#ifdef LARGE_PAGES /* included after low_precision.h: huge pages are requested, and the system may decline */
 #include <sys/mman.h>
 #define OWN_PAGE ((size_t)2 << 20)
 #else
@@ -13,11 +13,11 @@ static int has_own_key;
 static pthread_once_t own_once = PTHREAD_ONCE_INIT;
 static void make_own_key(void) { has_own_key = !pthread_key_create(&own_key, free); }
 
-/* Memory for `wanted` elements, of none too; freed as the thread ends; null where there is none. Behind low_precision.h. */
+/* Memory for `wanted` elements, 0 included; freed as the thread ends; null if out of memory. Needs low_precision.h. */
 static Low *own_memory(int64_t wanted) {
   static __thread Low *memory = 0;
   static __thread int64_t held = 0;
-  if (wanted < 1) wanted = 1; /* a product over no depth: its sums are zeros, and null says something else */
+  if (wanted < 1) wanted = 1; /* a GEMM of depth 0: its sums are zeros, and null means out of memory */
   if (held < wanted) {
     pthread_once(&own_once, make_own_key);
     free(memory);
@@ -27,7 +27,7 @@ static Low *own_memory(int64_t wanted) {
     if (memory) madvise(memory, size, MADV_HUGEPAGE);
 #endif
     held = memory ? wanted : 0;
-    if (has_own_key) pthread_setspecific(own_key, memory); /* there are not many: without one, it is kept */
+    if (has_own_key) pthread_setspecific(own_key, memory); /* keys are few: without one, it is kept */
   }
   return memory;
 }

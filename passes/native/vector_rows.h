@@ -1,21 +1,20 @@
-/* Rows of numbers in fp32 or low precision, read and written as vectors of fp32, and threads that share them.
+/* Rows of fp32 or low-precision numbers, read and written as fp32 vectors, and threads that share them.
 
-   Before: `uint16_t` in memory. After: `load(&row, i, n)`, sixteen numbers from column `i` on.
-
-   What low precision and vectors are, low_precision.h says. */
+   Before: `uint16_t` in memory. After: `load(&row, i, n)`, sixteen numbers from column `i` on. low_precision.h defines
+   low precision and vectors. */
 
 #include <math.h>
 #include <stdlib.h>
 
 #include "low_precision.h"
 
-#define BLOCK 128 /* rows whose contributions to the weights are added in fp32, before fp64 takes the sum */
+#define BLOCK 128 /* rows whose contributions to the weights are summed in fp32 before they are added to the fp64 sum */
 #define PART 4096 /* columns, likewise */
 #define ROOM 4    /* fp64 numbers of scratch a column and thread */
 
 typedef enum { NONE, FULL, LOW } Kind;
 
-typedef struct { /* a matrix of rows without gaps, or nothing */
+typedef struct { /* a matrix of contiguous rows, or nothing */
   void* at;
   int64_t kind;
 } Rows;
@@ -27,7 +26,7 @@ INLINE Rows row_of(const Rows* all, int64_t row, int64_t width) {
   return found;
 }
 
-/* `n` numbers from column `i` on; zeros behind them. */
+/* `n` numbers from column `i` on, then zeros. */
 INLINE Vector load(const Rows* row, int64_t i, int64_t n) {
   const Vector none = {0};
   if (row->kind == FULL) return read_full((const float*)row->at + i, n);
@@ -56,8 +55,8 @@ INLINE Vector fused(Vector a, Vector b, Vector c) {
 
 typedef int32_t Whole __attribute__((vector_size(4 * WIDE)));
 
-/* e to the power of numbers that are zero or less, by Cody and Waite's reduction and a polynomial of degree six, to within
-   two units in the last place. A NaN stays one. */
+/* exp of numbers that are zero or less, by Cody and Waite's reduction and a polynomial of degree six, to within two
+   units in the last place. A NaN stays NaN. */
 INLINE Vector exponential(Vector x) {
   const Vector shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
   const Vector r = fused(n, (Vector){0} - 1.42860677e-6f, fused(n, (Vector){0} - 0.693145752f, x));
@@ -72,7 +71,7 @@ INLINE Vector exponential(Vector x) {
   return (Vector)((Bits)(p * scale) & ~(Bits)(x < -87.0f));
 }
 
-/* The larger of each two; of a NaN and a number the number. */
+/* The elementwise maximum; of a NaN and a number, the number. */
 INLINE Vector larger(Vector a, Vector b) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_max_ps((__m512)a, (__m512)b);
@@ -82,7 +81,7 @@ INLINE Vector larger(Vector a, Vector b) {
 #endif
 }
 
-/* Goes through a row, vector by vector: `i` is where, and `n` how many numbers. */
+/* Iterates over a row, vector by vector: `i` is the column, and `n` the count of numbers. */
 #define EACH(begin, end, ...)                                               \
   do {                                                                      \
     int64_t i = (begin);                                                    \
@@ -98,7 +97,7 @@ typedef struct {
 
 /* -- several threads: each takes whole blocks of rows, so that as good as nothing depends on how many there are ----- */
 
-/* Returns how many took part; `room` becomes their scratch, which the caller frees. 0: there is no memory for it. */
+/* Returns how many threads took part; `room` becomes their scratch, which the caller frees. 0: out of memory. */
 static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** room, void* (*work)(void*)) {
   Share shares[MOST_THREADS];
   const int64_t blocks = (whole.to + BLOCK - 1) / BLOCK;
@@ -116,14 +115,14 @@ static int64_t in_shares(Share whole, int64_t width, int64_t threads, double** r
   return threads;
 }
 
-/* Adds the fp32 sums of a block of rows to the fp64 sums of all, and begins anew. */
+/* Adds the fp32 sums of a block of rows to the fp64 totals, and resets them. */
 static inline void flush(const Rows* block, double* sums, int64_t width) {
   float* from = (float*)block->at;
   for (int64_t i = 0; i < width; ++i) sums[i] += from[i];
   memset(from, 0, width * sizeof *from);
 }
 
-/* The sum over the threads' scratch of the number that lies `at` in each. */
+/* The sum over the threads' scratch of the number at offset `at` in each. */
 INLINE double over_threads(const double* room, int64_t width, int64_t threads, int64_t at) {
   double sum = 0;
   for (int64_t t = 0; t < threads; ++t) sum += room[t * ROOM * width + at];

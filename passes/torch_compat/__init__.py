@@ -1,5 +1,5 @@
-"""Names and behavior of torch that are private or differ between its versions, one file a subject.
+"""Torch names and behavior that are private or differ between versions, one file per subject.
 
-Each name says the versions it was checked on: a new release of torch is a matter of this folder.
-Everything may import from here; nothing here imports another room.
+Each name states the versions it was checked on, so that a new torch release affects only this folder. Everything may
+import from here; nothing here imports another room.
 """

@@ -1,6 +1,6 @@
-"""Autograd's engine and its hooks: private names of torch.
+"""Autograd's engine and hooks: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  #
 from amp_graph.passes.torch_compat.fake import FakeTensor
 from amp_graph.passes.torch_compat.storage import exchange_memory
 
-# Formulas of backward in C++ that ask for sizes or strides only to choose between two ways to the same gradient: how a
-# product is laid out, that a sum of one element is that element. torch/csrc/autograd/FunctionsManual.cpp, 2.11 - 2.13.
+# C++ backward formulas that use sizes or strides only to choose between two ways to the same gradient: how the operands
+# of a matmul are laid out, or that a sum of one element is that element. torch/csrc/autograd/FunctionsManual.cpp, 2.11
+# - 2.13.
 ANY_BRANCH = frozenset(
     f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Cumsum", "LinearBackward")
 )
@@ -25,7 +26,7 @@ ANY_BRANCH = frozenset(
 
 @contextlib.contextmanager
 def any_branch_of_backward(traced: torch.Tensor) -> Iterator[None]:
-    """Let those formulas take sizes that depend on data for large ones, while backward of ``traced`` is traced."""
+    """Let those formulas treat data-dependent sizes as large while the backward of ``traced`` is traced."""
     env: Any = traced.fake_mode.shape_env if isinstance(traced, FakeTensor) else None
     if env is None:
         yield
@@ -51,7 +52,7 @@ def any_branch_of_backward(traced: torch.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autograd_inside() -> Iterator[None]:
-    """Let autograd record inside of an operator's kernel, from which dispatch keeps it away; 2.11 to 2.13."""
+    """Let autograd record inside an operator's kernel, where dispatch disables it; 2.11 to 2.13."""
     kept = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         kept = kept.remove(getattr(torch._C.DispatchKey, key))
@@ -65,12 +66,12 @@ unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without th
 def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return ``low`` as a tensor whose gradient goes to ``source`` in the dtype of ``source``; nothing is cast.
 
-    The engine casts a gradient to the dtype of the value that the receiving node was made for, as the backward of a
-    cast does, for create_graph and batched gradients too. Here that is a node which passes ``source`` on, and then
-    the values are exchanged. ``unsafe_view`` is such a node whose result is no view and has its own version counter.
-    The node saves nothing and so serves any number of backwards, whose gradients it adds in that dtype. Where one call
-    has several readers, a view of the result adds theirs up before they are cast, as a plain cast's backward does.
-    ``source`` lives as long as the result.
+    The engine casts a gradient to the output dtype of the receiving node, as the backward of a cast does, also for
+    create_graph and batched gradients. Here the node first passes ``source`` on, and then the values are exchanged.
+    ``unsafe_view`` is such a node: its result is not a view and has its own version counter. The node saves nothing, so
+    it serves any number of backwards, whose gradients it sums in that dtype. Where one call has several readers, a view
+    of the result sums their gradients before they are cast, as a plain cast's backward does. ``source`` lives as long
+    as the result.
     """
     given = unsafe_view(source, source.shape)
     exchange_memory(given, low)
@@ -78,9 +79,9 @@ def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def takes_fp32(ctx: Any, place: int) -> bool:
-    """Say whether the ``place``-th tensor that a Function was given wants its gradient in fp32, as ``borrow``'s do.
+    """Say whether the ``place``-th tensor input of a Function needs its gradient in fp32, as those of ``borrow`` do.
 
-    Asked in backward; 2.11 - 2.13. What it is handed in another dtype the engine casts.
+    To be called in backward; 2.11 - 2.13. The engine casts gradients of another dtype.
     """
     node, output = ctx.next_functions[place]
     return node is not None and node._input_metadata[output].dtype == torch.float32
@@ -92,26 +93,26 @@ def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return (pack, unpack) of the ``saved_tensors_hooks`` in force, which inner ones replace; 2.11 - 2.13."""
+    """Return (pack, unpack) of the current ``saved_tensors_hooks``, which inner hooks would replace; 2.11 - 2.13."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
 
 def saved_tensors_hooks_are_enabled() -> bool:
-    """Say whether hooks of saved tensors may be set: not inside of transforms of ``torch.func``; 2.11 - 2.13."""
+    """Say whether saved-tensor hooks may be set: not inside ``torch.func`` transforms; 2.11 - 2.13."""
     autograd: Any = torch._C._autograd
     return bool(autograd._saved_tensors_hooks_is_enabled())
 
 
 def number_of_backward() -> int:
-    """Return the number of the backward pass that calls this, as a hook; below 0 outside of any; 2.11 - 2.13."""
+    """Return the number of the backward pass that runs this hook; negative outside of any; 2.11 - 2.13."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward pass is done that calls this, as a hook; 2.11 - 2.13.
+    """Run ``call`` at the end of the backward pass that runs this hook; 2.11 - 2.13.
 
-    Not where it raises.
+    Not if that pass raises.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

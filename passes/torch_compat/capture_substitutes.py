@@ -1,6 +1,6 @@
-"""Functions of torch that ask for values while they are traced, and what is captured instead: the same results.
+"""Substitutes, with the same results, for torch functions that read tensor values while they are traced.
 
-Before: ``nn.TransformerEncoder(x, mask=m)``, which looks whether ``m`` is causal, and is not captured for that.
+Before: ``nn.TransformerEncoder(x, mask=m)``, which checks whether ``m`` is causal, and therefore cannot be captured.
 After: the mask is applied as it is. Exactness: rounding-equal.
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether a mask is said to be causal; torch's compares it to a causal one where that is not said.
+    """Return whether the caller says that a mask is causal; if unspecified, torch compares it to a causal one.
 
-    What is known to be causal is computed without its mask: a faster kernel, the same result.
+    A mask known to be causal is not applied: a faster kernel computes the same result.
     """
     return is_causal is True
 
@@ -31,7 +31,7 @@ def batch_norm_of_averages(
 ) -> Tensor:
     """Return ``F.batch_norm`` for a ``momentum`` that is one over a tensor's count: ``nn.BatchNorm2d(momentum=None)``.
 
-    The kernel wants it as a number, which is not known in a graph; statistics of this batch are averaged in beside it.
+    The kernel needs it as a number, which a graph does not know; the graph averages in the batch's statistics itself.
     """
     if running_mean is None or running_var is None or not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)

@@ -1,6 +1,6 @@
 """Streams and settings of cuBLAS: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def stream_of(tensor: torch.Tensor) -> int | None:
-    """Return which stream work on ``tensor`` goes to now, 0 without streams; None while a CUDA graph is recorded."""
+    """Return the current stream for work on ``tensor``, 0 without streams; None while a CUDA graph is recorded."""
     if tensor.device.type != "cuda":
         return 0
     if torch._C._cuda_isCurrentStreamCapturing():
@@ -26,9 +26,10 @@ _SET_FP16, _SET_BF16, _SET_IN_FP16 = (getattr(torch._C, f"_set_cublas_allow_{nam
 
 
 def sums_of_products() -> tuple[Any, ...]:
-    """Return how cuBLAS may add up products: those of fp16, those of bf16, and whether fp16's in fp16; 2.11 - 2.13.
+    """Return cuBLAS's reduction settings: for fp16, for bf16, and whether fp16 accumulates in fp16; 2.11 - 2.13.
 
-    Of the first two (whether parts of a sum may be rounded before they are added up, whether a sum may have parts).
+    Each of the first two is a pair: whether partial sums may be rounded before they are added, and whether split-K is
+    allowed.
     """
     return _HOW_FP16(), _HOW_BF16(), _IN_FP16()
 

@@ -1,7 +1,8 @@
-"""When a function with a backward of its own leaves the work to torch, and how it gets torch's gradients.
+"""When a function with a backward of its own falls back to torch, and how it gets torch's gradients.
 
-Before: ``jacobian(vectorize=True)`` and ``vmap`` hand a backward a batch of gradients, which has no memory to read, and
-``create_graph=True`` one that is differentiated again. After: each function asks here, and computes by torch's formula.
+Before: ``jacobian(vectorize=True)`` and ``vmap`` pass a backward batched gradients without readable memory, and
+``create_graph=True`` needs a backward that can be differentiated again.
+After: each function asks here, and falls back to torch's formula.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from amp_graph.passes.torch_compat.dispatch import in_forward_mode, in_transform
 
 
 def leaves_to_torch(*given: Tensor | None) -> bool:
-    """Say whether a forward on ``given`` is for torch's own operations, which know what they stand for.
+    """Say whether a forward on ``given`` must use torch's own operations.
 
-    That is inside of a transform of ``torch.func``, in forward-mode differentiation, and of tensors without memory of
-    their own: those of ``vmap``, and subclasses that wrap others.
+    That is so inside ``torch.func`` transforms, in forward-mode differentiation, and for tensors without memory of
+    their own: those of ``vmap``, and wrapper subclasses.
     """
     if in_transform() or in_forward_mode():
         return True
@@ -28,10 +29,9 @@ def leaves_to_torch(*given: Tensor | None) -> bool:
 
 
 def is_plain(*grads: Tensor | None) -> bool:
-    """Say whether a backward of ``grads`` is for torch's own operations.
+    """Say whether a backward of ``grads`` must use torch's own operations.
 
-    That is where they are differentiated again (``create_graph=True``), and where each is a batch of gradients
-    (``is_grads_batched=True``).
+    That is so if they are differentiated again (``create_graph=True``), or are batched (``is_grads_batched=True``).
     """
     return torch.is_grad_enabled() or any(g is not None and is_batched(g) for g in grads)
 
@@ -41,8 +41,8 @@ def gradients_by_torch(
 ) -> list[Tensor | None]:
     """Return the gradients of ``function(*given)`` for those of ``given`` that ``need`` them, None for the others.
 
-    By torch's own operations, at the gradients ``grads`` of its results; with a graph where gradients are recorded.
-    Each of ``given`` counts by itself, even where two are the same tensor.
+    Uses torch's own operations, given the gradients ``grads`` of the results; builds a graph if gradients are recorded.
+    Each of ``given`` counts separately, even if two are the same tensor.
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -56,5 +56,5 @@ def gradients_by_torch(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as one that gradients stop at, of itself where they go through it, or a leaf."""
+    """Return ``tensor`` as an alias if gradients go through it, else as a detached leaf that requires them."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

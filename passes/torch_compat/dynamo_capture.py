@@ -1,6 +1,6 @@
-"""Captures a function by Dynamo, and says what was not captured: private names of torch.
+"""Captures a function with Dynamo, and reports what was not captured: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -38,61 +38,61 @@ from amp_graph.passes.torch_compat.versions import torch_version
 
 
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` with a piece of Python's stack before it that holds all the calls inside.
+    """Call ``function`` with a chunk of Python's stack in front that has room for all nested calls.
 
-    The interpreter maps that stack in pieces of 16 KB, and unmaps each when the call that opened it returns: where
-    Dynamo's recursion comes and goes over such an edge, 9,800 times in a small BERT's capture, for a tenth of its time.
-    A frame that is larger than a piece is given one of its own, of twice its size at most: the rest is for others.
+    The interpreter maps that stack in chunks of 16 KB, and unmaps each when the call that opened it returns. Where
+    Dynamo's recursion crosses such an edge, 9,800 times in the capture of a small BERT, this takes a tenth of the time.
+    A frame larger than a chunk gets one of its own, of at most twice its size: nested calls use the rest.
     """
     return function(*args, **kwargs)
 
 
-if sys.version_info >= (3, 11):  # before, each frame has memory of its own
-    _with_room.__code__ = _with_room.__code__.replace(co_stacksize=70_000)  # in words: 0.55 MB, of 1 MB that are mapped
+if sys.version_info >= (3, 11):  # before, each frame has its own memory
+    _with_room.__code__ = _with_room.__code__.replace(co_stacksize=70_000)  # in words: 0.55 MB, of 1 MB that is mapped
 
 
 class CaptureListener:
-    """Hears of what Dynamo captured and did not; this one does nothing.
+    """Receives events of Dynamo's captures; this one ignores them.
 
-    What ``begins`` and ``ended`` raise reaches the caller: nothing of the frame has run by then, and Dynamo remembers
+    Exceptions in ``begins`` and ``ended`` reach the caller: nothing of the frame has run by then, and Dynamo caches
     nothing of it.
     """
 
     def begins(self, code: types.CodeType) -> None:
-        """Hear that a frame will be captured, for which there was no compiled code."""
+        """A capture of a frame begins: there was no compiled code for it."""
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
-        """Hear that a frame was captured: ``whole``, as one graph, or not."""
+        """A frame was captured: as one graph if ``whole``."""
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Hear that tracing a frame failed; say whether the frame is to run as it was written."""
+        """Tracing a frame failed; return whether the frame is to run as written."""
         return False
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
-        """Hear that a frame runs as it was written."""
+        """A frame was skipped: it runs as written."""
 
     def broke(self, reason: str, stack: Any) -> None:
-        """Hear that a graph ended before its frame did."""
+        """A graph break."""
 
 
 class CaptureChoice:
-    """Chooses whether a frame is captured once more, and with which of Dynamo's settings; this one always does."""
+    """Decides whether a frame is captured again, and with which Dynamo settings; this one always captures."""
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
-        """Return settings for the capture of ``frame`` that begins, or None for none: it runs as it is written.
+        """Return the settings for a capture of ``frame``, or None to skip it: the frame then runs as written.
 
-        What is raised reaches the caller, before anything of the frame has run.
+        Exceptions reach the caller, before any of the frame has run.
         """
         return {}
 
     def made(self, frame: Any) -> None:
-        """Hear that the capture of ``frame`` gave compiled code."""
+        """The capture of ``frame`` has produced compiled code."""
 
 
 def failed_guards(frame: Any) -> list[tuple[str, Any]]:
-    """Return for each compiled code of ``frame`` the first guard that refuses it, and the stack that it is from.
+    """Return for each compiled code of ``frame`` the first guard that fails, and the stack where it was made.
 
-    "L['x'].calls == 1   # self.calls += 1  # model.py:7 in forward", as Dynamo tells it; 2.11 - 2.13.
+    "L['x'].calls == 1   # self.calls += 1  # model.py:7 in forward", as Dynamo prints it; 2.11 - 2.13.
     """
     entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
     found = []
@@ -102,26 +102,25 @@ def failed_guards(frame: Any) -> list[tuple[str, Any]]:
             parts = [] if info.result else list(info.verbose_code_parts)
             if len(parts) > 1:  # the guards on sizes, which are checked as one
                 parts = [part for part in parts if _is_false(part, entry.guard_manager, frame.f_locals)]
-        except Exception:  # what a guard looks at may be gone: there is nothing to tell then
+        except Exception:  # what a guard reads may be freed: then there is nothing to report
             continue
         found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
     return found
 
 
 def is_remembered(code: types.CodeType) -> bool:
-    """Say whether Dynamo has met ``code`` since ``torch._dynamo.reset()`` was last called; 2.11 - 2.13."""
+    """Say whether Dynamo has met ``code`` since the last ``torch._dynamo.reset()``; 2.11 - 2.13."""
     return code in torch._dynamo.convert_frame.input_codes
 
 
 def _is_false(part: str, manager: Any, local: dict[str, Any]) -> bool:
-    """Say whether one of Dynamo's guards refuses these locals."""
+    """Say whether one of Dynamo's guards fails for these locals."""
     scope = {"L": local, "G": manager.global_scope["G"], **manager.closure_vars}
     return not eval(part, dict(manager.global_scope), scope)
 
 
-# What is raised of Dynamo's own tracing, where running the code might not be: by fake tensors, by sizes without a
-# number, by a mark of a dynamic size that does not hold. What is raised otherwise is a backend's, or asked for by a
-# setting of Dynamo's; 2.11 - 2.13.
+# Errors of Dynamo's own tracing that running the code might not raise: of fake tensors, of unbacked sizes, of a dynamic
+# mark that does not hold. Other errors come from a backend, or are requested by a Dynamo setting; 2.11 - 2.13.
 _TRACING_FAILED = (
     torch._dynamo.exc.TorchRuntimeError,
     torch._dynamo.exc.InternalTorchDynamoError,
@@ -131,20 +130,20 @@ _TRACING_FAILED = (
     ConstraintViolationError,
     GuardOnDataDependentSymNode,
     ValidationException,
-    AssertionError,  # of the conversion to fake tensors
-    IndexError,  # of a dimension out of range
+    AssertionError,  # from the conversion to fake tensors
+    IndexError,  # for a dimension out of range
 )
 
-# Before 2.13 Dynamo's settings are those of all threads: the later of two captures would restore the earlier one's.
+# Before 2.13, Dynamo's settings are shared by all threads: the later of two captures would restore the earlier one's.
 _ONE_AT_A_TIME: contextlib.AbstractContextManager[Any] = (
     contextlib.nullcontext() if torch_version() >= (2, 13) else threading.RLock()
 )
 
-_CAPTURES: list[None] = []  # one for each capture of ours that runs, in whatever thread
+_CAPTURES: list[None] = []  # one for each running capture of ours, in any thread
 
 
 def a_capture_runs() -> bool:
-    """Say whether some thread captures a converted model: it has aliases of the model's parameters meanwhile."""
+    """Say whether some thread is capturing a converted model; it then holds aliases of the model's parameters."""
     return bool(_CAPTURES)
 
 
@@ -179,7 +178,8 @@ class _CompileTimeConfig:
                 # loop, would lose the whole frame).
                 capture_dynamic_output_shape_ops=True,
                 capture_scalar_outputs=True,
-                # A hook that is registered later must fire; Dynamo does not look, for speed. Costs nothing measurable.
+                # A hook that is registered later must fire; by default Dynamo does not check, for speed. The cost is
+                # not measurable.
                 skip_nnmodule_hook_guards=False,
                 ignore_logging_functions=ignored_logging(),
                 recompile_limit=NO_LIMIT,
@@ -196,7 +196,7 @@ class _CompileTimeConfig:
             except _TRACING_FAILED as error:
                 if not self._heard.failed(frame.f_code, error):
                     raise
-                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as it was written, as any skipped one
+                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
             finally:
                 _CAPTURES.pop()
                 capturing.is_on = outer
@@ -212,8 +212,8 @@ class _CompileTimeConfig:
 
 
 def _as_written_once() -> Any:
-    """Return what has a frame run as it was written, this time, and what it calls on what is compiled; 2.11 - 2.13."""
-    types_of: Any = torch._dynamo.types  # exports these names, but does not say so
+    """Return what runs a frame as written once, while its calls still use compiled code; 2.11 - 2.13."""
+    types_of: Any = torch._dynamo.types  # exports these names, but not explicitly
     run = types_of.FrameExecStrategy(types_of.FrameAction.SKIP, types_of.FrameAction.RUN_ONLY)
     return types_of.ConvertFrameReturn(frame_exec_strategy=run, apply_to_code=False)
 
@@ -230,10 +230,9 @@ def capture_with_dynamo(
 ) -> Callable[..., Any]:
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
-    ``choice``: what is asked before each capture.
-    ``collector_waits``: until Dynamo and ``backend`` are done, which is not for compilers that take minutes.
-    2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12
-    rely on the raised limits and on the code object of its own.
+    ``choice``: consulted before each capture. ``collector_waits``: pause garbage collection until Dynamo and
+    ``backend`` are done; not for compilers that take minutes. 2.13 has ``isolate_recompiles`` (entries of one region
+    never count against another's); 2.11 and 2.12 rely on the raised limits and on a separate code object.
     """
     record_reads_of_dtype()
     capture_some_otherwise()
@@ -253,8 +252,9 @@ def capture_with_dynamo(
 def one_capture_at_a_time() -> Iterator[None]:
     """Keep other threads from capturing while a graph is traced outside of Dynamo, which patches modules for all.
 
-    And let them call what was captured: by ``is_compiling`` torch tells a trace from ``fx.symbolic_trace``, amid which
-    Dynamo refuses to be called, in any thread. torch/fx/_symbolic_trace.py, torch/compiler/__init__.py; 2.11 - 2.13.
+    They may still call captured graphs: ``is_compiling`` distinguishes this trace from ``fx.symbolic_trace``, during
+    which Dynamo refuses to be called, in any thread. torch/fx/_symbolic_trace.py, torch/compiler/__init__.py; 2.11 -
+    2.13.
     """
     with compile_lock:
         before = torch.compiler._is_compiling_flag
@@ -266,10 +266,10 @@ def one_capture_at_a_time() -> Iterator[None]:
 
 
 def allow_in_graph(function: type) -> None:
-    """Let Dynamo put calls of an ``autograd.Function`` into graphs as they are, instead of tracing into them."""
+    """Let Dynamo put calls of an ``autograd.Function`` into graphs as they are, without tracing into them."""
     torch._dynamo.allow_in_graph(function)
 
 
 def break_reasons() -> list[Any]:
-    """Return the list to which Dynamo appends the reason of every graph break, graphs without nodes included."""
+    """Return the list to which Dynamo appends the reason of every graph break, also of graphs without nodes."""
     return torch._dynamo.utils.graph_break_reasons

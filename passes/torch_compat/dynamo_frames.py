@@ -1,6 +1,6 @@
-"""Frames that Dynamo compiled, and functions that it leaves alone: private names of torch.
+"""Frames that Dynamo compiled, and functions that it skips: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Have Dynamo run ``function``, and what that calls, as they are where it is not traced into; 2.11 - 2.13."""
+    """Let Dynamo run ``function``, and what it calls, uncompiled where they are not traced into; 2.11 - 2.13."""
     kinds: Any = torch._dynamo.types
     dynamo: Any = torch._dynamo.eval_frame
     code: types.CodeType = function.__code__
@@ -30,10 +30,10 @@ _SERIAL = itertools.count()
 def own_code_object(function: types.FunctionType) -> types.FunctionType:
     """Return ``function`` with a code object of its own.
 
-    Dynamo's cache hangs on the code object, which is shared by every closure of one ``def``: without this,
-    models converted one after the other fill each other's cache.
+    Dynamo's cache belongs to the code object, which every closure of one ``def`` shares: without this, models converted
+    one after the other fill each other's cache.
     """
-    # The name is part of the key under which Dynamo remembers which sizes were seen to change.
+    # The name is part of the key under which Dynamo remembers which sizes have changed.
     name = f"{function.__name__}_{next(_SERIAL)}"
     return types.FunctionType(
         function.__code__.replace(co_name=name),
@@ -48,17 +48,17 @@ Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
 
 
 def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) -> Find:
-    """Return what finds the code that Dynamo compiled ``function`` to, for locals that its guards accept, else None.
+    """Return a function that finds Dynamo's code for ``function``, for locals that pass its guards, else None.
 
-    Running it is what Dynamo's wrapper comes to in the end, after as much time as a small model's forward takes. Only
-    whole frames are found: what goes on behind a graph break must run under the wrapper. ``find({name: value})``
-    wants all arguments and free variables; nothing is found while ``torch.compiler.set_stance`` is in force, or, for
-    what ``has_backward``, compiled autograd. 2.13.
+    Running that code is what Dynamo's wrapper does in the end, after as much time as a small model's forward takes.
+    Only whole frames are found: code behind a graph break must run under the wrapper. ``find({name: value})`` needs all
+    arguments and free variables. It finds nothing while ``torch.compiler.set_stance`` is active, or, if
+    ``has_backward``, compiled autograd. 2.13.
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
     calls = torch._dynamo.mutation_guard.GenerationTracker
     entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    switch: Any = torch._C  # of torch functions
+    switch: Any = torch._C  # torch functions
     compiles_autograd = _reader_of("compiled_autograd")
     seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
 
@@ -72,17 +72,17 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
         for entry in entries(code):
             try:
                 fits = entry.guard_manager.check(local)
-            except RuntimeError:  # the check switches torch functions off, and where it raises, leaves them so
+            except RuntimeError:  # the check disables torch functions, and if it raises, leaves them disabled
                 switch._set_torch_function_state(before)
                 raise
             if fits:
                 compiled = entry.code
                 known = seen.get(id(compiled))
-                if known is None or known[0]() is not compiled:  # held weakly: with it goes what was compiled
+                if known is None or known[0]() is not compiled:  # a weak reference: the compiled code goes with it
                     known = seen[id(compiled)] = (weakref.ref(compiled), is_whole(compiled))
                 if not known[1]:
                     return None
-                calls.generation += 1  # CUDA graphs tell calls apart by it
+                calls.generation += 1  # CUDA graphs distinguish calls by it
                 return types.FunctionType(compiled, function.__globals__, code.co_name, None, function.__closure__)
         return None
 
@@ -90,9 +90,9 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
 
 
 def _reader_of(setting: str) -> Callable[[], Any]:
-    """Return what reads a setting of Dynamo's for this thread: by its module it takes 10 us amid a step, guards 40.
+    """Return a fast reader of a Dynamo setting for this thread: through its module it takes 10 us per step, guards 40.
 
-    Since 2.13 what is set is a context variable, which has a mark of its own where nothing is.
+    Since 2.13, a setting is a context variable, which holds a sentinel of its own if nothing is set.
     """
     asked: Any = getattr(dynamo_config, "_config", {}).get(setting)
     given = getattr(asked, "user_override", None)
@@ -108,10 +108,10 @@ def is_whole(compiled: types.CodeType) -> bool:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a bound method without keeping its object alive.
+    """Return a function that calls a bound method without keeping its object alive.
 
-    What Dynamo compiled stays in the globals of a module for as long as the code object of the captured function: if
-    it held that function's owner, neither would ever be freed.
+    Dynamo's compiled code stays in a module's globals as long as the code object of the captured function: if it
+    referenced that function's owner, neither would ever be freed.
     """
     bound = weakref.WeakMethod(method)
 
@@ -123,15 +123,15 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-dynamo_listens = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where no compiler does; 2.11 - 2.13
+dynamo_listens = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None without a compiler; 2.11 - 2.13
 
 
 def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an outer ``torch.compile`` from tracing into ``function``; return what runs it, and what it calls, without.
+    """Keep an outer ``torch.compile`` out of ``function``; return a runner of it, and of its calls, without Dynamo.
 
-    What ``function`` captures itself it captures as ever: the outer compiler would otherwise inline it. ``function`` is
-    marked, not wrapped, as one call more is seen in small models: it is to call what is returned where
-    ``dynamo_listens`` is not None, and is then called again with nobody listening.
+    ``function`` still captures itself as usual: the outer compiler would otherwise inline it. ``function`` is marked,
+    not wrapped, because an extra call is measurable in small models: it has to call the runner where ``dynamo_listens``
+    is not None, which then calls it again with Dynamo off.
     """
     disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
     vars(function).update({k: v for k, v in vars(disabled).items() if k.startswith("_torchdynamo_disable")})
@@ -140,24 +140,24 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which Dynamo runs as it is where it is called, and may still trace into from a caller."""
+    """Return ``function``, which Dynamo does not capture as a frame, but may still trace into from a caller."""
     code: types.CodeType = function.__code__
     torch._dynamo.eval_frame.skip_code(code)
     return function
 
 
 def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what ``torch._dynamo.disable`` was given to return ``function``, for callers that Dynamo is off in."""
+    """Return the function that ``torch._dynamo.disable`` wrapped as ``function``, for callers with Dynamo off."""
     found: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(function)
     return found
 
 
 def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
-    """Return what says, in one call of C++, whether a tensor is as ``tensor``, a plain one; 2.11 - 2.13.
+    """Return one fast C++ check of whether a tensor is like ``tensor``, a plain one; 2.11 - 2.13.
 
-    As it is: type, dtype, device, sizes, strides, and what the dispatcher sees: autocast on its kind of device,
-    tracing, functorch's transforms, dispatch modes, inference mode. It is not to be given a nested tensor of the
-    strided layout: that has no strides, and the error ends the process.
+    Compares type, dtype, device, sizes, strides, and dispatch state: autocast on its kind of device, tracing, functorch
+    transforms, dispatch modes, inference mode. Must not be given a nested tensor of the strided layout: it has no
+    strides, and the error ends the process.
     """
     guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
     guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
@@ -166,5 +166,5 @@ def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:
-    """Say whether ``nn.Module.compile`` put a compiled call in front of ``module``."""
+    """Say whether ``nn.Module.compile`` installed a compiled call on ``module``."""
     return module.__dict__.get("_compiled_call_impl") is not None

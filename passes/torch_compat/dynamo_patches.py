@@ -1,6 +1,6 @@
-"""What Dynamo does otherwise while it captures for this package: patches, with the versions they were checked on.
+"""Changes to Dynamo's behavior during our captures: patches of private names.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.modules import transformer
 from amp_graph.passes.torch_compat.capture_substitutes import batch_norm_of_averages, mask_as_given
 from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
 
-DTYPE_READ = "amp_dtype_read"  # meta key of a node: the code that was captured read the dtype of its value
+DTYPE_READ = "amp_dtype_read"  # meta key of a node: the captured code read the dtype of its value
 
 
 def record_reads_of_dtype() -> None:
-    """Let Dynamo mark the node of each tensor whose ``dtype`` the code reads; 2.11 - 2.13. Nothing else changes."""
+    """Let Dynamo mark the node of each tensor whose ``dtype`` the code reads; 2.11 - 2.13. No other effect."""
     traced = torch._dynamo.variables.TensorVariable
     plain: Any = traced.method_attr_dtype
     if hasattr(plain, DTYPE_READ):
@@ -42,7 +42,7 @@ def reads_of_dtype(node: torch.fx.Node) -> bool:
 
 
 class _Capturing(threading.local):
-    """Whether this thread captures for us."""
+    """Whether this thread is running one of our captures."""
 
     is_on = False
 
@@ -51,9 +51,9 @@ capturing = _Capturing()
 
 
 def leave_out_guard_timing() -> None:
-    """Let Dynamo not time the guards of our captures; 2.11 - 2.13.
+    """Keep Dynamo from timing the guards of our captures; 2.11 - 2.13.
 
-    It empties the caches of the processor first: 26 ms of a capture's half second, for a line in a log.
+    The timing first flushes the CPU's caches: 26 ms of a capture's half second, for a line in a log.
     """
     guards: Any = torch._dynamo.guards
     plain = guards.profile_guard_manager
@@ -68,11 +68,11 @@ def leave_out_guard_timing() -> None:
 
 
 def leave_cast_cache_alone() -> None:
-    """Let Dynamo's tries of operations on fake tensors not look for casts of weights where autocast keeps them.
+    """Keep Dynamo's runs on fake tensors from using autocast's cache of weight casts.
 
-    It calls operators with Python's lock held (its dispatcher is one in Python), under which autocast would wait for
-    the lock of its cache. A thread that leaves autocast has that one, and wants Python's to free what was kept: the two
-    wait for ever. torch/_dynamo/utils.py, 2.11 - 2.13.
+    Dynamo calls operators while holding the GIL, because its dispatcher is in Python. Under it, autocast would wait for
+    the lock of its cache. A thread that leaves autocast holds that lock and needs the GIL to free the cache: a
+    deadlock. torch/_dynamo/utils.py, 2.11 - 2.13.
     """
     utils: Any = torch._dynamo.utils
     plain = utils.run_node
@@ -93,10 +93,10 @@ def leave_cast_cache_alone() -> None:
 
 
 def let_masks_broadcast() -> None:
-    """Let ``torch.masked_select`` of our captures have as many elements as its operands have together; 2.11 - 2.13.
+    """Let ``torch.masked_select`` in our captures return up to the broadcast number of elements; 2.11 - 2.13.
 
-    torch/_subclasses/fake_impls.py bounds them by those of the tensor alone, which Dynamo asserts in the graph: a
-    mask that is larger than its tensor fails there.
+    torch/_subclasses/fake_impls.py bounds the count by the tensor's own elements, and Dynamo asserts this in the graph:
+    a mask larger than its tensor fails there.
     """
     known: Any = torch._subclasses.fake_impls.op_implementations_dict
     operator = torch.ops.aten.masked_select.default
@@ -114,10 +114,10 @@ def let_masks_broadcast() -> None:
 
 
 def see_loops_to_their_end() -> None:
-    """Let our captures see that they stop at a jump that goes back itself, as that of a ``while``; 2.11 - 2.13.
+    """Let our captures recognize a graph break on a backward jump, as of a ``while``, as in a loop; 2.11 - 2.13.
 
-    Dynamo looks for one behind it alone, and takes the turns of such a loop for calls inside of each other: a thousand
-    end in a RecursionError, and each holds its values. A frame with a loop that is seen runs as it is written.
+    Dynamo looks for such a jump only behind the break, and treats the iterations of the loop as nested calls: a
+    thousand end in a RecursionError, and each keeps its values. A frame with a recognized loop runs as written.
     """
     translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
     plain: Any = getattr(translator, "maybe_has_backedge", None)
@@ -133,7 +133,7 @@ def see_loops_to_their_end() -> None:
     translator.maybe_has_backedge = maybe_has_backedge
 
 
-# Functions, and what our captures hold in their place: always, or only where a number is given that tensors hold.
+# Functions and their substitutes in our captures: used always, or only if a given number is a tensor's value.
 _OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
     transformer._detect_is_causal_mask: (mask_as_given, False),  # 2.11 - 2.13
     torch.nn.functional.batch_norm: (batch_norm_of_averages, True),
@@ -141,9 +141,9 @@ _OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
 
 
 def capture_some_otherwise() -> None:
-    """Let Dynamo put other functions in the place of some, as if they were written there; 2.11 - 2.13.
+    """Let Dynamo replace some functions by others, as if those were written there; 2.11 - 2.13.
 
-    In our captures alone: ``torch.compiler.substitute_in_graph`` would hold for those of others, too.
+    Only in our captures: ``torch.compiler.substitute_in_graph`` would affect all captures.
     """
     written = torch._dynamo.variables.UserFunctionVariable
     _asks(torch._dynamo.variables.TorchInGraphFunctionVariable, lambda variable: variable.value, written)

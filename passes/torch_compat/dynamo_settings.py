@@ -1,6 +1,6 @@
-"""Dynamo's settings during a capture: names and defaults, with the versions they were checked on.
+"""Dynamo's settings during a capture: names and defaults.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch._inductor import config as inductor_config  # 2.11 - 2.13
 
 from amp_graph.passes.torch_compat.versions import torch_version
 
-# Dynamo's own limits (8 per code object, 256 in all) would turn the ninth shape into a silent fp32 run. Ours are a
+# Dynamo's own limits (8 per code object, 256 in total) would turn the ninth shape into a silent fp32 run. Ours are a
 # ``CaptureChoice``.
 NO_LIMIT = 1_000_000
 
 
 def _said_once() -> set[Any]:
-    """Return the logging methods of transformers that speak once a process: no reason to break a graph."""
+    """Return the logging methods of transformers that log once per process: no reason for a graph break."""
     names = ("warning_once", "info_once", "warning_advice")
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
 class _AsWord(str):
-    """A set of functions that is a word to JSON: torch 2.11 and 2.12 log an error where they cannot write settings."""
+    """A set of functions that is a word to JSON: torch 2.11 and 2.12 log an error if settings cannot be written."""
 
     functions: set[Any]
 
@@ -45,28 +45,28 @@ class _AsWord(str):
 
 
 def ignored_logging() -> Any:
-    """Return the logging functions that break no graph: the user's choice, and those that speak once a process."""
+    """Return the logging functions that break no graph: the user's choice, and those that log once per process."""
     # A capture inside of a capture finds a word where settings are not of 2.13.
     functions = {*dynamo_config.ignore_logging_functions, *_said_once()}
     return functions if torch_version() >= (2, 13) else _AsWord(functions)
 
 
-# Makes symbolic what an integer of a module is that was seen to change, as Dynamo does for arguments; 2.11 - 2.13.
+# Makes an integer of a module symbolic after it has changed, as Dynamo does for arguments; 2.11 - 2.13.
 CHANGING_INTS: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
 
-# Marks in profiles of what runs before a graph: two calls into Python for each call of the model.
+# Profiler marks for what runs before a graph: two Python calls per call of the model.
 NO_RECORDS: dict[str, Any] = (
     {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
 )
 
-# Before 2.13 guards look at no parameter anew while no module was assigned to: not at one that was frozen, or brought
-# into another layout or precision.
+# Before 2.13, guards do not recheck parameters while no module attribute was assigned: frozen parameters, or parameters
+# in another layout or precision, would be missed.
 _TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
 NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if torch_version() < (2, 13) else {}
 
 
 def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
-    """Have Dynamo capture parameters as inputs, where Inductor's freezing would make constants of them; 2.11 - 2.13."""
+    """Let Dynamo capture parameters as inputs, where Inductor's freezing would make them constants; 2.11 - 2.13."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)

@@ -1,6 +1,6 @@
 """Fake tensors, symbolic sizes and tracing by torch.fx: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true  # 2.11 - 2.13
 from torch.utils._python_dispatch import _disable_current_modes
 
-outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fakes
+outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fake tensors
 
-# What is raised of an operation on fake tensors that needs the data.
+# Errors of an operation on fake tensors that needs the data.
 DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -41,9 +41,9 @@ DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, Dy
 def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[None]:
     """Run under ``mode`` outside Dynamo's tracing context and without adding guards on symbolic sizes.
 
-    Sizes that depend on data are new symbols in what is computed here, which Dynamo is not to look for in its graph.
-    ``symbolic``: use the Python dispatcher, as Dynamo does, because kernels in C++ refuse symbolic sizes. It
-    takes some composites apart in other operations than the C++ ones that will run.
+    Data-dependent sizes become new symbols here, which Dynamo must not look for in its graph. ``symbolic``: use the
+    Python dispatcher, as Dynamo does, because C++ kernels reject symbolic sizes. It decomposes some composites
+    differently from the C++ code that will run.
     """
     shape_env = mode.shape_env
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
@@ -54,16 +54,16 @@ def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[Non
 
 
 def dispatch_for_data(by_data: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return what a trace runs under: where sizes depend on data, torch's rules in Python; those in C++ refuse them."""
+    """Return the dispatch for a trace: torch's Python rules if sizes depend on data, which the C++ rules reject."""
     return enable_python_dispatcher() if by_data else contextlib.nullcontext()
 
 
-UNKNOWN = 4  # a number for a size of which nothing is known
-LARGEST = 2**31  # what torch says of a size that is any: a little less than 2 ** 63
+UNKNOWN = 4  # number for a size of which nothing is known
+LARGEST = 2**31  # torch's bound for an unbounded size: a little less than 2 ** 63
 
 
 def _at_most(known: Any) -> int:
-    """Return the largest number in a range of sizes, if that says anything; 2.11 - 2.13."""
+    """Return the upper bound of a range of sizes, if it has a useful one; 2.11 - 2.13."""
     upper = known.upper if known is not None else None
     return int(upper) if upper is not None and upper.is_finite and 0 < upper < LARGEST else UNKNOWN
 
@@ -71,7 +71,7 @@ def _at_most(known: Any) -> int:
 def concrete_size(size: Any) -> int:
     """Return a number for a symbolic size: its hint, or one for each symbol that has none.
 
-    That is the most that the symbol can be, as of rows that a mask selects, or 4 where that is not known.
+    That is the symbol's upper bound, as for rows that a mask selects, or 4 if there is no bound.
     """
     if isinstance(size, torch.SymInt):
         if size.node.is_nested_int():  # the ragged dimension of a nested tensor
@@ -90,7 +90,7 @@ def numel(tensor: torch.Tensor) -> int:
 
 
 def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Return the generated function of ``gm`` as it is: ``gm.forward`` of a graph that Dynamo made goes a long way."""
+    """Return the generated function of ``gm`` as it is: ``gm.forward`` of a Dynamo graph has several wrappers."""
     gm.recompile()
     _LazyGraphModule.force_recompile(gm)
     forward: Callable[..., Any] = gm.forward
@@ -98,12 +98,12 @@ def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def refused_under_fx(error: RuntimeError) -> bool:
-    """Say whether Dynamo refused a call amid ``torch.fx.symbolic_trace`` or ``make_fx``; eval_frame.py, 2.11 - 2.13."""
+    """Say whether Dynamo refused a call in ``torch.fx.symbolic_trace`` or ``make_fx``; eval_frame.py, 2.11 - 2.13."""
     return "FX to symbolically trace" in str(error)
 
 
 def wait_for_traces_of_others() -> bool:
-    """Wait until no other thread traces with torch.fx, whose flag is one for all; False where this one does.
+    """Wait until no other thread traces with torch.fx, whose flag is global; False if this thread does.
 
     torch/fx/_symbolic_trace.py, 2.11 - 2.13.
     """

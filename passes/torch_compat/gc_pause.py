@@ -1,7 +1,8 @@
-"""Python's garbage collector, which waits while a graph is captured.
+"""Pause Python's garbage collector while a graph is captured.
 
-Before: it goes through all objects of the process in the middle of a first call, for a tenth to a fifth of its time,
-as capturing makes hundreds of thousands of objects, which stay. After: it does so when it is its turn again.
+Before: a capture makes hundreds of thousands of objects, which stay. The collector scans the whole process in the
+middle of a first call, for a tenth to a fifth of its time.
+After: it runs later.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_waits(asked: bool = True) -> Iterator[None]:
-    """Switch the collector off inside, where it is on; not unless ``asked``.
+    """Switch the collector off inside, if it is on and if ``asked``.
 
-    It is one for all threads: of two that capture, the first that is done switches it on again.
+    It is shared by all threads: the first of two captures to end switches it on again.
     """
     was_on = asked and gc.isenabled()
     if was_on:

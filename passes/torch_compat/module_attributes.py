@@ -1,7 +1,8 @@
-"""What a module is, read without running any code of its owner's: properties, parametrizations, ``__getattr__``.
+"""Read a module's attributes without running its code: properties, parametrizations, ``__getattr__``.
 
-Before: ``linear.weight``, which computes a parametrized weight, moves the buffers of a spectral norm, and raises where
-the weight was deleted. After: ``weights_of(linear)``, which yields what is stored.
+Before: ``linear.weight``, which computes a parametrized weight, updates the buffers of a spectral norm, and raises if
+the weight was deleted.
+After: ``weights_of(linear)``, which yields what is stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 
 def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
-    """Return the value that ``module``, or its class, stores under ``name``; ``default`` for what code computes."""
+    """Return the value that ``module``, or its class, stores under ``name``; ``default`` if code computes it."""
     if name in module.__dict__:
         return module.__dict__[name]
     kind = next((kind for kind in type(module).__mro__ if name in kind.__dict__), None)
@@ -30,12 +31,12 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 
 def weights_of(module: Module) -> Iterator[Tensor]:
-    """Yield the parameters in ``module`` of two or more dimensions, as they are stored: parametrized, or pruned."""
+    """Yield the stored parameters in ``module`` with two or more dimensions, also if parametrized or pruned."""
     for parameter in module.parameters():
         if not is_uninitialized(parameter) and parameter.dim() >= 2:
             yield parameter
 
 
 def uninitialized(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of those that are not initialized."""
+    """Return the names of the uninitialized parameters and buffers."""
     return [name for name, tensor in named if is_uninitialized(tensor)]

@@ -1,6 +1,6 @@
-"""Parameters of modules, exchanged and sharded: private names of torch.
+"""Swapped and sharded parameters of modules: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -
     """Return a context in which ``module`` has these tensors as parameters, ties included; Dynamo traces it.
 
     torch.nn.utils.stateless; 2.11 to 2.13. ``torch.func.functional_call`` would run the module's hooks, too.
-    ``stack_weights``: what is put back is put back in the reverse order. A module that is registered under two names
-    has each of its parameters swapped twice, and would keep what the first swap put there.
+    ``stack_weights`` restores parameters in reverse order: a module registered under two names has each of its
+    parameters swapped twice, and would otherwise keep those of the first swap.
     """
     return _reparametrize_module(module, instead, tie_weights=True, stack_weights=True)
 

@@ -1,6 +1,6 @@
-"""Kernels of oneDNN and ATen that have no public name, with the versions they were checked on.
+"""Kernels of oneDNN and ATen without a public name.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 def flash_attention_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor:
-    """Return what ``F.scaled_dot_product_attention`` computes by its flash kernel for CPU; 2.11 - 2.13."""
+    """Return the result of ``F.scaled_dot_product_attention`` by its CPU flash kernel; 2.11 - 2.13."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
 
 
 def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's products, which alone can read it; 2.11 - 2.13."""
+    """Return ``weight`` [outputs, inputs] in the layout of oneDNN's matmuls, which only they can read; 2.11 - 2.13."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
 
 
-# Called as (x, weight, bias, "none" or what comes behind, [], its form); 2.11 - 2.13. A "relu" makes 0 of NaN.
+# Called as (x, weight, bias, "none" or a fused activation, [], its form); 2.11 - 2.13. A "relu" turns NaN into 0.
 linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _linear_pointwise = linear_pointwise._op if linear_pointwise is not None else None
 
@@ -32,9 +32,9 @@ _linear_pointwise = linear_pointwise._op if linear_pointwise is not None else No
 def linear_of_packed_weight(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, after: str = "none", form: str = ""
 ) -> torch.Tensor:
-    """Return ``F.linear(x, weight, bias)`` for the ``weight`` that was packed, through oneDNN's ``after``; 2.11 - 2.13.
+    """Return ``F.linear(x, weight, bias)`` for a packed ``weight``, with oneDNN's fused ``after``; 2.11 - 2.13.
 
-    after: "none", "relu", which makes 0 of NaN, "swish" or "gelu", the last in the ``form`` "none" or "tanh".
+    after: "none", "relu", which turns NaN into 0, "swish" or "gelu", the last in the ``form`` "none" or "tanh".
     """
     assert _linear_pointwise is not None, "nothing is packed without oneDNN"
     found: torch.Tensor = _linear_pointwise(x, packed, bias, after, [], form)
@@ -42,7 +42,7 @@ def linear_of_packed_weight(
 
 
 def pack_convolution_weight(weight: torch.Tensor, shape: Any, images: torch.Size) -> torch.Tensor:
-    """Return a 2d convolution's ``weight`` in the layout of oneDNN, best for ``images`` of that size; 2.11 - 2.13."""
+    """Return a 2d convolution's ``weight`` in oneDNN's best layout for ``images`` of that size; 2.11 - 2.13."""
     pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
     where = (shape.padding, shape.stride, shape.dilation, shape.groups)
     packed: torch.Tensor = pack(weight.to_mkldnn(), *where, list(images))
@@ -62,11 +62,11 @@ def convolution_pointwise(
     into: bool = False,
     activation: str = "none",
 ) -> torch.Tensor:
-    """Return ``conv2d(x, weight, bias)``, plus ``other``, through ``activation``; 2.11 - 2.13.
+    """Return ``conv2d(x, weight, bias)``, plus ``other``, with ``activation``; 2.11 - 2.13.
 
-    x, other: bf16, channels_last; weight: packed; bias: fp32, and bf16 with ``other``, whose kernel takes no other.
-    ``into``: the result is written over ``other``, bit for bit the same. activation: what the kernel applies to its
-    fp32 sums, "none", "relu", which makes 0 of NaN, or, without ``other``, "swish" or "hardswish".
+    x, other: bf16, channels_last; weight: packed; bias: fp32, but bf16 with ``other``, as that kernel requires.
+    ``into``: write the result over ``other``, with the same bits. activation: applied to the kernel's fp32 sums:
+    "none", "relu", which turns NaN into 0, or, without ``other``, "swish" or "hardswish".
     """
     assert _convolution_pointwise is not None, "nothing is folded without oneDNN"
     assert _convolution_into is not None, "nothing is folded without oneDNN"

@@ -1,6 +1,6 @@
 """Hooks and state of torch's optimizers: private names of torch.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def on_every_optimizer_step(after: Callable[..., None], before: Callable[..., No
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
-    """Say what ``optimizer.step()`` does beside what its class does, or "": hooks, and what stands in its place.
+    """Say what ``optimizer.step()`` does beyond its class's method, or "": hooks, or a replaced ``step``.
 
-    A scheduler puts a ``step`` of its own there, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
+    A scheduler installs a ``step`` of its own, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
     2.13.
     """
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
@@ -44,14 +44,14 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
 
 
 def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return ``kind.step`` without the hooks that ``Optimizer.__init__`` puts around it for good; 2.11 to 2.13."""
+    """Return ``kind.step`` without the hook wrapper that ``Optimizer.__init__`` installs for good; 2.11 to 2.13."""
     step: Any = kind.step
     found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return found
 
 
 def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, where that is a tensor.
+    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, if that is a tensor.
 
     torch/optim/optimizer.py casts them to the parameter's; 2.11 to 2.13.
     """

@@ -1,7 +1,8 @@
-"""Comparisons of sizes and strides that may be symbols: known for every value of the symbols, or not known.
+"""Compare sizes and strides that may be symbolic: true only if known for every value of the symbols.
 
-Before: ``a.shape == b.shape``, which fixes the user's dynamic sizes to the present ones, and raises where a size
-depends on data. After: ``same(a.shape, b.shape)``, which adds no guard and is False where nobody can tell.
+Before: ``a.shape == b.shape``, which specializes the user's dynamic sizes to the present ones, and raises if a size
+depends on data.
+After: ``same(a.shape, b.shape)``, which adds no guard and is False if unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from amp_graph.passes.torch_compat.fake import FakeTensor, free_unbacked_symbols
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two numbers, or two shapes, are known to be equal, whatever the symbols in them are."""
+    """Say whether two numbers, or two shapes, are known to be equal for all values of their symbols."""
     if isinstance(one, (tuple, list)) or isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is int and type(other) is int:
@@ -24,7 +25,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_number(*sizes: Any) -> bool:
-    """Say whether all ``sizes`` are numbers and none is a symbol."""
+    """Say whether all ``sizes`` are numbers, not symbols."""
     return all(type(size) is int for size in sizes)
 
 
@@ -34,7 +35,7 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Say whether ``tensor`` is known to lie in rows, without gaps."""
+    """Say whether ``tensor`` is known to be contiguous."""
     if is_number(*tensor.shape, *tensor.stride()):
         return tensor.is_contiguous()
     step: Any = 1
@@ -48,7 +49,7 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def depends_on_data(val: Any) -> bool:
-    """Say whether a size in a node's value, or the number that it is, is known only once the operation has run."""
+    """Say whether a size in a node's value, or its number, is known only after the operation has run."""
     return any(bool(free_unbacked_symbols(number)) for number in _symbols(val))
 
 
@@ -65,9 +66,9 @@ def _symbols(val: Any) -> Iterator[Any]:
 
 
 def with_sizes_of(fresh: Any, known: Any) -> Any:
-    """Return ``fresh``, the value of a node computed again, with the sizes of the ``known`` one that depend on data.
+    """Return ``fresh``, a recomputed node value, with the data-dependent sizes of the ``known`` one.
 
-    What is computed again is given symbols of its own for such sizes, which nothing else in the graph has.
+    A recomputed value gets new symbols for such sizes, which nothing else in the graph has.
     """
     if isinstance(fresh, (tuple, list)) and isinstance(known, (tuple, list)) and len(fresh) == len(known):
         parts = [with_sizes_of(a, b) for a, b in zip(fresh, known, strict=True)]

@@ -1,6 +1,6 @@
-"""Which version of torch runs, and what depends on nothing but that.
+"""The running version of torch, and what depends only on it.
 
-Each with the versions of torch that it was checked on.
+Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ def torch_version() -> tuple[int, ...]:
 
 
 def keeps_lstm_workspaces() -> bool:
-    """Say whether what oneDNN's LSTM leaves for its backward survives a compiler: in 2.11 gradients were garbage."""
+    """Say whether the workspace of oneDNN's LSTM survives a compiler: in 2.11 gradients were garbage."""
     return torch_version() >= (2, 13)
 
 
 def takes_kernels_of_ours() -> bool:
-    """Say whether Inductor's code generation is as ``small_gemm_template.py`` goes by: 2.13 was tried."""
+    """Say whether Inductor's code generation is what ``small_gemm_template.py`` expects: checked on 2.13."""
     return torch_version() >= (2, 13)

@@ -316,10 +316,10 @@ def test_a_compiler_that_hangs_is_waited_for_once(source, monkeypatch, tmp_path)
 
 
 BROKEN = {
-    "writes nothing": ("exit 0", "wrote nothing"),
-    "writes garbage": ("echo garbage > $out", "made what is no library"),
-    "writes an empty file": (": > $out", "made what is no library"),
-    "writes half": ('cc "$@"; head -c 9000 $out > $out.half; mv $out.half $out', "made what is no library"),
+    "writes nothing": ("exit 0", "wrote no output file"),
+    "writes garbage": ("echo garbage > $out", "did not produce a valid library"),
+    "writes an empty file": (": > $out", "did not produce a valid library"),
+    "writes half": ('cc "$@"; head -c 9000 $out > $out.half; mv $out.half $out', "did not produce a valid library"),
     "writes another library": ('echo "int x;" > $out.c; cc -shared -fPIC $out.c -o $out; rm $out.c', "no library"),
     "is killed": ("kill -9 $$", "exit status -9"),
     "says nothing": ("exit 3", "exit status 3"),

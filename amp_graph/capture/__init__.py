@@ -1,5 +1,5 @@
-"""Captures a model by TorchDynamo and runs what was captured: conversions, guards, graph breaks, recaptures.
+"""Captures a model with TorchDynamo and runs the captured graphs: conversions, guards, graph breaks, recaptures.
 
-``conversion`` is the state of a converted model; ``dynamo_backend`` rewrites what Dynamo hands over.
+``conversion`` is the state of a converted model; ``dynamo_backend`` rewrites the graphs that Dynamo passes to it.
 Imports ``passes``, ``optim`` and ``scaling``; ``convert``, ``step``, ``report`` and ``cli`` import from here.
 """

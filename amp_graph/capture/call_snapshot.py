@@ -1,7 +1,7 @@
-"""What a call of a model may write, as it was before the call: to run the call once more where it failed half way.
+"""A snapshot of the state that a model call may write, so that a call that failed half way can be run again.
 
 Before: ``before = BeforeCall(model, args)``, then a call that raises. After ``before.restore()``: inputs, buffers and
-random state as they were.
+random state are restored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BeforeCall:
     """The version counters of a call's inputs and parameters, and the values of inputs, buffers and random state."""
 
     def __init__(self, model: torch.nn.Module, given: Any) -> None:
-        """Read them."""
+        """Take the snapshot."""
         leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         counted = [t for t in (*leaves, *model.parameters()) if not t.is_inference()]
         self._versions = [(t, t._version) for t in counted]
@@ -31,9 +31,9 @@ class BeforeCall:
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def is_lost(self) -> bool:
-        """Say whether the call wrote what ``restore`` does not take back: a parameter, or an input with a gradient.
+        """Return whether the call wrote what ``restore`` cannot undo: a parameter, or an input with autograd history.
 
-        Such an input is the result of other code, whose history of gradients it has no more.
+        Such an input is the result of other code, and the write has replaced its history.
         """
         return any(id(t) not in self._inputs or (t._is_view() and not t.is_leaf) for t in self._written())
 
@@ -41,7 +41,7 @@ class BeforeCall:
         return [t for t, version in self._versions if t._version != version]
 
     def restore(self) -> None:
-        """Take back what the call wrote to inputs and buffers, and drew of random numbers."""
+        """Undo the call's writes to inputs and buffers, and its use of random numbers."""
         with torch.no_grad():
             for t in self._written():
                 (t if t.is_leaf else t.detach_()).copy_(self._inputs[id(t)])

@@ -1,4 +1,4 @@
-"""What Dynamo did not capture of a model, in the user's lines.
+"""Records which source lines of a model Dynamo did not capture, and why.
 
 Before: a frame that is skipped, a graph that ends at a ``print``. After: ``Place("model.py:80, in forward: ...",
 why)``.
@@ -30,38 +30,38 @@ class Place:
 
 
 class CaptureLog(CaptureListener):
-    """Hears from Dynamo what it leaves out of a model's graphs: ``skips`` as a whole, ``breaks`` within a frame."""
+    """Receives Dynamo's events: ``skips`` are whole frames that it did not capture, ``breaks`` are graph breaks."""
 
     def __init__(self) -> None:
         self.skips: list[Place] = []
         self.breaks: list[Place] = []
-        self.events = 0  # since somebody last looked which parameters are read
+        self.events = 0  # since the unread parameters were last checked
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Let what cannot be traced run as it was written: its own errors arrive from there."""
+        """Record a failed trace; the code runs uncaptured and raises its own errors."""
         self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {first_line(error)}")
         return True
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
-        """Hear from Dynamo that a frame runs as it was written; torch's own frames are not worth a line."""
+        """Record a frame that Dynamo skipped; torch's own frames are left out of the log."""
         of_module = code.co_name == "forward" and code.co_filename.startswith(os.path.join(TORCH, "nn", "modules"))
         self.events += of_module or "suppressed" in reason
         if reason and not code.co_filename.startswith((TORCH, STDLIB, HERE, "<")):
             self.skips.append(Place(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
 
     def broke(self, reason: str, stack: Any) -> None:
-        """Hear from Dynamo that a graph ended before its frame did."""
+        """Record a graph break."""
         self.events += 1
         self.breaks.append(break_at(reason, stack))
 
     def causes(self) -> str:
-        """Return the last few of them, each once, a line in all."""
+        """Return the last few distinct causes, in one line."""
         found = dict.fromkeys(f"{s.where}: {first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.skips))
         return "; ".join(list(found)[-3:])
 
 
 def break_at(reason: str, stack: Any) -> Place:
-    """Return the user's line of a graph break, and what Dynamo says of it: the problem, and its explanation."""
+    """Return the user's line of a graph break, and Dynamo's description and explanation of it."""
     explained = re.search(r"Explanation: (.*)", reason)
     told = first_line(reason) + (f": {explained.group(1).strip()}" if explained else "")
     own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
@@ -69,5 +69,5 @@ def break_at(reason: str, stack: Any) -> Place:
 
 
 def first_line(error: Any) -> str:
-    """Return the first line of what ``error`` says."""
+    """Return the first line of the message of ``error``."""
     return (str(error).strip().splitlines() or [""])[0]

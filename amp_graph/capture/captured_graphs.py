@@ -1,6 +1,6 @@
-"""The graphs that Dynamo captured of one model: what each was rewritten to, and which parameters their runs read.
+"""The graphs that Dynamo captured of one model: the rewritten form of each, and the parameters that its runs read.
 
-Before: a GraphModule, as a Dynamo backend is given it. After: a ``Captured`` in ``graphs``, and what runs it.
+Before: the GraphModule passed to a Dynamo backend. After: a ``Captured`` in ``graphs``, and a callable that runs it.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 
 @dataclass
 class Captured:
-    """One captured graph of a converted model: what it was rewritten to, and why it ended."""
+    """One captured graph of a converted model: its rewritten form, and the graph break that ended it, if any."""
 
     rewritten: Rewritten
     training: bool
     grad: bool
     break_reason: str = ""
     break_line: str = ""
-    kept_bytes: int = 0  # of the heap, from step to step
+    kept_bytes: int = 0  # heap memory that is kept between steps
 
 
 @dataclass(eq=False)
@@ -75,23 +75,23 @@ class CapturedGraphs:
     said: Complaints
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
-    runs_left_alone: int = 0  # of graphs in which nothing is low, as that would not pay
-    budget: Budget = field(default_factory=Budget)  # what captures may take
-    copies: WeightCopies | None = None  # of the parameters, in low precision; None: cast at each call
+    runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
+    budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
+    copies: WeightCopies | None = None  # the low-precision weight cache; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
-        """Look out for underflow; nothing is captured yet."""
+        """Set up the underflow check; nothing is captured yet."""
         self._underflow = UnderflowWatch(self.said)
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Rewrite one captured graph, record it, and return what runs it and counts the run."""
+        """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
         run = self._taken(gm, example_inputs, has_dtypes_read=False)
-        assert run is not None, "None is for what is captured again under autocast"
+        assert run is not None, "only take_whole returns None, for graphs that are captured again under autocast"
         return run
 
     def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
-        """Take the graph of a whole call; None, and nothing stays, for one that is to be captured under autocast."""
+        """Take the graph of a whole call; return None, recording nothing, if it must be captured under autocast."""
         return self._taken(gm, example_inputs, has_dtypes_read=True)
 
     def _taken(self, gm: GraphModule, example_inputs: Sequence[Any], *, has_dtypes_read: bool) -> Runner | None:
@@ -110,11 +110,11 @@ class CapturedGraphs:
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
         policy = self.policy
-        if break_of(gm) is not None:  # what a broken piece returns is read by Python that was captured in fp32
+        if break_of(gm) is not None:  # Python between graphs expects fp32
             policy = replace(policy, keep_outputs=True)
-        self.copies = self.copies or self._new_copies()  # not before: an unpickled model has no parameters yet
+        self.copies = self.copies or self._new_copies()  # not earlier: an unpickled model has no parameters yet
         device, eager = device_of_model(self.model), self.compile == "eager"
-        if eager and torch.is_grad_enabled():  # where the model was converted for evaluation
+        if eager and torch.is_grad_enabled():  # which are needed if the model was converted in eval mode
             compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
         last = pipeline(Phase.COPIES, policy.pipeline_options(device or "cpu", copies=self.copies))
         if self.compile == "inductor" and device is None:
@@ -139,7 +139,7 @@ class CapturedGraphs:
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
-        """Return ``run``, whose backward is looked at for gradients that fp16 cannot hold."""
+        """Wrap ``run`` to check its backward for gradients that underflow in fp16."""
         watch = weakref.ref(self._underflow)
 
         def watched(*args: Any) -> Any:
@@ -154,7 +154,7 @@ class CapturedGraphs:
     def _lowered(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
     ) -> Runner:
-        """Return what runs a rewritten graph, or, where that fails, the graph as captured."""
+        """Return a callable that runs a rewritten graph, and falls back to the captured graph if that fails."""
         always = has_symbols(rewritten.gm)
         try:
             run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
@@ -164,14 +164,14 @@ class CapturedGraphs:
         return or_as_captured(run, as_captured, weakly(self._tell_of), always=always)
 
     def _tell_of(self, error: Exception) -> None:
-        """Say that a graph runs as captured; raises ``error`` where strict."""
+        """Report that a graph runs as captured; raises ``error`` if strict."""
         if self.said.strict or is_strict():
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 
     def _bytes_at_once(self, record: Captured) -> int:
-        """Return how much of the heap a call takes: with its backward all that it makes, and gradients; 0 for none."""
+        """Return the heap bytes of a call, with its backward if it trains; 0 for none."""
         gm = record.rewritten.gm
         if not self.policy.keeps_memory or device_of(gm) != "cpu":
             return 0
@@ -181,10 +181,10 @@ class CapturedGraphs:
         return bytes_made(gm) + sum(map(bytes_of, trained))
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Rewrite one graph of a call in pieces, captured under autocast, unless the user's own region rules there."""
+        """Rewrite one partial graph, captured under autocast; inside the user's own region it runs as captured."""
         kind, dtype = self.escaped.kind()
         if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
-            return self._as_it_is(gm, example_inputs, "the user's torch.autocast around it is obeyed")
+            return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
         with torch.autocast(kind, enabled=False):
             by_user = conversions(gm, dtype)
             written = copy_graph(gm)
@@ -201,30 +201,30 @@ class CapturedGraphs:
         return self.escaped.watched(self._as_it_is(written, example_inputs, refusal), by_user)
 
     def unread(self) -> list[str]:
-        """Return the names of the parameters that no run of a graph has read."""
+        """Return the names of the parameters that no graph run has read."""
         return [name for name, p in self.model.named_parameters() if id(p) not in self._read]
 
     def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
-        """Run a graph as it was captured, under the autocast that it was captured under."""
+        """Run a graph as captured, under the autocast state of its capture."""
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
         if why == BITS:
             what = f"{word_of(self.escaped.kind()[1])} values are shown as another dtype behind a graph break"
             self.escaped.stop_for_fp32(f"{what}: {where}")
             self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
-        self.log.skips.append(Place(where, f"a graph that runs as it was captured, without a plan: {why}"))
+        self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy))
 
     def _counted(self, run: Runner, alone: bool = False, watch: Callable[[], None] | None = None) -> Runner:
-        """Return ``run``, counting its runs, those of graphs that are left ``alone``, and the parameters it reads.
+        """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``watch`` is called before each.
+        ``watch`` is called before each run.
         """
         first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
             nonlocal first
             counts = owner()
-            if counts is not None:  # a piece of the user's code may be called by another model
+            if counts is not None:  # a captured function of the user may be called by another model
                 if first:
                     first = False
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
@@ -237,22 +237,22 @@ class CapturedGraphs:
         return counted
 
     def _new_copies(self) -> WeightCopies | None:
-        """Return what keeps the weights' copies; a compiler's graph holds plain casts, which it fuses or folds."""
+        """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
         if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
             return None
         made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying())
         look_at_parts_of(self.model)
-        # Dynamo may keep compiled code, and with it what that reads, for longer than the model lives.
+        # Dynamo may keep compiled code, and all that it references, longer than the model lives.
         weakref.finalize(self, made.drop).atexit = False
         return made
 
     def _held(self, weight: torch.Tensor, why: str) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
-        self.said.note(f"{name} is cast at each call, for {why}")
+        self.said.note(f"{name} is cast at each call: {why}")
 
 
 def break_of(gm: GraphModule) -> Place | None:
-    """Return where and why a graph that Dynamo captured ends before its frame; None for one that does not."""
+    """Return the place and cause of the graph break that ends a captured graph; None if no break ends it."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None

@@ -1,10 +1,9 @@
-"""A converted model's other half: captures its calls, keeps its graphs, and never falls silent.
+"""The state of a converted model: captures its calls, keeps its graphs, and reports every call that is not captured.
 
 ``model(x)`` runs ``Conversion.__call__``, which runs the graph captured for ``x``, or captures one.
 
-It stands where ``model.forward`` stood, in the instance: hooks of the model run around it as they always did, DDP
-and whoever else calls ``forward`` finds it, and so does an outer ``torch.compile``, which would otherwise trace
-the class's own forward, in fp32, without a word.
+It replaces ``model.forward`` in the instance. So the model's hooks run as before, DDP and others that call ``forward``
+call it, and so does an outer ``torch.compile``, which would otherwise silently trace the class's forward in fp32.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from amp_graph.passes.torch_compat.modules import is_sharded
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
 
-# They call the model inside, whose forward is what there is to convert.
+# They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-CONVERSION = "_amp_graph"  # the attribute that makes a model a converted one
+CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 OWN = "amp_graph_forward"  # the name of the function that is captured
-# A call in which nothing ran is captured anew once so many have come: its cause may be gone, and most are not.
+# After these numbers of calls without any graph, capture is tried again: the cause may be gone.
 TRIED_AGAIN = frozenset(8**n for n in range(20))
-_attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all models that are converted
+_attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
 
 
 class NoSource(CaptureError, AttributeError):
@@ -67,36 +66,36 @@ class NoSource(CaptureError, AttributeError):
 
 @dataclass(eq=False)
 class Conversion:
-    """How one model is converted, and every graph captured for it so far."""
+    """The options of one model's conversion, and every graph captured for it so far."""
 
     model: torch.nn.Module
     policy: Policy
     compile: Compile = "eager"
     dynamic: bool | None = None
     strict: bool = False
-    # What the instance had as ``forward`` of its own (another library's wrapper), else None.
+    # The instance's own ``forward`` before conversion (another library's wrapper), else None.
     wrapped: Callable[..., Any] | None = None
-    measured: tuple[Measured, ...] = ()  # what roundings do in its graphs, for plans with an error budget
-    max_graphs: int = MOST  # of the same code
+    measured: tuple[Measured, ...] = ()  # measured effects of rounding in its graphs, for error budgets
+    max_graphs: int = MOST  # per code object
 
     def __post_init__(self) -> None:
-        """Read the model's forward; nothing of the model changes before ``attach``."""
+        """Read the model's forward; the model does not change before ``attach``."""
         self.forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
-        # What is captured, and what runs where nothing was: low parameters (O2, O3) are seen as fp32 in it.
+        # Captured, and run where capture fails. It sees low-precision parameters (O2, O3) as fp32.
         self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
         self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
         self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
-        self._misses = 0  # calls in which nothing ran
+        self._misses = 0  # calls in which no graph ran
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
-        self._alone = CallsLeftAlone(self.model)  # they run as they are written, as that is faster
+        self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
 
     @property
     def graphs(self) -> list[Captured]:
-        """What was captured, in order."""
+        """The captured graphs, in order."""
         return self.captured.graphs
 
     @property
@@ -106,22 +105,22 @@ class Conversion:
 
     @property
     def copies(self) -> WeightCopies | None:
-        """What holds the weights in low precision; None where they are cast at each call, and before the first."""
+        """The weight cache; None before the first capture, and where weights are cast at each call."""
         return self.captured.copies
 
     @property
     def escaped_runs(self) -> str:
-        """How code between graphs runs ("in fp32", "under torch.autocast(...)"), or "" where there is none."""
+        """How code between graphs runs ("in fp32", "under torch.autocast(...)"); "" if there is no such code."""
         return self.escaped.how if self._is_in_pieces() or self.log.breaks else ""
 
     def attach(self) -> None:
-        """Put this conversion in the place of the model's forward."""
+        """Replace the model's forward by this conversion."""
         self._run = self._capturing()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
 
     def detach(self) -> None:
-        """Give the model its own forward back."""
+        """Restore the model's own forward."""
         if self.copies is not None:
             self.copies.drop()
         _attached.discard(self)
@@ -130,7 +129,7 @@ class Conversion:
             self.model.__dict__["forward"] = self.wrapped
 
     def as_written(self) -> Callable[..., Any]:
-        """Return the forward that the model was written with, for a capture of its own, with its hooks."""
+        """Return the model's original forward, for another capture; refuses models with hooks."""
         if self.model._forward_hooks or self.model._forward_pre_hooks or self.model._backward_hooks:
             raise CaptureError(
                 f"the hooks of {type(self.model).__name__} run around its conversion and would be lost in a capture\n"
@@ -139,21 +138,21 @@ class Conversion:
         return self._wide
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on its captured graph; captures one where no guard set fits."""
+        """Run the captured graph whose guards hold; capture one if there is none."""
         if dynamo_listens() is not None:
             return self._with_dynamo_off(*args, **kwargs)
         last = self._alone.last
         if last is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor and not one.is_nested:
-            # Asked in the way that takes least; the guard sees autocast, tracing and modes, too.
+            # The cheapest check first; the guard also covers autocast, tracing and modes.
             training, grad, is_like_it = last
             if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
                 return self._wide(one)
         if being_traced():
             raise self._not_to_be_traced()
         if is_autocast_on():
-            if EscapedCode.is_running():  # as a part of another converted model, put there after that was converted
+            if EscapedCode.is_running():  # a submodule of another converted model, added later
                 return self._wide(*args, **kwargs)
-            self.said.note("called under torch.autocast, which was switched off: the plan decides precision")
+            self.said.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
         if self._alone.kinds and self._alone.has(args, kwargs):
@@ -170,23 +169,22 @@ class Conversion:
 
     @property
     def __globals__(self) -> Any:
-        """What ``torch.jit.script`` asks of a forward whose source it compiles: this one has none.
+        """Read by ``torch.jit.script``, which compiles the source of a forward: this one has none.
 
-        Who asks whether there are any is answered as by any object without: a tracer of torch.fx asks that of each
-        module that is called meanwhile, in any thread.
+        The error is an AttributeError as well: torch.fx tracers test for the attribute, from any thread.
         """
         raise self._not_to_be_traced(NoSource)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
             self.said.complain(
-                "called inside a torch.func transform, where nothing can be captured: this call ran in fp32"
+                "called inside a torch.func transform, which prevents capture: this call ran in fp32"
             )
             return self._wide(*args, **kwargs)
         mode = mode_without_capture() if self.policy.level != "O0" else ""
         if mode:
             self.said.complain(
-                f"called under {mode}, a dispatch mode, which captured code cannot run under: it ran {self.escaped.how}"
+                f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.escaped.how}"
             )
             return self.escaped.run(self._wide, args, kwargs)
         before, alone = self.runs, self.captured.runs_left_alone
@@ -194,9 +192,9 @@ class Conversion:
             return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
-        except RuntimeError as error:  # guards read strides, which a nested tensor of the strided layout has not
+        except RuntimeError as error:  # guards read strides; strided nested tensors have none
             self.said.complain(
-                f"called with what guards of captured code cannot look at: it ran {self.escaped.how}",
+                f"called with an input that Dynamo's guards cannot check: it ran {self.escaped.how}",
                 str(error).partition(". ")[0],
             )
             return self.escaped.run(self._wide, args, kwargs)
@@ -217,7 +215,7 @@ class Conversion:
                 if self.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if self.runs == before:  # Dynamo skips what raised while it was traced, for good
+            if self.runs == before:  # Dynamo skips a frame for good after its trace raised
                 self._run = self._escaping() if self._whole is not None else self._capturing()
             raise
         else:
@@ -225,7 +223,7 @@ class Conversion:
         return self.escaped.run(self._wide, args, kwargs)
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
-        """Return the ``result`` of a call, after a look at what ran in it; the numbers are those of runs before it."""
+        """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
         self.limits.ran()
         if self.runs == before:
             self._nothing_ran()
@@ -236,48 +234,48 @@ class Conversion:
         return result
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
-        """Run by way of Dynamo, which captures what it does not know; copies are of parameters, not of constants."""
+        """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""
         if self.compile != "eager":
             return self._run(*args, **kwargs)
         with parameters_as_inputs():
             return self._run(*args, **kwargs)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run calls like this one as they are written from now on: in its graph nothing is low."""
-        if self.policy.level not in HELD_LOW:  # a backward that recomputes would find them low
+        """Run calls like this one uncaptured from now on: its graph is all fp32."""
+        if self.policy.level not in HELD_LOW:  # a recomputing backward would read the low-precision parameters
             self._alone.add(args, kwargs)
         left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
         self.said.left_alone(left.gm, left.dtype)
 
     def _look_for_what_escaped(self) -> None:
-        """Say which parameters no captured graph has read, where some of the forward was not captured."""
+        """Report the parameters that no captured graph has read, if a part of the forward was not captured."""
         self.log.events = 0
         unread = self.captured.unread()
         if unread:
             few = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
             self.said.complain(
-                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}), and the "
-                f"code that does ran {self.escaped.how}",
+                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); the "
+                f"code that reads them ran {self.escaped.how}",
                 self._causes(),
                 warned=not self.escaped.is_cast,
             )
 
     def _nothing_ran(self) -> None:
-        if self.policy.level == "O0":  # whose forward is called as it is
+        if self.policy.level == "O0":  # the original forward runs
             return
         how = self.escaped.how if self._is_in_pieces() else "in fp32"
         self._misses += 1
-        if self._misses in TRIED_AGAIN:  # Dynamo may have given the frame up for good, for a reason that is gone
+        if self._misses in TRIED_AGAIN:  # Dynamo skips a frame for good, even if the cause is gone
             self._run = self._capturing()
         self.said.complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
 
     def _causes(self) -> str:
-        """Return in a line why not all was captured."""
+        """Return in one line why capture was incomplete."""
         sharded = [name for name, part in self.model.named_modules() if name and is_sharded(part)]
         if sharded:
             return (
-                f"the hooks of {len(sharded)} sharded parts ({sharded[0]}, ...) cannot be captured; convert each part "
-                "before it is sharded: fully_shard(amp_graph.convert(part))"
+                f"the hooks of {len(sharded)} sharded modules ({sharded[0]}, ...) cannot be captured; convert each one "
+                "before sharding it: fully_shard(amp_graph.convert(part))"
             )
         return self.log.causes()
 
@@ -302,7 +300,7 @@ class Conversion:
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
             self._find = compiled_frames(own)
-        self.limits.whole.forget()  # of which Dynamo knows nothing any more
+        self.limits.whole.forget()  # Dynamo dropped those
         if not self.escaped.is_cast:
             return self._captured_by(own, self.captured.take, self.log, self.limits.whole)
         self._whole = WholeOnly(own.__code__)
@@ -311,8 +309,8 @@ class Conversion:
         return self._escaping()
 
     def _escaping(self) -> Escaping:
-        """Return what runs calls as what was captured whole, or else in pieces, of which none is captured yet."""
-        assert self._whole is not None, "asked for where code that escapes runs under autocast"
+        """Return a runner that tries one graph per call, then partial graphs, none of which is captured yet."""
+        assert self._whole is not None, "only called if uncaptured code runs under autocast"
         again = own_code_object(self._own)
         many = InPieces(again.__code__, self.log)
         self.limits.pieces.forget()
@@ -336,29 +334,29 @@ class Conversion:
         )
 
     def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take the graph of a whole call; one that is to be captured under autocast will never run."""
-        assert self._whole is not None, "a backend of whole calls only"
+        """Take the graph of a whole call; stop the capture if it must be repeated under autocast."""
+        assert self._whole is not None, "only the backend of whole-call captures"
         if break_of(gm) is not None:
             self._whole.stop(NotWhole)
             return plain_forward(gm)
-        if self.policy.budget is not None:  # which counts the roundings that its own plan makes
+        if self.policy.budget is not None:  # an error budget counts the roundings of its own plan
             return self.captured.take(gm, example_inputs)
         run = self.captured.take_whole(gm, example_inputs)
         if run is None:
             self._whole.stop(AsksDtypes)
             self.said.note(
-                "its code goes by dtypes that it sees: captured under torch.autocast, which shows it its own"
+                "its code branches on dtypes: it was captured under torch.autocast, so that it sees autocast's dtypes"
             )
         return run or plain_forward(gm)
 
     def _is_in_pieces(self) -> bool:
-        """Say whether any call ran in pieces since the last capture began."""
+        """Return whether any call ran as partial graphs since the last capture began."""
         return isinstance(self._run, Escaping) and self._run.broken
 
     # -- copies ---------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
-        """Convert the copy of the model that is being made, as this one is; it captures its own graphs."""
+        """Convert the copied model with the same options; it captures its own graphs."""
         copied = memo.get(id(self.model))
         if copied is None:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
@@ -383,17 +381,17 @@ def restore(
     measured: tuple[Measured, ...] = (),
     max_graphs: int = MOST,
 ) -> Conversion:
-    """Attach a conversion to a copied or unpickled model, whose own state may still be on its way."""
+    """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
     made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
     made.attach()
     return made
 
 
 def whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
-    """Return the converted model that ``part`` is inside of, with its path there; None where there is none."""
+    """Return the converted model that contains ``part``, and the path of ``part`` in it; None if there is none."""
     if _whole_of(part) is None:
         return None
-    gc.collect()  # models that nobody has any more live in cycles until then
+    gc.collect()  # dropped models stay alive in reference cycles until then
     return _whole_of(part)
 
 
@@ -406,7 +404,7 @@ def _whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
 
 
 def _find_nothing(local: dict[str, Any]) -> None:
-    """Find no compiled code: every call goes the long way."""
+    """Find no compiled code, so that every call goes through Dynamo."""
 
 
 def conversion_of(model: Any) -> Conversion | None:

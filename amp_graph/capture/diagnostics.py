@@ -1,4 +1,4 @@
-"""What a converted model says of calls that went otherwise than planned: a note for the report, a warning, an error.
+"""Reports calls that could not run as planned: by a note in the report, a warning, or (strict) an error.
 
 Before: a call under a dispatch mode. After: "called under FlopCounterMode, ..." once as an AmpGraphWarning and a note.
 """
@@ -17,42 +17,42 @@ from amp_graph.policy import word_of
 
 
 def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch.dtype) -> None:
-    """Say that ``gm``, a graph of ``model``, is left in fp32, as ``dtype`` does not pay there."""
+    """Warn that ``gm``, a graph of ``model``, stays in fp32 because ``dtype`` is not profitable."""
     low, found = word_of(dtype), gm.meta[LEFT_ALONE]
     warn(
-        f"amp_graph: {type(model).__name__} runs in fp32 where {low} does not pay: a call like this one is predicted "
-        f"to take {found.ratio:.2f} of fp32's time on {found.machine}, and up to {WORTH_IT} would pay\n"
-        f"  fix:   policy '{low}' has it low all the same",
+        f"amp_graph: {type(model).__name__} runs in fp32, as {low} is not profitable for this call: it is predicted "
+        f"to take {found.ratio:.2f} times fp32's time on {found.machine}, and the limit is {WORTH_IT}\n"
+        f"  fix:   policy '{low}' lowers it all the same",
     )
 
 
 @dataclass
 class Complaints:
-    """Speaks for ``model``; ``strict``: by CaptureErrors."""
+    """Reports for ``model``; ``strict``: raises CaptureError."""
 
     model: torch.nn.Module
     strict: bool
     notes: list[str] = field(default_factory=list)
 
     def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
-        """Say ``what``, once, and why; raises CaptureError where strict. ``warned``: by a warning, not a note alone."""
+        """Report ``what`` once, with its causes; raises CaptureError if strict. ``warned``: not by a note alone."""
         told = f"{what}: {causes}" if causes else what
         text = f"amp_graph: {type(self.model).__name__}: {told}"
         if self.strict:
             raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
-        if not any(note.startswith(what) for note in self.notes):  # the causes grow from call to call
+        if not any(note.startswith(what) for note in self.notes):  # the causes accumulate over calls
             self.note(told)
             if warned:
                 warn(text)
 
     def note(self, what: str) -> None:
-        """Have it in the report."""
+        """Add a note to the report."""
         if what not in self.notes:
             self.notes.append(what)
 
     def left_alone(self, gm: GraphModule, dtype: torch.dtype) -> None:
-        """Warn, once, that calls such as that of ``gm`` run in fp32, which is predicted to take less time."""
-        what = f"calls for which {word_of(dtype)} does not pay run in fp32, as they are written"
+        """Warn once that calls like that of ``gm`` run in fp32, which is predicted to be faster."""
+        what = f"calls for which {word_of(dtype)} is not profitable run uncaptured, in fp32"
         if what not in self.notes:
             self.note(what)
             warn_of_full_precision(self.model, gm, dtype)

@@ -44,7 +44,7 @@ def amp_graph(
     """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``.
 
     ``options`` is what ``torch.compile(options=...)`` passes on: "policy", "compile" and "mode" by name. ``mode``:
-    one of Inductor's, which compiles then; ``compile`` is "eager" else. Raises PolicyError for another option or mode.
+    one of Inductor's; it implies compile="inductor" (default: "eager"). Raises PolicyError for another option or mode.
     """
     given = {"policy": policy, "compile": compile, "mode": mode, **(options or {})}
     if unknown := sorted(set(given) - {"policy", "compile", "mode"}):
@@ -62,7 +62,7 @@ def amp_graph(
 
 
 def _check_mode(mode: Any, compile: Compile) -> None:
-    """Raise PolicyError where ``mode`` is none of Inductor's, or not for Inductor."""
+    """Raise PolicyError if Inductor has no such ``mode``, or ``compile`` is not Inductor."""
     if mode in (None, "default"):
         return
     legal = modes_of_inductor()
@@ -79,7 +79,7 @@ def _check_mode(mode: Any, compile: Compile) -> None:
 
 
 def check_compile(caller: str, compile: Compile) -> None:
-    """Raise CaptureError where ``compile`` names no backend."""
+    """Raise CaptureError if ``compile`` names no backend."""
     if compile == "eager" or callable(compile):
         return
     legal = torch._dynamo.list_backends(exclude_tags=())
@@ -93,17 +93,17 @@ def check_compile(caller: str, compile: Compile) -> None:
 def lower(
     gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, *, mode: str | None = None
 ) -> Runner:
-    """Return what runs ``gm``: the graph itself under PyTorch's autograd, or what a backend makes of it.
+    """Return a callable for ``gm``: the graph itself under PyTorch's autograd, or the result of a backend.
 
-    mode: of Inductor.
+    mode: Inductor's mode.
     """
-    switches = switches_modes(gm)  # read before a backend takes the graph apart
+    switches = switches_modes(gm)  # read before a backend consumes the graph
     run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy, mode), policy, device_of(gm))
     return _restoring_modes(run) if switches else run
 
 
 def _restoring_modes(run: Runner) -> Runner:
-    """Return ``run``, which has the user's regions inside, with their modes switched back where it raises."""
+    """Wrap ``run``, which contains the user's mode regions, to restore the modes if it raises."""
 
     def call(*args: Any) -> Any:
         modes = ModesOfThread()
@@ -132,9 +132,9 @@ def _lowered(
 
 
 def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
-    """Return ``run`` with its products' sums in fp32, where settings of PyTorch say otherwise of the ``device``.
+    """Wrap ``run`` so that its matmuls accumulate in fp32, if PyTorch's settings for ``device`` allow less.
 
-    A reproduction of PyTorch's own policy, and fp32 itself, are left as PyTorch has them.
+    Policies that reproduce torch.autocast, and fp32 itself, keep PyTorch's settings.
     """
     ours = device == "cuda" and policy.level != "O0" and policy.op_list(device).unlisted == "opaque"
     return accumulating_in_fp32(run) if ours else run
@@ -143,9 +143,9 @@ def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
 def compiler_of(
     compile: Compile, policy: Policy, device: str, *, whole: bool = False, mode: str | None = None
 ) -> Callable[..., Runner]:
-    """Return what compiles a graph: Inductor with our own passes, another backend of Dynamo, or the function given.
+    """Return the compiler of graphs: Inductor with our passes, another Dynamo backend, or the given function.
 
-    whole: the graphs are those of steps. mode: of Inductor.
+    whole: the graphs are whole training steps. mode: Inductor's mode.
     """
     if compile == "inductor":
         passes = pipeline(Phase.INDUCTOR, policy.pipeline_options(device))
@@ -154,9 +154,9 @@ def compiler_of(
 
 
 def _run_selective_checkpoints(gm: GraphModule) -> None:
-    """Let checkpoints that were left as captured happen where the graph runs eagerly.
+    """Make selective checkpoints recompute when the graph runs eagerly.
 
-    The captured operator only marks its body for a partitioner; interpreted, it would save everything.
+    The captured operator only marks its body for a partitioner; run eagerly, it would save everything.
     """
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":

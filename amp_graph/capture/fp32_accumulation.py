@@ -1,8 +1,8 @@
-"""Products of low precision add up in fp32 on CUDA, in converted graphs and their backward, whatever else may not.
+"""Makes low-precision matmuls on CUDA accumulate in fp32, in converted graphs and their backward.
 
-Before: cuBLAS splits a long sum, and adds its parts up in bf16 or fp16, which PyTorch allows by default. After:
-``accumulating_in_fp32(run)``: it may not while ``run`` or its backward is under way; the process's own settings are
-those of everything else. Source of the settings: torch/backends/cuda/__init__.py (cuBLASModule).
+Before: cuBLAS may split a long sum (split-K) and add the parts in bf16 or fp16, which PyTorch allows by default. After
+``accumulating_in_fp32(run)``: it may not while ``run`` or its backward runs; everything else keeps the process's
+settings. Source of the settings: torch/backends/cuda/__init__.py (cuBLASModule).
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from amp_graph.passes.torch_compat.cuda import set_sums_of_products, sums_of_pro
 
 
 class _Held:
-    """Who needs fp32 sums now: calls that are under way, by count, and backward passes, by their number."""
+    """The current users of fp32 accumulation: a count of running calls, and the ids of running backward passes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls, self._backwards = 0, set[int]()
-        self._before: tuple[Any, ...] | None = None  # the process's own; None while they are in force
+        self._before: tuple[Any, ...] | None = None  # the process's own settings; None while they are in force
 
     def begin(self) -> None:
-        """Hold until ``end``."""
+        """Require fp32 accumulation until ``end``."""
         with self._lock:
             if self._backwards and not self._calls and number_of_backward() < 0:
-                self._backwards.clear()  # left by one that raised
+                self._backwards.clear()  # left behind by a backward that raised
             self._calls += 1
             self._set()
 
     def end(self) -> None:
-        """Let go of what one ``begin`` holds."""
+        """Undo one ``begin``."""
         with self._lock:
             self._calls -= 1
             self._give_back()
 
     def in_backward(self, _: Tensor) -> None:
-        """Hold for the rest of the backward pass that calls this, as a hook of what a graph returned."""
+        """Require fp32 accumulation for the rest of this backward pass; a hook on a graph's outputs calls it."""
         number = number_of_backward()
         with self._lock:
             if number in self._backwards:
@@ -71,9 +71,9 @@ HELD = _Held()
 
 
 def accumulating_in_fp32(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``run``, a graph on a CUDA device, with all sums of products in fp32, in its backward as well.
+    """Wrap ``run``, a graph on a CUDA device, so that its matmuls accumulate in fp32, in backward as well.
 
-    The settings are the process's: what other threads multiply meanwhile is added up in fp32, too.
+    The settings are per process: matmuls of other threads accumulate in fp32 meanwhile, too.
     """
 
     def held(*args: Any) -> Any:

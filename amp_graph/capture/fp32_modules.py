@@ -1,4 +1,4 @@
-"""Modules that the policy keeps in fp32, where their callers escaped capture and run under ``torch.autocast``.
+"""Keeps the policy's fp32 modules in fp32 when their callers are uncaptured and run under ``torch.autocast``.
 
 Before: ``self.head(x)`` under autocast multiplies in low precision. After: with autocast off, on ``x`` in fp32.
 """
@@ -23,7 +23,7 @@ FULL = "full"
 
 
 def kept_in_fp32(model: torch.nn.Module, policy: Policy, device: str) -> list[torch.nn.Module]:
-    """Return the outermost modules of ``model`` that are to stay fp32, by ``policy`` or by their own wish."""
+    """Return the outermost modules of ``model`` that stay fp32 by ``policy`` or by ``amp_graph.precision``."""
     rules = [policy.keep_fp32] if policy.keep_fp32 else []
     rules += [rule.path for rule in policy.op_list(device).modules if rule.precision == FULL]
     kept: list[torch.nn.Module] = []
@@ -37,9 +37,9 @@ def kept_in_fp32(model: torch.nn.Module, policy: Policy, device: str) -> list[to
 
 
 class KeptModules:
-    """Stands in front of the forward of modules that stay fp32, while a call runs in pieces, and only then.
+    """Wraps the forward of modules that stay fp32, only while a call runs as partial graphs.
 
-    In between nothing of it is there to be seen: copies, pickles and other callers find the modules as they are.
+    Between such calls the modules are unchanged for copies, pickles and other callers.
     """
 
     def __init__(self, modules: list[torch.nn.Module], kind: str) -> None:
@@ -49,7 +49,7 @@ class KeptModules:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Stand there until the last of the calls that run at the same time has returned."""
+        """Keep the wrappers until the last concurrent call has returned."""
         with self._lock:
             self._calls += 1
             if self._calls == 1:
@@ -76,11 +76,11 @@ class KeptModules:
 
 
 def _in_fp32(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Return ``forward`` with autocast off and its inputs in fp32, where it is called and not captured."""
+    """Wrap ``forward`` to run with autocast off and fp32 inputs, unless it runs as part of a graph."""
 
     @functools.wraps(forward)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # as part of a graph, whose plan keeps it
+        if torch.compiler.is_dynamo_compiling():  # part of a graph, whose plan keeps it in fp32
             return forward(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
@@ -89,6 +89,6 @@ def _in_fp32(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
     return not_captured(in_fp32)
 
 
-@not_captured  # a graph of ours is none of the model's
+@not_captured  # a graph module of ours is no module of the model
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor

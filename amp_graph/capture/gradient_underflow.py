@@ -1,4 +1,4 @@
-"""Notice gradients that are too small for fp16: trained without a loss scale, a model learns nothing.
+"""Detects gradients that underflow in fp16: trained without a loss scale, such a model learns nothing.
 
 Before: ``loss.backward()``, and gradients of zero. After: an AmpGraphWarning, once, with the lines that scale the loss.
 """
@@ -16,7 +16,7 @@ from amp_graph.capture.diagnostics import Complaints
 from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.autograd import at_end_of_backward, number_of_backward
 
-# Of a gradient below it fp16 keeps less than 8 bits, those of bf16: its steps are 2^-24 wide, and half of one is zero.
+# Below this fp16 keeps fewer than bf16's 8 significant bits: subnormals are multiples of 2^-24; half of one is 0.
 LIMIT = 2.0**-17
 FIX = (
     "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
@@ -26,22 +26,22 @@ FIX = (
 
 @dataclass
 class UnderflowWatch:
-    """Looks at the gradients of the backwards 1, 2, 4, 8, ... of a model in fp16, until some are found too small.
+    """Checks the gradients of backward passes 1, 2, 4, 8, ... of a model in fp16, until it finds an underflow.
 
-    What arrives at the outputs of its graphs, and what its parameters get. Zeros alone prove nothing: units are dead,
-    losses masked, weights frozen. What is proof: the largest number at the outputs, or the largest of most weights, is
-    not zero and below ``LIMIT``; or every gradient is zero where those at the outputs are not.
+    It reads the gradients of graph outputs and of parameters. Zeros alone prove nothing: units may be dead, losses
+    masked, weights frozen. Proof is that the largest output gradient, or the largest gradient of most weights, is
+    below ``LIMIT`` and not zero; or that all parameter gradients are zero and those of the outputs are not.
     """
 
     said: Complaints
     calls: int = 0
     found: bool = False
-    _seen: int = -1  # the backward that is being looked at
-    _arrived: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # largest numbers, and of how many
-    _unread: list[tuple[Callable[[], bool], torch.Tensor, int]] = field(default_factory=list)  # on their way from a GPU
+    _seen: int = -1  # the backward that is being checked
+    _arrived: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # largest values, and their number
+    _unread: list[tuple[Callable[[], bool], torch.Tensor, int]] = field(default_factory=list)  # in flight from a GPU
 
     def after(self, results: Any) -> None:
-        """Have the backward of a call that returned ``results`` looked at, if it is one of those."""
+        """Check the backward of the call that returned ``results``, if it is due."""
         if self.found or not torch.is_grad_enabled():
             return
         self._read()
@@ -58,13 +58,13 @@ class UnderflowWatch:
             return
         if self._seen != number_of_backward():
             self._seen = number_of_backward()
-            self._arrived.clear()  # of a backward that raised
+            self._arrived.clear()  # left by a backward that raised
             at_end_of_backward(self._at_end)
         self._arrived += [(_largest(g), g.numel()) for g in plain]
 
     def _at_end(self) -> None:
         self._seen = -1
-        if not self._arrived:  # of a backward in which another ran
+        if not self._arrived:  # of a backward with a nested one
             return
         arrived, elements = [large for large, _ in self._arrived], max(count for _, count in self._arrived)
         self._arrived.clear()
@@ -76,14 +76,14 @@ class UnderflowWatch:
             held = torch.stack([torch.stack(arrived).max(), *map(_largest, grads)])
         if device.type == "cpu":
             self._judge(held.tolist(), elements)
-        elif device.type == "cuda":  # the step goes on meanwhile
+        elif device.type == "cuda":  # asynchronous: the step goes on
             there = torch.empty(held.shape, pin_memory=True).copy_(held, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._unread.append((event.query, there, elements))
 
     def _read(self) -> None:
-        """Judge what has come from a GPU by now."""
+        """Evaluate the values whose copies from the GPU have arrived."""
         while self._unread and self._unread[0][0]():
             _, there, elements = self._unread.pop(0)
             self._judge(there.tolist(), elements)
@@ -91,18 +91,18 @@ class UnderflowWatch:
     def _judge(self, held: list[float], elements: int) -> None:
         arrived, *grads = held
         if self.found or not all(map(math.isfinite, held)) or not arrived:
-            return  # what is infinite was too large
+            return  # infinities are overflow, not underflow
         small = sum(0 < g < LIMIT for g in grads)
         if arrived < LIMIT:
             self._say(f"the largest gradient of its outputs is {arrived:.1e}")
-        elif grads and elements > 1 and not any(grads):  # a loss that it computes itself may be masked
+        elif grads and elements > 1 and not any(grads):  # a loss inside the model may be masked
             self._say(f"all gradients are zero, and the largest of its outputs is {arrived:.1e}")
         elif small > sum(g >= LIMIT for g in grads):
             self._say(f"of {small} of {len(grads)} parameters the largest gradient is below {LIMIT:.1e}")
 
     def _say(self, what: str) -> None:
         self.found = True
-        what = f"gradients are too small for fp16, which has 0 below 3.0e-08, and few digits above: {what}"
+        what = f"gradients are too small for fp16, which rounds below 3.0e-08 to 0 and is inexact just above: {what}"
         self.said.note(f"{what}; scale the loss")
         warn(f"amp_graph: {type(self.said.model).__name__}: {what}\n  fix:   {FIX}")
 
@@ -113,7 +113,7 @@ def _tensors(results: Any) -> Iterable[torch.Tensor]:
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
-    """Say whether a gradient can be looked at: not one that is sharded, sparse or fake."""
+    """Return whether a gradient can be checked: not one that is sharded, sparse or fake."""
     return type(grad) is torch.Tensor and grad.layout == torch.strided and grad.is_floating_point() and grad.numel() > 0
 
 

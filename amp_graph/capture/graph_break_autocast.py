@@ -1,7 +1,7 @@
-"""What escapes capture: the Python between captured graphs, and dtypes that Python reads, as under ``torch.autocast``.
+"""Runs uncaptured code under ``torch.autocast``: the Python between partial graphs, and Python that reads dtypes.
 
-Before: ``print(x)`` splits a forward, and what Dynamo leaves out with it multiplies in fp32. After: it multiplies as
-under ``torch.autocast``, the graphs around it run by their plans, and both meet in the dtypes that autocast would give.
+Before: ``print(x)`` breaks the graph, and the code that Dynamo leaves out runs in fp32. After: that code runs under
+``torch.autocast``, the graphs run by their plans, and they exchange values in the dtypes that autocast would produce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 
 HINT = (
-    "amp_graph: code that escaped capture was running under torch.autocast({kind!r}, {dtype}), where low and full "
+    "amp_graph: code that escapes capture was running under torch.autocast({kind!r}, {dtype}), where low and full "
     "precision can meet; policy 'escaped=fp32' runs it in fp32"
 )
 
@@ -29,7 +29,7 @@ SPARSE = re.compile(r"sparse (?i:tensor)|sparse_\w+_tensor")
 
 
 class NotWhole(Exception):
-    """A call cannot be captured as one graph; raised before any of it has run."""
+    """A call cannot be captured as one graph; raised before any part of it has run."""
 
     def __init__(self, owner: object) -> None:
         super().__init__("amp_graph: not captured as one graph")
@@ -37,51 +37,51 @@ class NotWhole(Exception):
 
 
 class NotKnown(NotWhole):
-    """No compiled code fits a call that would run in pieces: it may be one that can be captured whole."""
+    """No partial graph's guards fit a call; it may be capturable as one graph."""
 
 
 class AsksDtypes(NotWhole):
-    """A call can be captured as one graph, but makes values in dtypes that it would find to be others in autocast."""
+    """A call can be captured as one graph, but it creates values in dtypes that would differ under autocast."""
 
 
 class WholeOnly(CaptureListener):
-    """Hears of the capture of one whole call, and stops it where that is not to be had."""
+    """Listens to the capture of a call as one graph, and stops it once that is impossible."""
 
     def __init__(self, code: types.CodeType) -> None:
         self.code = code
-        self.sparse: tuple[str, Any] | None = None  # the first break at a sparse tensor, which Dynamo refuses
+        self.sparse: tuple[str, Any] | None = None  # the first graph break at a sparse tensor
         self._here = threading.local()
 
     def stop(self, reason: type[NotWhole]) -> None:
-        """Hear from the backend that the graph that it was given is not to run, and why."""
+        """Record the backend's reason not to run the graph it was given."""
         self._here.stopped = reason
 
     def begins(self, code: types.CodeType) -> None:
-        """Hear that a capture begins."""
+        """Record that a capture begins."""
         self._here.stopped = None
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
-        """Stop before anything runs where the call is not one graph."""
+        """Stop before anything runs if the call is not one graph."""
         if code is self.code and (self._here.stopped or not whole):
             raise (self._here.stopped or NotWhole)(self)
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Stop before anything runs where the call cannot be traced as a whole."""
+        """Stop before anything runs if the call cannot be traced as a whole."""
         if code is self.code:
             raise NotWhole(self)
         return False
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
-        """Leave it to the capture in pieces to say what is skipped."""
+        """Ignore it; the capture of partial graphs reports skips."""
 
     def broke(self, reason: str, stack: Any) -> None:
-        """Leave it to the capture in pieces to say where it breaks; remember what pieces cannot be made of."""
+        """Ignore it, except a break at a sparse tensor; the capture of partial graphs reports breaks."""
         if self.sparse is None and SPARSE.search(reason):
             self.sparse = reason, stack
 
 
 class InPieces(CaptureListener):
-    """Hears of the capture of a call in pieces, tells it to ``heard``, and stops at calls nobody expects."""
+    """Listens to the capture of partial graphs, forwards events to ``heard``, and stops unexpected captures."""
 
     def __init__(self, code: types.CodeType, heard: Any) -> None:
         self.code, self.heard = code, heard
@@ -89,7 +89,7 @@ class InPieces(CaptureListener):
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Let calls of this thread be captured anew."""
+        """Allow new captures for calls of this thread."""
         before = getattr(self._here, "expected", False)
         self._here.expected = True
         try:
@@ -98,32 +98,32 @@ class InPieces(CaptureListener):
             self._here.expected = before
 
     def begins(self, code: types.CodeType) -> None:
-        """Stop before anything runs where this call was not tried as a whole."""
+        """Stop before anything runs if this call was not tried as one graph first."""
         if code is self.code and not getattr(self._here, "expected", False):
             raise NotKnown(self)
 
     def ended(self, code: types.CodeType, whole: bool) -> None:
-        """Take pieces as they come."""
+        """Accept any graph."""
 
     def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Let what cannot be traced run as it was written: its own errors arrive from there."""
+        """Record a failed trace; the code runs uncaptured and raises its own errors."""
         return bool(self.heard.failed(code, error))
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
-        """Hear from Dynamo that a frame runs as it was written."""
+        """Record a frame that Dynamo skipped."""
         self.heard.skipped(code, reason)
 
     def broke(self, reason: str, stack: Any) -> None:
-        """Hear from Dynamo that a graph ended before its frame did."""
+        """Record a graph break."""
         self.heard.broke(reason, stack)
 
 
 class Escaping:
-    """Runs calls as one graph where that can be captured, else in pieces with autocast around them.
+    """Runs a call as one graph if that can be captured, else as partial graphs under autocast.
 
-    ``whole`` and ``pieces`` are captures of the same forward. Dynamo guards the state of autocast, so the second has
-    code of its own, captured and run under autocast always; a call goes there once ``whole`` was tried for it, or at
-    once where calls ``asks_dtypes``: code that reads ``x.dtype`` finds there what autocast would give it.
+    ``whole`` and ``pieces`` are captures of the same forward. Dynamo guards the autocast state, so ``pieces`` has its
+    own code object, always captured and run under autocast. A call uses it after ``whole`` failed, or at once with
+    ``asks_dtypes``: there, code that reads ``x.dtype`` sees the dtypes of autocast.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class Escaping:
         self.whole, self.one = whole
         self.pieces, self.many = pieces
         self.region, self.finish, self.attempt = region, finish, attempt
-        self.asks_dtypes = asks_dtypes  # whether no call is tried as a whole
-        self.broken = False  # whether any call ran in pieces
-        self.retries = 1  # a first call may break for what it sets up once, as transformers' hooks
+        self.asks_dtypes = asks_dtypes  # whether calls are no longer tried as one graph
+        self.broken = False  # whether any call ran as partial graphs
+        self.retries = 1  # a first call may break at one-time setup, such as transformers' hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
@@ -177,7 +177,7 @@ class Escaping:
 
 @contextmanager
 def autocast_region(kind: str, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
-    """Run under autocast, with none of the casts of weights that an outer region of the user's may have kept."""
+    """Enter autocast, without the weight casts that an outer region of the user may have cached."""
     torch.clear_autocast_cache()
     try:
         with torch.autocast(kind, dtype=dtype):
@@ -187,12 +187,12 @@ def autocast_region(kind: str, dtype: torch.dtype) -> Iterator[tuple[str, torch.
 
 
 def is_of_precision(error: Exception) -> bool:
-    """Say whether ``error`` is of two precisions that meet, or of an operation that has no kernel for one of them."""
+    """Return whether ``error`` comes from mixed dtypes, or from an operation without a kernel for a low one."""
     return not isinstance(error, torch._dynamo.exc.TorchDynamoException) and bool(MIXED.search(str(error)))
 
 
 def explain(error: Exception, kind: str, dtype: torch.dtype) -> None:
-    """Say beside an error of two precisions meeting where the second comes from."""
+    """Add a note to a mixed-dtype error that says where the low precision comes from."""
     if not is_of_precision(error):
         return
     text = HINT.format(kind=kind, dtype=dtype)
@@ -203,7 +203,7 @@ def explain(error: Exception, kind: str, dtype: torch.dtype) -> None:
 
 
 def without_autocast(run: Runner, kind: str) -> Runner:
-    """Return ``run``, for callers under autocast for devices of ``kind``, with autocast off inside."""
+    """Wrap ``run`` to disable autocast for devices of ``kind`` inside."""
     switch = torch.set_autocast_enabled
 
     def call(*args: Any) -> Any:

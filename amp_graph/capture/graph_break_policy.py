@@ -1,7 +1,7 @@
-"""How code that escapes the capture of one model runs, by its policy.
+"""Decides how a model's uncaptured code runs: under ``torch.autocast`` or in fp32, by the policy.
 
-Before: ``print(x)`` in a converted ``forward``. After: that call runs in ``region()``, which is ``torch.autocast`` with
-the modules that stay fp32 kept out of it, and its result goes through ``finished``.
+Before: ``print(x)`` in a converted ``forward``. After: that call runs in ``region()``, which is ``torch.autocast``
+except for the modules that stay fp32, and ``finished`` restores the dtypes of its result.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from amp_graph.passes.autocast_regions.user_casts import METHODS, Conversions
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy
 
-_here = threading.local()  # of this thread: whether it is in a region, and what in the call is low by the user's code
+_here = threading.local()  # per thread: whether it is in a region, and which storages the user's code made low
 
 
 class FailsUnderAutocast(Exception):
-    """Code that escapes capture failed under autocast, and nothing that it wrote is left: it is to run in fp32."""
+    """Uncaptured code failed under autocast and its writes were undone: it shall run in fp32."""
 
 
 class NeedsFp32(Exception):
-    """A piece of a call has other results under autocast: the call is to run in fp32, and can still do so."""
+    """A partial graph has other results under autocast: the call shall run in fp32, and still can."""
 
 
 class EscapedCode:
-    """What of ``model`` is not captured: cast by autocast, or in fp32. ``complain`` tells the user of the change."""
+    """The uncaptured code of ``model``: under autocast, or in fp32. ``complain`` reports a change to the user."""
 
     def __init__(
         self, model: torch.nn.Module, policy: Policy, complain: Callable[[str, str], None] | None = None
@@ -43,7 +43,7 @@ class EscapedCode:
         self.model, self.policy, self._complain = model, policy, complain
         self._kept: KeptModules | None = None
         self._works = False  # whether a call has run under autocast
-        self._fails = False  # whether one has failed there, so that all run in fp32
+        self._fails = False  # whether one has failed there, so that all now run in fp32
 
     @property
     def is_cast(self) -> bool:
@@ -52,29 +52,29 @@ class EscapedCode:
 
     @property
     def asks_dtypes(self) -> bool:
-        """Whether all is captured under autocast: lists that reproduce PyTorch's want its dtypes read."""
+        """Whether every capture is under autocast, as with lists that reproduce torch.autocast."""
         return self.is_cast and self.policy.op_list("cpu").unlisted != "opaque"
 
     @property
     def how(self) -> str:
-        """How it runs: "in fp32", or under which autocast."""
+        """How it runs: "in fp32", or the autocast region."""
         if not self.is_cast:
             return "in fp32"
         kind, dtype = self.kind()
         return f"under torch.autocast({kind!r}, {dtype})"
 
     def kind(self) -> tuple[str, torch.dtype]:
-        """Return the device and the low precision for which autocast is switched on."""
+        """Return the device and the dtype of the autocast region."""
         kind = device_of_model(self.model) or "cpu"
         return kind, self.policy.torch_dtype(kind)
 
     def look_again(self) -> None:
-        """Look anew for the modules that stay fp32."""
+        """Find the modules that stay fp32 again."""
         self._kept = None
 
     @contextmanager
     def region(self) -> Iterator[tuple[str, torch.dtype]]:
-        """Run what escapes as the policy wants it."""
+        """Run uncaptured code as the policy says."""
         kind, dtype = self.kind()
         if self._kept is None:
             self._kept = KeptModules(kept_in_fp32(self.model, self.policy, kind), kind)
@@ -90,11 +90,11 @@ class EscapedCode:
 
     @staticmethod
     def is_running() -> bool:
-        """Say whether this thread runs code that escaped the capture of some converted model."""
+        """Return whether this thread runs uncaptured code of a converted model."""
         return bool(getattr(_here, "is_running", False))
 
     def finished(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give what the user sees its captured dtype: fp32, where it is no input, parameter or buffer."""
+        """Cast results back to fp32, except inputs, parameters and buffers."""
         if not self.policy.keep_outputs:
             return result
 
@@ -106,13 +106,13 @@ class EscapedCode:
         return widened_outputs(result, self.kind()[1], own)
 
     def watched(self, run: Callable[..., Any], by_user: Conversions) -> Callable[..., Any]:
-        """Return ``run``, of a piece, which remembers for the call what it returns of the user's conversions.
+        """Wrap ``run``, a partial graph, to record the low-precision values that the user's own casts return.
 
-        In a first call with them what has one memory without autocast: until its end, as it may be written behind.
+        The first call with them also records values that share memory without autocast, as later code may write them.
         """
 
         def call(*args: Any) -> Any:
-            if not self.is_running():  # a backward runs it again
+            if not self.is_running():  # a recomputing backward runs it again
                 return run(*args)
             first = _here.before is not None
             versions = {i: args[-1 - i]._version for i in inputs if not args[-1 - i].is_inference()} if first else {}
@@ -137,10 +137,10 @@ class EscapedCode:
         return forward(*args, **kwargs)
 
     def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call in the region, the first of which may find that operations have no kernels for low precision.
+        """Run a call in the region; the first one may find operations without low-precision kernels.
 
-        Raises FailsUnderAutocast where such a call can run again in fp32: inputs, parameters, buffers and random state
-        are as before it.
+        Raises FailsUnderAutocast if the call can run again in fp32: inputs, parameters, buffers and random state are
+        then as before the call.
         """
         _here.before, _here.apart = None, []
         for t in tree_leaves((args, kwargs)):
@@ -159,7 +159,7 @@ class EscapedCode:
         try:
             result = run(*args, **kwargs)
             if any(_is_shown(one, other, result) for one, other in _here.apart):
-                self.stop_for_fp32("a value and its .float(), which are one without autocast, are written or returned")
+                self.stop_for_fp32("writes or returns a value and its .float(), which share memory without autocast")
         except (NeedsFp32, RuntimeError, TypeError, ValueError) as error:
             cause = getattr(error, "inner_exception", error)
             if not (isinstance(cause, NeedsFp32) or is_of_precision(error)) or before.is_lost():
@@ -169,8 +169,8 @@ class EscapedCode:
             what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
             assert tell is not None, "asked by attempt"
             tell(
-                f"code that escapes capture {what} {how}: it runs in fp32 from now on; what Python code changed before "
-                "that was seen, but for tensors, it has changed twice",
+                f"code that escapes capture {what} {how}: it runs in fp32 from now on; its Python side effects until "
+                "then, except writes to tensors, happened twice",
                 f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
             )
             raise FailsUnderAutocast from error
@@ -179,28 +179,28 @@ class EscapedCode:
 
     @staticmethod
     def stop_for_fp32(why: str) -> None:
-        """Raise NeedsFp32 with ``why`` where the call that runs in this thread can still be taken back."""
+        """Raise NeedsFp32 with ``why`` if this thread's call can still be undone."""
         before = getattr(_here, "before", None)
         if before is not None and not before.is_lost():
             raise NeedsFp32(why)
 
 
 def _note_low(t: torch.Tensor) -> None:
-    """Take note that the memory of ``t`` is of low precision without autocast, too, until the call ends."""
+    """Record, until the call ends, that the storage of ``t`` is low without autocast as well."""
     key = storage_key(t)
     if key is not None:
-        _here.low[key] = StorageWeakRef(storage_of(t))  # as long as that is here no other storage gets the key
+        _here.low[key] = StorageWeakRef(storage_of(t))  # a live reference, so that no other storage gets the key
 
 
 def _is_by_user(t: torch.Tensor) -> bool:
-    """Say whether ``t`` is of low precision without autocast, too, as far as this call has shown."""
+    """Return whether this call has recorded that ``t`` is low without autocast as well."""
     return isinstance(t, torch.nn.Parameter) or storage_key(t) in _here.low
 
 
 def _is_shown(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int], result: Any) -> bool:
-    """Say whether it shows that two tensors have two memories: one was written, or both are returned.
+    """Return whether the user can see that two tensors do not share memory: one was written, or both are returned.
 
-    Each comes with its version as it was. Of writes in inference mode nobody knows.
+    Each comes with its earlier version counter. Writes in inference mode are not counted.
     """
     if any(not t.is_inference() and t._version != version for t, version in (one, other)):
         return True

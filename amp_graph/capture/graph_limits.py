@@ -1,7 +1,7 @@
-"""What a converted model does with calls for which it has no graph, once captures have come to an end.
+"""Limits the captures of a converted model, and runs further calls without a graph.
 
-Before: ``model(x, n)`` for the seventeenth ``n``. After: the call runs as code that escapes capture, and a warning says
-that calls differ in ``n``.
+Before: ``model(x, n)`` for the seventeenth ``n``. After: the call runs as uncaptured code, and a warning says that
+calls differ in ``n``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_graph.capture.recapture_reasons import called
 
 @dataclass(eq=False)
 class GraphLimits:
-    """How many graphs of ``model`` are captured: of ``whole`` calls, and of ``pieces``, of which each is counted."""
+    """The capture limits of ``model``: for ``whole`` calls, and for partial graphs (``pieces``), counted one by one."""
 
     model: torch.nn.Module
     forward: Callable[..., Any]
@@ -32,20 +32,20 @@ class GraphLimits:
     said: Complaints
 
     def __post_init__(self) -> None:
-        """Begin without captures."""
+        """Start with no captures."""
         how = (self.own, self.most, self.symbols, self.budget)
         of = called(self.forward)
         self.whole, self.pieces, self._bare = Variants(*how, of=of), Variants(*how, of=of), Bare()
 
     def passes(self) -> bool:
-        """Say whether a call runs without a look for its graph."""
+        """Return whether a call runs without checking guards."""
         if not self._bare.passes(self.model.training):
             return False
         self.budget.calls += 1
         return True
 
     def has_none(self, stopped: NoGraph) -> bool:
-        """Say whether it was here that a call ``stopped``, for which nothing is captured, and warn of what varies."""
+        """Return whether these limits ``stopped`` the call; if so, warn about what varies between calls."""
         if stopped.owner is not self.whole and stopped.owner is not self.pieces:
             return False
         self.budget.calls += 1
@@ -54,19 +54,19 @@ class GraphLimits:
         return True
 
     def ran(self) -> None:
-        """Take note of a call that ran on what was captured, or on what was captured of it."""
+        """Record a call that ran on captured graphs, at least in part."""
         self.budget.calls += 1
         self._bare.hit(self.model.training)
         if self.whole.why is not None or self.pieces.why is not None:
             self._say_what_varies()
 
     def _say_what_varies(self) -> None:
-        """Say, once, which calls are captured no more, as they go on to differ in what was constant in each graph."""
+        """Report once that captures have stopped, and which value, constant in each graph, keeps changing."""
         why = self.whole.why or self.pieces.why
-        assert why is not None, "asked for where captures have ended"
-        rarely = "" if why.captures >= self.most else ", and further ones are captured ever more rarely"
+        assert why is not None, "only called after captures have stopped"
+        rarely = "" if why.captures >= self.most else ", and new captures get ever rarer"
         self.said.complain(
-            f"captured {why.captures} times, and calls still differ: those without a graph run {self.escaped.how} from "
+            f"captured {why.captures} times, and calls still differ: calls without a graph run {self.escaped.how} from "
             f"now on{rarely}",
-            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} is how many graphs are kept",
+            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} limits the graphs that are kept",
         )

@@ -1,4 +1,4 @@
-"""Give captured nodes and inputs the names that their user knows: module paths and argument names.
+"""Names captured nodes and inputs as the user knows them: by module paths and argument names.
 
 Before: ``L['self']._modules['fc']._parameters['weight']``. After: ``fc.weight``.
 """
@@ -19,10 +19,10 @@ from amp_graph.passes.torch_compat.module_attributes import plain_attribute
 
 
 def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    """Give nodes the path of their module from ``model``, also in pieces after a graph break, and inputs their names.
+    """Record on nodes their module's path in ``model``, also after a graph break, and name the inputs.
 
-    ``forward`` is what was captured: its arguments are named. Wishes that modules carry
-    (``amp_graph.precision``) are noted on their nodes.
+    ``forward`` is what was captured: its arguments are named. The precision of decorated
+    modules (``amp_graph.precision``) is recorded on their nodes.
     """
     names = {str(id(m)): name for name, m in model.named_modules()}
     arguments = list(inspect.signature(forward).parameters)
@@ -36,7 +36,7 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
             node.meta[MODULE] = paths[-1] if paths else clean_path(_last_path(stack))
             wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
             if wish:
-                node.meta[WISH] = (wish, "its owner decided so with amp_graph.precision")
+                node.meta[WISH] = (wish, "set by its author with amp_graph.precision")
 
 
 def _last_path(stack: Any) -> str:

@@ -1,7 +1,7 @@
-"""Compile the C that a model will want, once a machine, while the model is captured: that takes longer.
+"""Compiles the C kernels that a model may need in background threads, while the model is captured.
 
-Before: passes that wait for a C compiler, up to a second a source. After: ``compile_ahead(model, low, trains=True)``,
-threads that have some of them done by then.
+Before: passes wait for the C compiler, up to a second per source. After ``compile_ahead(model, low, trains=True)``:
+capture, which takes longer, and compilation overlap.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, pl
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
-COMPILERS = 2  # at a time: more delay what is wanted first
+COMPILERS = 2  # at a time: more would delay the kernels that are needed first
 TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
-MANY_ROWS = 4096  # that batches may have
-MANY_CLASSES = 4096  # outputs of a linear that are words, whose loss will be ours
-_begun: set[str] = set()  # what some thread of this process compiles, or has compiled
+MANY_ROWS = 4096  # sizes that batches may have
+MANY_CLASSES = 4096  # outputs of a linear that looks like a language-model head: its loss uses our kernel
+_begun: set[str] = set()  # what this process has compiled or is compiling
 
 
 def compile_ahead(model: nn.Module, low: torch.dtype, *, trains: bool) -> list[threading.Thread]:
-    """Compile what graphs of ``model`` on the CPU may call, and nothing has begun to, in the threads returned.
+    """Start threads that compile the kernels that CPU graphs of ``model`` may call; return the threads.
 
-    ``trains``: what backward calls as well.
+    ``trains``: the kernels of backward as well.
     """
     if not cpu_has_bf16() or any(p.device.type != "cpu" for p in model.parameters()):
         return []
@@ -57,23 +57,23 @@ def _load(left: queue.SimpleQueue[Library]) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
             library = left.get_nowait()
-            with contextlib.suppress(CompilerError):  # said where the code is wanted
+            with contextlib.suppress(CompilerError):  # reported where the kernel is used
                 library()
 
 
 def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
-    """Yield the names of compiled code and what loads it, by a model's modules: first what is wanted first."""
+    """Yield the names and loaders of the kernels that a model's modules need, in order of need."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     norms = _has_norms(parts)
     if linears and low == torch.bfloat16:
-        yield "linears", _loader("panel_gemm", low)  # which the plan asks for
+        yield "linears", _loader("panel_gemm", low)  # which the planner needs
     if linears and norms and low == torch.bfloat16:
         yield "attention", _loader("attention", low)  # takes longest
     if linears and norms:
         yield f"norms, {low}", _loader("add_norm", low)
     if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
         yield "tables", _loader("lookup_table", low)
-    if _has_many_outputs(linears):  # which are widened
+    if _has_many_outputs(linears):  # which are upcast
         yield f"casts, {low}", _loader("casts", low)
 
 
@@ -86,7 +86,7 @@ def _has_norms(parts: Iterable[nn.Module]) -> bool:
 
 
 def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
-    """Yield the same of what a forward with gradients calls, or backward."""
+    """Yield the kernels of training: of forward with gradients, and of backward."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention's backward", _loader("attention_backward", low)
@@ -119,6 +119,6 @@ def _has_many_outputs(linears: Iterable[nn.Linear]) -> bool:
 
 
 def _number(part: nn.Module, name: str) -> float:
-    """Return an option of ``part``; 0 where a subclass keeps it otherwise."""
+    """Return an integer option of ``part``; 0 if a subclass stores something else."""
     found = plain_attribute(part, name)
     return found if isinstance(found, int | float) else 0

@@ -1,7 +1,7 @@
-"""What calls differ in that are captured time and again, in the user's words.
+"""Explains repeated recaptures: which value differs between calls, in the user's names.
 
-Before: ``L['forward'].__self__.calls == 1   # self.calls += 1  # model.py:7 in forward``, a guard of Dynamo's that
-refuses a call. After: "self.calls, which is 61 now (model.py:7, in forward: self.calls += 1)".
+Before: ``L['forward'].__self__.calls == 1   # self.calls += 1  # model.py:7 in forward``, a Dynamo guard that fails.
+After: "self.calls, which is 61 now (model.py:7, in forward: self.calls += 1)".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST = 80  # characters of a value, and of a line, that are shown
 
 @dataclass(frozen=True)
 class Varied:
-    """What calls differ in, and its value in the call that was one too many; ``fix``: what has them differ no more."""
+    """The value in which calls differ, as in the last call; ``fix``: how to make them equal."""
 
     what: str
     value: str
@@ -29,16 +29,16 @@ class Varied:
     captures: int = 0
 
     def __str__(self) -> str:
-        """Return it as part of a sentence."""
+        """Return it as a part of a sentence."""
         now = f", which is {self.value} now" if self.value else ""
         return f"{self.what}{now}{f' ({self.where})' if self.where else ''}"
 
 
 @dataclass(frozen=True)
 class Called:
-    """What is called, in words: the names of its arguments, and its first line; not the model, which is not to live on.
+    """A forward's argument names and first line, without a reference to its model.
 
-    What Dynamo has compiled may outlive a model, with all that its callback holds.
+    Dynamo's compiled code may outlive a model, together with all that its callback references.
     """
 
     names: tuple[str, ...] = ()
@@ -46,10 +46,10 @@ class Called:
 
 
 def called(forward: Callable[..., Any]) -> Called:
-    """Return what is said of ``forward``."""
+    """Describe ``forward``."""
     try:
         names = tuple(inspect.signature(forward).parameters)
-    except (TypeError, ValueError):  # of code that has none
+    except (TypeError, ValueError):  # it has no code object
         names = ()
     code = getattr(forward, "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
@@ -57,17 +57,17 @@ def called(forward: Callable[..., Any]) -> Called:
 
 
 def varied_by(guards: Sequence[tuple[str, Any]], frame: Any, of: Called, captures: int) -> Varied:
-    """Return what most of the ``guards``, one of each graph, with stacks, refuse a call for."""
+    """Return the most frequent cause among failed ``guards``, one per graph, given with their stacks."""
     read = [_read(guard.partition(" #")[0].strip(), frame, of.names) for guard, _ in guards]
     if not read:
-        return Varied("what no guard tells", "", "", "see TORCH_LOGS=recompiles", captures)
+        return Varied("a value that no guard names", "", "", "see TORCH_LOGS=recompiles", captures)
     (what, _), *_ = Counter(one.what for one in read).most_common(1)
     i = next(i for i, one in enumerate(read) if one.what == what)
     return replace(read[i], where=break_at("", guards[i][1]).where or of.where, captures=captures)
 
 
 def _read(guard: str, frame: Any, names: Sequence[str]) -> Varied:
-    """Read one guard, an expression or a sentence on a tensor."""
+    """Parse one guard: an expression, or a sentence about a tensor."""
     size = re.match(r"tensor '(?P<of>.*)' size mismatch at index (?P<i>\d+)\. expected \d+, actual (?P<n>\d+)", guard)
     if size:
         return Varied(f"{_named(size['of'], names)}.shape[{size['i']}]", size["n"], "", "pad it to a few sizes")
@@ -78,23 +78,23 @@ def _read(guard: str, frame: Any, names: Sequence[str]) -> Varied:
 
 
 def _of_value(guard: str, frame: Any, names: Sequence[str]) -> Varied:
-    """Read a guard on a value: which, and what it is now."""
+    """Parse a guard on a value: its name, and its value now."""
     equal = re.fullmatch(r"(?P<of>[^=!<>]+) == .+", guard)
     if equal is None:
-        return Varied(f"whether {_named(guard, names)}", "", "", "fewer kinds of calls")
+        return Varied(f"whether {_named(guard, names)}", "", "", "make calls alike")
     what = _named(equal["of"], names)
-    few = f"few values of {what}, or a tensor in its place where it is only computed with"
+    few = f"use few values of {what}, or pass it as a tensor if it is only used in arithmetic"
     try:
         value = eval(equal["of"], {"L": frame.f_locals, "G": frame.f_globals})
-    except Exception:  # a name of Dynamo's own; the value is a convenience
+    except Exception:  # a Dynamo-internal name; the value is optional
         return Varied(what, "", "", few)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and equal["of"].startswith("G["):
-        few = f"pass {what} as an argument, or as torch.tensor({value!r}): numbers of modules of Python are constants"
+        few = f"pass {what} as an argument, or store torch.tensor({value!r}): Python numbers on modules are constants"
     return Varied(what, _short(repr(value)), "", few)
 
 
 def _named(source: str, names: Sequence[str]) -> str:
-    """Return one of Dynamo's names as the user writes it: ``self.calls``, ``x``."""
+    """Return a Dynamo name as the user writes it: ``self.calls``, ``x``."""
 
     def argument(found: re.Match[str]) -> str:
         place = int(found[1])

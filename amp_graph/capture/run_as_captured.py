@@ -1,6 +1,6 @@
-"""What runs a call that a rewritten graph cannot run, though the graph as captured can.
+"""Falls back to the captured graph when the rewritten graph raises.
 
-Before: a kernel of ours raises on its first call. After: that call, and those that follow, run as captured, and the
+Before: one of our kernels raises on its first call. After: this call and all later ones run as captured, and the
 report names the error.
 """
 
@@ -19,7 +19,7 @@ from amp_graph.policy import Policy
 
 
 def plain_runner(gm: GraphModule, policy: Policy, region: tuple[str, torch.dtype] | None = None) -> Runner:
-    """Return what runs ``gm`` as it was captured: in full precision, or in the region of autocast of its capture."""
+    """Return a callable that runs ``gm`` as captured: in full precision, or in the autocast region of its capture."""
     run = lower(gm, (), "eager", replace(policy, level="O0"))
     if region is None:
         return run
@@ -35,16 +35,15 @@ def plain_runner(gm: GraphModule, policy: Policy, region: tuple[str, torch.dtype
 def or_as_captured(
     run: Runner, as_captured: Callable[[], Runner], tell: Callable[[Exception], None], *, always: bool
 ) -> Runner:
-    """Return ``run``, in whose place what ``as_captured`` returns runs once ``run`` has raised and that has not.
+    """Wrap ``run``: once it raises and the callable from ``as_captured`` succeeds, that one runs instead.
 
-    A call whose inputs were written before the error came is not run again: the error is the caller's. ``always``:
-    watch every call (of a graph whose sizes vary); otherwise only until the first that succeeds. ``tell`` is given the
-    error, and may raise it.
+    A call that wrote its inputs before it raised is not run again; its error propagates. ``always``: guard every call
+    (for graphs with varying sizes), not only calls until the first success. ``tell`` receives the error and may raise.
 
-    Raises what the graph as captured raises, where neither runs.
+    If both fail, the captured graph's error is raised.
     """
-    found: Runner | None = None  # what runs, once that is known
-    spare: Callable[[], Runner] | None = as_captured  # it holds a graph, which is dropped with the need for it
+    found: Runner | None = None  # the callable in use, once known
+    spare: Callable[[], Runner] | None = as_captured  # it references a graph, which can be freed now
     del as_captured
 
     def call(*args: Any) -> Any:
@@ -70,11 +69,11 @@ def or_as_captured(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether a device has no memory left: the graph as captured would take more."""
+    """Return whether a device is out of memory: the captured graph would need more."""
     return type(error).__name__ == "OutOfMemoryError"
 
 
 def _versions(args: Sequence[Any]) -> list[int] | None:
-    """Return the version counters of the tensors among ``args``; None where one has none."""
+    """Return the version counters of the tensors in ``args``; None if one has none."""
     given = [a for a in args if isinstance(a, Tensor)]
     return None if any(a.is_inference() for a in given) else [a._version for a in given]

@@ -1,4 +1,4 @@
-"""Run a model's loss once, in fp32, to measure what roundings in its graphs would do.
+"""Runs a model's loss once in fp32, to measure how much rounding each value would change it.
 
 Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures.
 """
@@ -30,7 +30,7 @@ Sample = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One graph that a sample call captured: what there is to plan in it, and what was measured."""
+    """One graph that a sample call captured: its planning problem, and the measurements."""
 
     problem: Problem
     measured: Measured
@@ -38,13 +38,13 @@ class Sampled:
 
 @dataclass(eq=False)
 class SampledGraphs(CapturedGraphs):
-    """Graphs that run in fp32, as they were captured, and measure."""
+    """Graphs that run as captured, in fp32, and measure."""
 
     found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
-    through_inputs: bool = True  # whether inputs that need no gradient get one, to be measured
+    through_inputs: bool = True  # whether inputs without requires_grad get gradients, to be measured
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Make one captured graph ready to plan, and return what runs and measures it."""
+        """Prepare one captured graph for planning; return a callable that runs and measures it."""
         name_nodes(gm, self.model, self.forward)
         problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
         buffers = {id(b) for b in self.model.buffers()} if self.through_inputs else None
@@ -59,24 +59,24 @@ class SampledGraphs(CapturedGraphs):
 
 
 class Silent(Complaints):
-    """Says nothing: the conversion that follows will."""
+    """Reports nothing: the conversion that follows reports."""
 
     def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
-        """Let it be."""
+        """Ignore it."""
 
 
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
-    """Return what one call of ``sample(model)`` and its backward, all in fp32, show of each graph of ``model``.
+    """Return what one ``sample(model)`` and its backward, in fp32, measure in each graph of ``model``.
 
     Gradients of parameters, buffers, and the state of random number generators are as before. Raises CaptureError
-    where ``sample`` gives no loss, or its loss does not come from ``model``; what it raises itself passes through.
+    if ``sample`` returns no loss, or one that does not come from ``model``; its own errors propagate.
     """
     try:
         return _measure(model, policy, sample, dynamic, through_inputs=True)
     except RuntimeError as error:
         if "requires_grad flags of leaf variables" not in str(error):
             raise
-    # The model itself makes values require gradients, which it cannot where its inputs do.
+    # The model calls requires_grad_ on values, which fails if its inputs require gradients.
     return _measure(model, policy, sample, dynamic, through_inputs=False)
 
 
@@ -96,7 +96,7 @@ def _measure(
 def _sampling(
     model: torch.nn.Module, policy: Policy, dynamic: bool | None, through_inputs: bool
 ) -> tuple[Conversion, SampledGraphs]:
-    """Return a conversion that changes no precision, not attached, and the graphs that its calls will capture."""
+    """Return an unattached conversion that changes no precision, and the graphs that its calls will capture."""
     fp32 = replace(policy, level="O1", escaped="fp32")
     made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
     made.said = Silent(model, strict=False)
@@ -127,7 +127,7 @@ def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
 
 @contextmanager
 def _as_before(model: torch.nn.Module) -> Iterator[None]:
-    """Give buffers their values back."""
+    """Restore the values of buffers."""
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield

@@ -1,7 +1,7 @@
-"""Sparse tensors in code that escapes capture, as Dynamo captures none of them: their operations run in fp32.
+"""Runs operations on sparse tensors in fp32; Dynamo does not capture them, so they are uncaptured code.
 
 Before: ``adjacency @ linear(x)`` under ``torch.autocast``, which casts both operands to a precision that sparse kernels
-lack. After: the product in fp32, and all around it as under autocast.
+lack. After: the product runs in fp32, the code around it under autocast.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.precision.fp32_operands import DENSE
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 
-REFUSED = "the model is given or holds sparse tensors, which torch.compile does not capture"
-WHY = "operations on sparse tensors run in fp32, as they have few kernels for less"
-MAKES = re.compile(r"to_sparse|sparse_\w+_tensor")  # functions that make sparse tensors of dense ones
+REFUSED = "the model takes or holds sparse tensors, which torch.compile does not capture"
+WHY = "operations on sparse tensors run in fp32, as few have low-precision kernels"
+MAKES = re.compile(r"to_sparse|sparse_\w+_tensor")  # functions that make sparse tensors from dense ones
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Say whether ``leaf`` is a tensor whose kernels want full precision."""
+    """Return whether ``leaf`` is a tensor whose kernels need full precision."""
     return isinstance(leaf, Tensor) and leaf.layout not in DENSE
 
 
 def holds_sparse(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of ``model`` reads sparse tensors that it is given or has."""
+    """Return whether a call of ``model`` reads sparse inputs, parameters or buffers."""
     return any(map(is_sparse, (*tree_leaves((args, kwargs)), *model.buffers(), *model.parameters())))
 
 
 def with_sparse_in_full(
     pieces: Runner, as_written: Callable[..., Any], model: torch.nn.Module, whole: WholeOnly, log: CaptureListener
 ) -> Runner:
-    """Return what runs ``pieces``, and where a call reads or makes sparse tensors ``as_written``; tell ``log`` why."""
+    """Wrap ``pieces``: calls that read or make sparse tensors run ``as_written``, and ``log`` records why."""
     told: list[str] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,9 +57,9 @@ def with_sparse_in_full(
 
 
 class SparseInFull(TorchFunctionMode):
-    """While it is on, autocast is off in functions that take or make sparse tensors, and dense operands are widened.
+    """A mode that turns autocast off in functions that take or make sparse tensors, and upcasts their dense operands.
 
-    Their results are fp32, which autocast casts again where it wants to.
+    Their results are fp32; autocast may cast them again later.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,5 +72,5 @@ class SparseInFull(TorchFunctionMode):
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Return what autocast made low in fp32; a low sparse tensor is the user's own."""
+    """Upcast dense tensors that autocast made low; a low sparse tensor was made by the user."""
     return tensor.float() if tensor.dtype in HALVES and not is_sparse(tensor) else tensor

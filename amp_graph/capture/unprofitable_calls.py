@@ -1,8 +1,8 @@
-"""The calls of a converted model that run as they are written, as low precision would not pay there.
+"""Runs calls uncaptured, in fp32, for which low precision is not profitable.
 
-Such a call may take 20 us, so the one most like the last is told by a single look of C++ at its tensor (the guard that
-Dynamo has for tensors); all others are told by their kind: what decides about time, and nothing else, as what is
-written is right for any call.
+Such a call may take 20 us. So a call like the last one is recognized by a single C++ check of its tensor (Dynamo's
+tensor guard). Others are recognized by their kind: the properties that decide the run time. More is not needed, as
+the original forward is right for any call.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.passes.torch_compat.dynamo_frames import tensor_guard
 
 Kind = tuple[Any, ...]
-# Whether the model trains, whether gradients are recorded, and what says whether a call's tensor is as it was.
+# Whether the model trains, whether gradients are recorded, and the check of the call's tensor.
 Last = tuple[bool, bool, Callable[[Tensor], bool]]
 
 
 @dataclass
 class CallsLeftAlone:
-    """The kinds of calls of ``model`` that are left alone; ``last``: the last of them, where one tensor was given."""
+    """The kinds of calls of ``model`` that run uncaptured; ``last``: the last, if its only argument was a tensor."""
 
     model: torch.nn.Module
     kinds: dict[Kind, Last | None] = field(default_factory=dict)
     last: Last | None = None
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Leave calls like this one alone; not those whose sizes are symbols, or that have nested tensors."""
+        """Run calls like this one uncaptured, unless sizes are symbolic or tensors nested."""
         kind = _kind_of(self.model, args, kwargs)
         if kind is not None:
             self.kinds[kind] = None
 
     def has(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Say whether a call is of a kind that is left alone; it is the last one, then."""
+        """Return whether a call is of a recorded kind; it becomes ``last`` then."""
         kind = _kind_of(self.model, args, kwargs)
         if kind not in self.kinds:
             return False
@@ -46,12 +46,12 @@ class CallsLeftAlone:
         return True
 
     def _looked_at(self, kind: Kind, one: Tensor) -> Last | None:
-        """Return what tells calls like this one at a look.
+        """Return the fast check for calls like this one.
 
-        Autocast is seen by it where it is on for the tensor's own kind of device, so that all must be on that one.
+        It covers autocast for the tensor's own device only, so all tensors must be on that device.
         """
         known = self.kinds[kind]
-        if known is None or not known[2](one):  # other strides, or inference mode
+        if known is None or not known[2](one):  # non-contiguous, or inference mode
             devices = {one.device.type, *(parameter.device.type for parameter in self.model.parameters())}
             if len(devices) == 1 and one.layout is torch.strided:
                 known = self.kinds[kind] = (self.model.training, torch.is_grad_enabled(), tensor_guard(one))
@@ -59,7 +59,7 @@ class CallsLeftAlone:
 
 
 def _kind_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
-    """Return what calls have in common that run as they are written; None where their sizes are not plain numbers."""
+    """Return the kind of a call, by which it is recognized; None if its sizes are not plain numbers."""
     found = _common(args, kwargs)
     if found is None:
         return None

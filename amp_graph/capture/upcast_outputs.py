@@ -1,6 +1,6 @@
-"""What a call returns in low precision, in fp32: where code that escaped capture ran under autocast.
+"""Upcasts the outputs of a call whose uncaptured code ran under autocast.
 
-Before: ``{"logits": bf16}`` of a model that was called in pieces. After: ``{"logits": f32}``, as without amp_graph.
+Before: ``{"logits": bf16}`` of a model that ran as partial graphs. After: ``{"logits": f32}``, as without amp_graph.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from amp_graph.passes.torch_compat.storage import storage_key, storage_of
 def widened_outputs(result: Any, dtype: torch.dtype, own: Callable[[], set[int]]) -> Any:
     """Return ``result`` with its tensors of ``dtype`` in fp32; those with an id in ``own()`` stay as they are.
 
-    Looks into what pytree knows and into dataclasses; other objects are returned as they are. Of tensors that lie in
-    the memory of another, the results do so too.
+    Descends into pytrees and dataclasses; other objects are returned unchanged. Views of one tensor stay views of one
+    tensor.
     """
     if not any(_is_low(leaf, dtype) for leaf in _leaves(result)):
         return result
@@ -40,7 +40,7 @@ def widened_outputs(result: Any, dtype: torch.dtype, own: Callable[[], set[int]]
     try:
         return tree_map(widen, result)
     finally:
-        made.clear()  # the function that refers to itself would keep them until a garbage collection
+        made.clear()  # the recursive function would keep them until a garbage collection
 
 
 def _is_low(leaf: Any, dtype: torch.dtype) -> bool:
@@ -48,7 +48,7 @@ def _is_low(leaf: Any, dtype: torch.dtype) -> bool:
 
 
 def _views_of_one(low: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return in fp32, by id, those tensors of which one overlaps another, as views of one tensor."""
+    """Return upcast copies, by id, of tensors that overlap, as views of one tensor."""
     memories: dict[int | None, dict[int, torch.Tensor]] = {}
     for t in low:
         if type(t) is torch.Tensor and t.layout is torch.strided and t.numel():
@@ -83,12 +83,12 @@ def _add_views(found: dict[int, torch.Tensor], sharing: list[torch.Tensor]) -> N
 
 
 def _end(t: torch.Tensor) -> int:
-    """Return the place in its storage behind the last element of ``t``, which has some."""
+    """Return the storage offset after the last element of ``t``, which is not empty."""
     return int(t.storage_offset() + sum((n - 1) * d for n, d in zip(t.shape, t.stride(), strict=True)) + 1)
 
 
 def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Say whether ``part``, of the same storage, lies in ``whole``, which has no gaps."""
+    """Return whether ``part``, of the same storage, is inside ``whole``, which has no gaps."""
     dense = _end(whole) - whole.storage_offset() == whole.numel()
     return dense and whole.storage_offset() <= part.storage_offset() and _end(part) <= _end(whole)
 
@@ -107,7 +107,7 @@ def _is_plain_dataclass(leaf: Any) -> bool:
 
 
 def _replaced(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a dataclass with ``change`` done to its fields; its own checks are not run again."""
+    """Return a copy of a dataclass with ``change`` applied to its fields, without running its ``__post_init__``."""
     copied = copy.copy(leaf)
     for field in dataclasses.fields(leaf):
         if hasattr(leaf, field.name):

@@ -231,7 +231,7 @@ def test_copies_are_kept_again_once_nobody_has_the_memory(form):
     for _ in range(FOR_GOOD):
         called(ours, x, trains)
     assert store.copies._held
-    assert "is cast at each call, for somebody has its memory" in amp_graph.report(ours).text()
+    assert "is cast at each call: somebody has its memory" in amp_graph.report(ours).text()
     del handles
     for _ in range(2):
         called(ours, x, trains)
@@ -289,7 +289,7 @@ def test_an_address_is_never_taken_back_but_by_the_users_word(form, name):
         assert_reads_what_is_there(*form)
     del held
     called(ours, x, trains)
-    assert f"0.weight is cast at each call, for {ADDRESS}" in amp_graph.report(ours).text()
+    assert f"0.weight is cast at each call: {ADDRESS}" in amp_graph.report(ours).text()
     amp_graph.memory.drop_weight_copies(ours)
     for _ in range(2):
         assert_reads_what_is_there(*form)

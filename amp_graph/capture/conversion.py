@@ -177,9 +177,7 @@ class Conversion:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
-            self.said.complain(
-                "called inside a torch.func transform, which prevents capture: this call ran in fp32"
-            )
+            self.said.complain("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self._wide(*args, **kwargs)
         mode = mode_without_capture() if self.policy.level != "O0" else ""
         if mode:

@@ -30,6 +30,7 @@ from variants import Prepared, Setup, Variant, inference_call, training_step
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_skips import current_word
 from amp_graph.passes.pipeline_table import TABLE
 
 RESULTS = Path(__file__).parent / "results" / "ablation"
@@ -170,7 +171,10 @@ def _text(ratio: float | None) -> str:
 
 
 def opened(options: argparse.Namespace) -> dict:
-    """Read what was measured, or begin; SystemExit where it is of another machine or other options."""
+    """Read what was measured, or begin; SystemExit where it is of another machine or other options.
+
+    A row of a pass that had another name then is one of the pass by its present name.
+    """
     path, same = options.output.with_suffix(".json"), {n: getattr(options, n) for n in ("scale", "rounds", "threads")}
     held = {"machine": machine("cpu"), "options": same, "rows": []}
     if not path.exists():
@@ -180,6 +184,8 @@ def opened(options: argparse.Namespace) -> dict:
         k: held[k] for k in ("machine", "options")
     }:
         raise SystemExit(f"{path} was measured elsewhere, or otherwise\n  fix:   --output another path")
+    for row in found["rows"]:
+        row["name"] = current_word(row["name"]).replace("_", "-")
     return found
 
 

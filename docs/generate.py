@@ -6,19 +6,23 @@ python docs/generate.py --check    # only says whether they are what the table g
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.pipeline_skips import GROUPS
+from amp_graph.passes.pipeline_skips import GROUPS, current_word
 from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
-COLUMNS = ("pass", "stage", "runs over", "devices", "on where", "exactness", "law")
+ABLATION = DOCS.parent / "benchmarks" / "results" / "ablation.json"  # of benchmarks/ablation.py; may be absent
+COLUMNS = ("pass", "stage", "runs over", "devices", "on where", "exactness", "worth", "law")
+LEAST = 0.01  # smaller gains are noise
 # A line of the diagram: what is run over, and how that graph came about.
 DIAGRAM = {
     Phase.CAPTURED: "every graph, when it has been captured",
@@ -34,15 +38,35 @@ DIAGRAM = {
 def table() -> str:
     """Return the table of passes in Markdown, in order."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in EVERY)])
+    found = worth()
+    return "\n".join([*lines, *("| " + " | ".join(_cells(row, found.get(row.name, ""))) + " |" for row in EVERY)])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def worth() -> dict[str, str]:
+    """Return what each pass that was measured gains at best, by its present name: of time, or else of memory."""
+    measured: dict[str, list[Any]] = {}
+    for row in json.loads(ABLATION.read_text())["rows"] if ABLATION.exists() else ():
+        measured.setdefault(current_word(row["name"]).replace("_", "-"), []).append(row)
+    return {name: _best(rows) for name, rows in measured.items()}
+
+
+def _best(rows: list[Any]) -> str:
+    """Return the largest gain of ``rows``, which have ratios without the pass over with it, and where it is."""
+    times = [(row["time"], "time", row) for row in rows if row["low"] > 1]
+    memory = [(row[key] or 0, f"{key} memory", row) for row in rows for key in ("peak", "saved")]
+    for kind in (times, memory):
+        ratio, what, row = max(kind, key=lambda one: one[0], default=(0, "", {}))
+        if ratio - 1 >= LEAST:
+            return f"{what} without it {ratio:.2f} ({row['model']}, {row['way']})"
+    return "no gain measured"
+
+
+def _cells(row: Row, gain: str) -> tuple[str, ...]:
     name = f"`{row.name}`" + ("" if row.skippable else " (not optional)")
     phases = ", ".join(phase.value for phase in row.phases)
     needs = ", ".join([*(need.word for need in row.needs), *(f"with `{name}`" for name in row.joins)])
     law = row.law.replace("``", "`").replace("|", "\\|")
-    return name, row.stage.value, phases, ", ".join(row.devices), needs or "always", str(row.grade), law
+    return name, row.stage.value, phases, ", ".join(row.devices), needs or "always", str(row.grade), gain, law
 
 
 def groups() -> str:

@@ -1,7 +1,9 @@
 """``amp-graph passes``: what is on is what runs, and what is off says why."""
 
+import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from amp_graph import Policy
 from amp_graph.cli.main import main
 from amp_graph.cli.pass_states import KEYS, Mode, states
+from amp_graph.lists.read_toml import tomllib
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_skips import GROUPS
@@ -125,3 +128,10 @@ def test_words_that_do_not_go_together_are_refused(amp):
     status, out, err = amp("--policy", "bf16,skip=atention")
     assert (status, out) == (1, "")
     assert "did you mean 'attention'" in err
+
+
+def test_the_installed_command_is_a_function():
+    told = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {*told} == {"amp-graph"}
+    module, _, name = told["amp-graph"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))

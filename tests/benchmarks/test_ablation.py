@@ -1,0 +1,80 @@
+"""The table of what each pass is worth: rows of former names, what earns its place, and a run from end to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def row(name, model, time, low, peak=None, saved=None):
+    return dict(name=name, model=model, way="convert", changes=1, time=time, low=low, high=2.0, peak=peak, saved=saved)
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A file of results, by path without suffix, with these rows."""
+    from result_file import machine
+
+    def make(rows):
+        options = {"scale": 0.5, "rounds": 9, "threads": 1}
+        (tmp_path / "a.json").write_text(json.dumps({"machine": machine("cpu"), "options": options, "rows": rows}))
+        return tmp_path / "a"
+
+    return make
+
+
+def test_the_table_says_what_earns_its_place(held):
+    import ablation
+
+    path = held([
+        row("fuse-norm", "gpt", 1.20, 1.10, 1.0),  # former name of fuse-add-norm
+        row("fuse-add-norm", "bert", 1.40, 0.90),  # the quartiles say that this is noise
+        row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
+        row("attention", "gpt", 1.02, 1.01, 1.04),
+    ])  # fmt: skip
+    ablation.main(["--table", "--output", str(path)])
+    text = path.with_suffix(".md").read_text()
+    assert "| fuse-add-norm | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
+    assert "| recompute-activations | 1 | 0.98 | gpt, convert | 1.41 | gpt, convert | yes |" in text
+    assert "| attention | 1 | 1.02 | gpt, convert | 1.04 | gpt, convert | **no** |" in text
+    assert "| fuse-gelu | 0 | | | | | not measured |" in text
+    assert "| fuse-add-norm | gpt | convert | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
+    assert "fuse-norm |" not in text.replace("fuse-add-norm |", "")
+
+
+def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monkeypatch, capsys):
+    import ablation
+
+    path = held([row("small-linears", "mlp", 1.1, 1.05)])
+    monkeypatch.setattr(ablation, "prepared", lambda *given: None)
+    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-small-linears": 3, "fuse-casts-into-linears": 1})
+    asked = []
+    monkeypatch.setattr(ablation, "measured", lambda model, way, names, options: asked.append(names) or [])
+    ablation.main(["--models", "mlp", "--ways", "convert", "--output", str(path)])
+    assert asked == [{"fuse-casts-into-linears": 1}]
+    (kept,) = json.loads(path.with_suffix(".json").read_text())["rows"]
+    assert kept["name"] == "lower-small-linears"
+
+
+def test_one_model_from_beginning_to_end(tmp_path):
+    import ablation
+
+    words = ["--models", "mlp", "--ways", "convert", "--rounds", "2", "--scale", "0.25"]
+    ablation.main([*words, "--passes", "lower-small-linears", "--output", str(tmp_path / "a")])
+    for one in json.loads((tmp_path / "a.json").read_text())["rows"]:
+        assert (one["name"], one["model"]) == ("lower-small-linears", "mlp")
+        assert one["low"] <= one["time"] <= one["high"]
+    assert "| fuse-gelu | 0 |" in (tmp_path / "a.md").read_text()
+    with pytest.raises(SystemExit, match="--output another path"):
+        ablation.main([*words, "--scale", "0.5", "--output", str(tmp_path / "a")])

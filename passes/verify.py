@@ -97,7 +97,7 @@ def _refuse_without_value(gm: GraphModule, before: Contract) -> None:
             said = (
                 f"the pass wrote it without a value, node.meta['val'], which {readers} reads\n"
                 "  legal: every new node that is read says what it computes, as fake tensors\n"
-                "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.graph.fake_values"
+                "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.graph.edit"
             )
             raise VerifyError(_told(node, said))
 

@@ -238,7 +238,7 @@ def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
     assert len(conversion.graphs) == 5
     assert conversion.runs == 5
     assert re.search(f"captured 5 times.*under torch.autocast.*differ in {what}", warned)
-    assert "test_variants.py:" in warned
+    assert "test_recapture_limits.py:" in warned
     assert "max_graphs" in warned
     assert any("captured 5 times" in note for note in amp_graph.report(conversion.model).notes)
 
@@ -281,7 +281,7 @@ def test_large_graphs_are_captured_a_few_times(monkeypatch):
     torch.manual_seed(0)
     conversion, (warned,) = called(Repeated(), [(X, n) for n in range(4, STEPS)])
     assert len(conversion.graphs) == FREE + 1
-    assert "further ones" in warned
+    assert "new captures get ever rarer" in warned
 
 
 def test_calls_earn_another_graph(monkeypatch):

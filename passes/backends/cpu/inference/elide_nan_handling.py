@@ -20,6 +20,7 @@ from amp_graph.passes.backends.cpu.inference.prepacked_linear import linear_of_p
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import observe
+from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
@@ -206,4 +207,5 @@ class _Flags:
             with self.gm.graph.inserting_before(node):
                 args: tuple[Any, ...] = (*looks, *([self.made[most]] if known else []))
                 self.made[sources] = self.gm.graph.call_function(self.ask, args)
+            set_value(self.made[sources], True)
         return self.made[sources]

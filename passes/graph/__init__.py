@@ -1,5 +1,5 @@
-"""Reading and editing a captured graph: identity of operators, values of nodes, aliasing, liveness, text.
+"""Read and edit a captured graph: operator identity, node values, aliasing, liveness, text.
 
-Nothing here knows of precision. Keys of ``node.meta`` that several rooms read are in ``meta_keys``.
-Imports ``base``, ``torch_compat`` and ``native``; every room above may import from here.
+Nothing here depends on precision. ``meta_keys`` defines the keys of ``node.meta`` that several rooms read.
+Imports ``base``, ``torch_compat`` and ``native``; all rooms above may import it.
 """

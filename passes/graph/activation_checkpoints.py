@@ -1,7 +1,7 @@
-"""Activation checkpoints: planned as part of the graph around them, run as checkpoints.
+"""Activation checkpoints: planned as part of the surrounding graph, run as checkpoints.
 
-Before: ``tag_activation_checkpoint(body, x, w)``. While planning: the body's nodes inline, each knowing its
-checkpoint. After: ``checkpoint(body', x', w)`` again, where ``x'`` may have arrived in low precision.
+Before: ``tag_activation_checkpoint(body, x, w)``. During planning: the body's nodes are inline, each marked with its
+checkpoint. After: ``checkpoint(body', x', w)`` again, where ``x'`` may be low precision.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, M
 
 
 def place_of(node: Node) -> tuple[Any, ...]:
-    """Return what must be the same of nodes that become one: gradients or none, the checkpoint, the user's region."""
+    """Return the properties that nodes must share to be merged: grad mode, checkpoint, and the user's region."""
     return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
 
 
 def inline_checkpoints(gm: GraphModule) -> None:
-    """Put the bodies of checkpoints into ``gm``; selective ones, which judge operations, stay as captured."""
+    """Inline the bodies of checkpoints into ``gm``; selective checkpoints, whose policy sees operations, stay."""
     number = 0
     for node in list(gm.graph.nodes):
         if getattr(node.target, "__name__", "") != "tag_activation_checkpoint":
@@ -69,10 +69,10 @@ def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None
 
 
 def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
-    """Make each checkpoint's nodes a body again, called through ``torch.utils.checkpoint``.
+    """Move each checkpoint's nodes back into a body, called through ``torch.utils.checkpoint``.
 
-    traced: the graph is about to be traced with its backward, which then computes the body again in itself. Bodies
-    that draw random numbers stay inline: no tracer can draw the same ones twice.
+    traced: the graph will be traced with its backward, so that the trace contains the recomputation. Then bodies that
+    draw random numbers stay inline, as a trace cannot draw the same numbers twice.
     """
     regions: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -85,7 +85,7 @@ def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
 
 
 def _may_draw(nodes: list[Node]) -> bool:
-    """Say whether ``nodes`` may draw random numbers; those that passes put in, which nobody identified, do not."""
+    """Say whether ``nodes`` may draw random numbers; nodes without identity, which passes inserted, do not."""
     known = [n.meta[IDENTITY] for n in nodes if isinstance(n.meta.get(IDENTITY), Identity)]
     return not known or any(node_info.draws(o.op, o.arguments) for i in known for o in i.operations)
 
@@ -127,10 +127,10 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node], keeps_random_state
 
 
 def run_checkpoint(body: GraphModule, *args: Any, keeps_random_state: bool = True) -> Any:
-    """Run ``body`` and keep none of its activations: backward runs it again.
+    """Run ``body`` without saving its activations; backward runs it again.
 
-    Always the non-reentrant kind: the reentrant one differs only in how autograd is entered. What trains nothing
-    (buffers, masks) is held as a module's own buffers are: the body may write to it.
+    Always non-reentrant: the reentrant kind differs only in how it enters autograd. Tensors without gradients (buffers,
+    masks) are captured by the closure, like a module's buffers: the body may write to them.
     """
     trained = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
 

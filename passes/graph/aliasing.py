@@ -1,8 +1,8 @@
-"""Which values share storage, and where that storage is written: asked of the captured fake tensors.
+"""Find values that share storage, and the writes to that storage, from the captured fake tensors.
 
-Before: ``v = h[:, 0]; v += 1``. After: ``h`` and ``v`` are one storage, written once; a cast of ``h`` made
-before the write may not serve a reader after it. Operations of libraries other than torch are asked by their schemas
-too: what their fake kernels return may be new memory where the real ones return their argument's.
+Before: ``v = h[:, 0]; v += 1``. After: ``h`` and ``v`` share a storage with one write; a cast of ``h`` before the write
+must not be used by a reader after it. For operators of other libraries, schemas count too: their fake kernels may
+return new memory where the real ones return their argument's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from amp_graph.passes.graph.meta_keys import GIVEN, IDENTITY, RETURNED
 from amp_graph.passes.graph.view_overlap import may_overlap
 from amp_graph.passes.torch_compat.storage import storage_key
 
-MANY = 64  # values of one storage that leave the graph: of more it is not asked which of them overlap
+MANY = 64  # outputs of one storage up to which overlap is checked pair by pair; more are assumed to overlap
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
 
 
 class Writes(Protocol):
-    """What knows which of a node's inputs the node writes to (a classification, a mark)."""
+    """An object that knows which inputs a node writes to (a classification, a mark)."""
 
     @property
     def written(self) -> frozenset[Node]:
@@ -38,8 +38,8 @@ class Writes(Protocol):
 class Memory:
     """The written storages of a graph.
 
-    ``writers`` maps a storage to the positions in the graph (node order) at which it is written. ``leaving`` are the
-    storages of which the caller holds two values that overlap, and may write to one of them behind the graph.
+    ``writers``: the positions (node order) of the writes to each storage. ``leaving``: the storages of which the caller
+    holds two overlapping values, and may write to one of them after the graph ran.
     """
 
     storages: Mapping[Node, frozenset[int]]
@@ -52,26 +52,26 @@ class Memory:
         return any(key in self.writers for key in self.storages.get(node, ()))
 
     def is_written_after(self, node: Node) -> bool:
-        """Say whether the storage of the value of ``node`` is written behind ``node``."""
+        """Say whether the storage of the value of ``node`` is written after ``node``."""
         return bool(self.written_after(node))
 
     def written_after(self, node: Node) -> frozenset[int]:
-        """Return those storages of the value of ``node`` that are written behind it."""
+        """Return the storages of the value of ``node`` that are written after it."""
         at = self.order[node]
         keys = self.storages.get(node, frozenset())
         return frozenset(key for key in keys if any(place > at for place in self.writers.get(key, ())))
 
     def aliased(self, node: Node) -> dict[Node, frozenset[int]]:
-        """Return the inputs of ``node`` whose memory its value is, with those storages that may be written behind it.
+        """Return the inputs that the value of ``node`` aliases, with the storages that may be written after it.
 
-        No cast may come between the two: one of them would not see what is written to the other.
+        No cast may come between the two, as a write to one would not reach the other.
         """
         later = self.written_after(node) | self.leaving & self.storages.get(node, frozenset())
         found = {source: later & self.storages.get(source, frozenset()) for source in node.all_input_nodes}
         return {source: keys for source, keys in found.items() if keys}
 
     def epoch(self, node: Node, reader: Node) -> int:
-        """Return how often the storage of ``node`` has been written before ``reader`` runs."""
+        """Return the number of writes to the storage of ``node`` before ``reader`` runs."""
         at = self.order[reader]
         return sum(sum(1 for place in self.writers.get(key, ()) if place < at) for key in self.storages.get(node, ()))
 
@@ -79,7 +79,7 @@ class Memory:
 def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
     """Read aliasing from the captured values' storages, and writes from the operations' schemas.
 
-    ``writes`` speaks of ordinary calls. What higher-order operators write is asked of their bodies.
+    ``writes`` covers ordinary calls. Writes of higher-order operators are found in their bodies.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     written = {node: writes[node].written if node in writes else written_inside(gm, node) for node in order}
@@ -93,7 +93,7 @@ def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
 
 
 def observe_with_caller(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
-    """Observe, and find what the caller sees by two overlapping values: two outputs, or an input and an output."""
+    """Observe, and find storages of which the caller holds two overlapping values, such as an input and an output."""
     memory = observe(gm, writes)
     return replace(memory, leaving=_leaving(gm, memory.storages))
 
@@ -117,7 +117,7 @@ def _overlap(nodes: list[Node]) -> bool:
 
 
 def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
-    """Return the inputs that a higher-order operator may write to: all of them, where a body of it writes to one."""
+    """Return the inputs that a higher-order operator may write to: all of them if one of its bodies writes to one."""
     if not node_info.is_higher_order(node):
         return frozenset()
     bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -126,7 +126,7 @@ def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
 
 
 def _writes(body: object) -> bool:
-    """Say whether a call in ``body``, the graph of a higher-order operator, may write to what the body is given."""
+    """Say whether a call in ``body``, the graph of a higher-order operator, may write to the body's inputs."""
     if not isinstance(body, GraphModule):
         return False
     adopt_values(body)
@@ -141,7 +141,7 @@ def _keys(node: Node) -> frozenset[int]:
 
 
 def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> dict[Node, frozenset[int]]:
-    """Return ``storages`` with one name for those that are one by a schema, or may be one at another call."""
+    """Return ``storages`` with one name for those that are the same by a schema, or may be the same in another call."""
     names: dict[int, int] = {}
 
     def name(key: int) -> int:
@@ -168,10 +168,10 @@ def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> d
 
 
 def _given(nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
-    """Return the tensors that a call is given, without the module's own: those of fp32, and those that come in low.
+    """Return the input tensors of a call, without parameters and buffers: those in fp32, and those in low precision.
 
-    No guard of Dynamo's asks which of them share memory. A graph that was captured for tensors apart runs for a tensor
-    and a view of it too, and where it writes to one it may write to all.
+    Dynamo does not guard on which of them share memory. A graph that was captured for separate tensors also runs for a
+    tensor and a view of it, so a write to one may write to all.
     """
     found = [n for n in nodes if n.op == "placeholder" and is_eligible(captured(n)) and not _is_held(n)]
     return [n for n in found if GIVEN not in n.meta], [n for n in found if GIVEN in n.meta]
@@ -186,7 +186,7 @@ def _is_held(node: Node) -> bool:
 
 
 def _aliased_by_schema(node: Node) -> list[Node]:
-    """Return the inputs whose memory the value of ``node`` may be, by schemas that are not torch's own."""
+    """Return the inputs that the value of ``node`` may alias, by schemas that are not torch's own."""
     found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
         return []

@@ -1,8 +1,8 @@
-"""Custom ``autograd.Function``s where a captured graph runs eagerly: a class for each place, and what it saves.
+"""Custom ``autograd.Function``s in a captured graph that runs eagerly: one class per call site.
 
-Before: ``autograd_function_apply(forward, backward, x)``, for which torch makes a class at every call, interprets both
-bodies, and keeps what is saved in the class: until a garbage collection, as classes are cycles. After:
-``custom_function(x)``, which saves as the user's function did: until backward has read it.
+Before: ``autograd_function_apply(forward, backward, x)``, for which torch creates a class in every call, interprets
+both bodies, and saves tensors in the class, where they stay until garbage collection, as classes are reference cycles.
+After: ``custom_function(x)``, which saves tensors as the user's function did, until backward has read them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from amp_graph.passes.torch_compat.dispatch import in_transform
 
 
 def is_custom_function(node: Node) -> bool:
-    """Say whether ``node`` calls an ``autograd.Function`` of the user's, which was traced inside."""
+    """Say whether ``node`` calls a custom ``autograd.Function`` whose body was traced."""
     return node_info.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
 
 
 def call_custom_functions(gm: GraphModule) -> None:
-    """Let each custom function of ``gm`` be called without making it anew. Exactness: bit-exact."""
+    """Make ``gm`` call each custom function without creating its class again. Exactness: bit-exact."""
     for node in list(gm.graph.nodes):
         bodies = bodies_of(gm, node)
-        if bodies is None or node.kwargs.get("dirty_idx"):  # what writes to its inputs is left to torch
+        if bodies is None or node.kwargs.get("dirty_idx"):  # torch runs functions that write to their inputs
             continue
         for body in bodies:
             follow_grad_mode(body)
@@ -37,7 +37,7 @@ def call_custom_functions(gm: GraphModule) -> None:
 
 
 def drop_bodies(gm: GraphModule) -> None:
-    """Drop the bodies of custom functions that nothing calls any more."""
+    """Remove the bodies of custom functions that nothing calls any more."""
     for node in list(gm.graph.find_nodes(op="get_attr")):
         if not node.users and isinstance(getattr(gm, str(node.target), None), GraphModule):
             gm.graph.erase_node(node)
@@ -54,9 +54,9 @@ def bodies_of(gm: GraphModule, node: Node) -> tuple[GraphModule, GraphModule] | 
 
 
 def follow_grad_mode(body: GraphModule) -> None:
-    """Let ``body`` compute in the mode that it is called in, as the user's code does; it was traced without gradients.
+    """Make ``body``, which was traced without gradients, run in the caller's grad mode, as the user's code does.
 
-    ``create_graph=True`` has a backward computed with gradients, for a second derivative.
+    With ``create_graph=True``, backward runs with gradients enabled, for a second derivative.
     """
     calls = [n for n in body.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     ends = [n for n in (calls[0], calls[-1]) if n.target is torch._C._set_grad_enabled] if len(calls) > 1 else []
@@ -67,9 +67,9 @@ def follow_grad_mode(body: GraphModule) -> None:
 
 
 def _callable(forward: GraphModule, backward: GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function whose gradient ``backward`` is.
+    """Return a differentiable function with the given forward and backward.
 
-    ``forward`` returns its results and what it saves; ``backward`` takes the results' gradients and what was saved.
+    ``forward`` returns results and saved values; ``backward`` takes the results' gradients and the saved values.
     """
     made = _made(forward.forward, backward.forward, **kwargs)
 
@@ -88,10 +88,10 @@ def _made(
     saved_for_backward_idx: Sequence[int],
     dirty_idx: Sequence[int] = (),
 ) -> Any:
-    """Return the class of a function.
+    """Return the ``autograd.Function`` subclass.
 
-    non_differentiable_idx: which results have no gradient. saved_for_backward_idx: which of the saved the user's
-    function gave to ``save_for_backward``; it kept the others in its context.
+    non_differentiable_idx: the results without a gradient. saved_for_backward_idx: the saved values that the user's
+    function passed to ``save_for_backward``; it stored the others on its context.
     """
 
     class Custom(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""What operators that torch fuses for inference are made of, where torch itself does not say.
+"""Decompositions of fused inference operators for which torch has none.
 
-Before: ``_transformer_encoder_layer_fwd(src, ...)``, which takes one precision for all it does. After: linears,
-attention, norms and sums, each in its own class.
+Before: ``_transformer_encoder_layer_fwd(src, ...)``, which computes everything in one precision. After: linears,
+attention, norms and sums, each with its own class.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """Return what ``aten::_transformer_encoder_layer_fwd`` returns for a dense ``src`` [batch, length, embed_dim].
+    """Return the result of ``aten::_transformer_encoder_layer_fwd`` for a dense ``src`` [batch, length, embed_dim].
 
-    mask: what is True is left out; floating-point numbers are added to scores, as where the model trains (the operator
-    takes all but 0 for True, which is the same for -inf, and NaN for most others). mask_type 0: [length, length], 1:
-    [batch, length], 2: already of full shape.
+    mask: True hides a position; a floating-point mask is added to the scores, as in training. (The operator treats any
+    number but 0 as True: the same for -inf, NaN for most other numbers.) mask_type 0: [length, length], 1:
+    [batch, length], 2: full shape.
     Source: aten/src/ATen/native/transformers/transformer.cpp.
     """
     seen = None

@@ -1,8 +1,8 @@
-"""Run a graph that calls operators without looking each of them up again.
+"""Run a graph of operator calls with every operator bound once.
 
-Before: ``torch.ops.aten.mm.default(a, b)``, four attributes and a Python call on the way. After: ``op_3(a, b)``, which
-is torch's own binding of that operator where there is one, and else the dispatcher's function: 1 to 4 microseconds less
-an operator.
+Before: ``torch.ops.aten.mm.default(a, b)``, which looks up four attributes and makes a Python call. After:
+``op_3(a, b)``: torch's Python binding of that operator if there is one, else the dispatcher's function. This saves 1 to
+4 microseconds per operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatched, is_se
 
 CALL = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 ATEN = torch.ops.aten
-# What parses these arguments faster, and dispatches the same operator.
+# Python bindings that parse their arguments faster, and dispatch the same operator.
 BINDINGS: dict[OpOverload, Callable[..., Any]] = {
     ATEN.add.Tensor: torch.add,
     ATEN.add_.Tensor: Tensor.add_,
@@ -53,7 +53,7 @@ BINDINGS: dict[OpOverload, Callable[..., Any]] = {
 
 
 def direct_calls(gm: GraphModule) -> Callable[..., Any]:
-    """Return what ``gm.forward`` does as it is now, with every operator overload bound once. Exactness: bit-exact."""
+    """Return a function that does what ``gm.forward`` does, with every operator bound once. Exactness: bit-exact."""
     _reshape_views(gm)
     code = gm.graph.python_code("self")
     paths = sorted(set(CALL.findall(code.src)))
@@ -67,12 +67,12 @@ def direct_calls(gm: GraphModule) -> Callable[..., Any]:
 
 
 def _reshape_views(gm: GraphModule) -> None:
-    """Make each view a reshape: one that tracing found possible may not be.
+    """Replace each view by a reshape, as a view that was possible in tracing may not be possible at run time.
 
-    The strides of tracing are those of torch's meta functions, and some differ from what the kernel returns: batch norm
-    of a transposed [batch, channels, length] is contiguous on CPU, and traced as strided like its input. What eager
-    PyTorch copies there, as ``reshape`` or in a formula of autograd's, was traced as a view. A view of memory that is
-    written behind it, and read by other ways too, stays one: a copy would not see what is written, or not show it.
+    Tracing gets strides from torch's meta functions, some of which differ from the kernel's: batch norm of a transposed
+    [batch, channels, length] is contiguous on CPU, but traced with the strides of its input. Where eager PyTorch copies
+    (``reshape``, or a backward formula), tracing recorded a view. A view stays a view if its memory is written later
+    and other nodes read it too: a copy would miss the write, or hide it.
     """
     views = gm.graph.find_nodes(op="call_function", target=ATEN.view.default)
     if not views:
@@ -84,7 +84,7 @@ def _reshape_views(gm: GraphModule) -> None:
 
 
 def _is_read_elsewhere(view: Node) -> bool:
-    """Say whether anything but ``view`` reads what it is a view of."""
+    """Say whether any other node reads the base of ``view``."""
     while isinstance(view.target, OpOverload) and is_view(view.target):
         view = view.all_input_nodes[0]
         if len(view.users) > 1:
@@ -96,13 +96,13 @@ def _bound(operator: OpOverload) -> Callable[..., Any]:
     if operator in BINDINGS:
         return BINDINGS[operator]
     function, schema = FUNCTIONS.get(str(operator)), operator._schema
-    # What is written is the dispatcher's to note.
+    # The dispatcher must record writes (version counters).
     plain = not schema.is_mutable and str(schema.arguments[0].type) == "Tensor"
     return _unless_seen(dispatched(operator), function) if function and plain else dispatched(operator)
 
 
 def _unless_seen(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``function`` itself where nobody would see that it is an operator's."""
+    """Return a function that calls ``function`` directly unless autograd or a mode has to see the operator."""
 
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
         run = operator if torch.is_grad_enabled() or is_seen(first) else function

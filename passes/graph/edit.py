@@ -1,7 +1,7 @@
-"""How passes put nodes into a graph: what new and changed nodes must know, in one place.
+"""Insert and change nodes with complete metadata.
 
-Before: ``gm.graph.call_function(F.gelu, (x,))``, of which nothing is known. After: ``put_call(gm, formula, F.gelu,
-(x,), mode)``, ``put_before(...)`` or ``describe(node, like, mode)``: value, identity, place and gradient are known.
+Before: ``gm.graph.call_function(F.gelu, (x,))``, a node without metadata. After: ``put_call(gm, formula, F.gelu,
+(x,), mode)``, ``put_before(...)`` or ``describe(node, like, mode)``, which set value, identity, place and gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from amp_graph.passes.graph.match import PLACE, Formula
 from amp_graph.passes.graph.meta_keys import CAPTURED, IDENTITY, MARK
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
-# What a node knows of its own operation and value alone, which one in its place does not take over.
+# Meta keys about a node's own operation and value, which a replacement does not inherit.
 OWN = (IDENTITY, MARK, "val", "example_value", CAPTURED)
 
 
 def set_value(node: Node, new: Any) -> None:
-    """Store ``new`` where this project and where Dynamo's backends read it.
+    """Store ``new`` under the keys that this project and Dynamo's backends read.
 
-    Values are computed without gradients here; which ones gradients flow through stays known all the same.
+    Values are computed without gradients, so ``requires_grad`` is copied from the captured value.
     """
     keep_trained(new, captured(node))
     node.meta["val"] = new
@@ -34,14 +34,14 @@ def set_value(node: Node, new: Any) -> None:
 
 
 def give_value(node: Node, val: Any) -> None:
-    """Let ``val`` be the value of ``node`` and the one that it was captured with, as of a node that a pass put in."""
+    """Set ``val`` as the value and the captured value of ``node``, for a node that a pass inserted."""
     node.meta["val"] = node.meta[CAPTURED] = val
     if "example_value" in node.meta:
         node.meta["example_value"] = val
 
 
 def set_identity(node: Node, mode: FakeTensorMode) -> None:
-    """Identify ``node``, whose call a pass made or changed; one that cannot be traced alone has no identity."""
+    """Identify ``node`` after a pass created or changed it; a node that cannot be traced alone gets no identity."""
     identity = identify(node, mode)
     if isinstance(identity, Identity):
         node.meta[IDENTITY] = identity
@@ -50,7 +50,7 @@ def set_identity(node: Node, mode: FakeTensorMode) -> None:
 
 
 def take_over(made: Node, like: Node, val: Any, without: Collection[str] = OWN) -> Node:
-    """Give ``made`` the value ``val``, and what ``like`` has in its meta but for the keys ``without``; return it."""
+    """Give ``made`` the value ``val`` and the meta of ``like``, except the keys ``without``; return it."""
     made.meta = {k: v for k, v in like.meta.items() if k not in without}
     if "example_value" in like.meta:
         made.meta["example_value"] = val
@@ -59,9 +59,9 @@ def take_over(made: Node, like: Node, val: Any, without: Collection[str] = OWN) 
 
 
 def describe(made: Node, like: Node, mode: FakeTensorMode) -> Node:
-    """Give ``made``, which a pass put in, what captured nodes have: value, identity, place and gradient of ``like``."""
+    """Set the metadata of ``made``, which a pass inserted: value and identity; place and gradient as of ``like``."""
     made.meta = {k: v for k, v in like.meta.items() if k not in (IDENTITY, MARK, "val")}
-    new = run_node(made, mode)  # sizes that depend on data are those that ``like`` was captured with
+    new = run_node(made, mode)  # data-dependent sizes are those of ``like``
     keep_trained(new, captured(like))
     give_value(made, new)
     set_identity(made, mode)
@@ -76,7 +76,7 @@ def put_call(
     mode: FakeTensorMode,
     **kwargs: Any,
 ) -> Node:
-    """Put ``function(*args, **kwargs)`` in the place of a formula, identified; return it."""
+    """Replace a formula by ``function(*args, **kwargs)``, and return the new node with its identity set."""
     last = found.last
     with gm.graph.inserting_after(last):
         fused = gm.graph.call_function(function, tuple(args), kwargs)
@@ -98,9 +98,9 @@ def put_before(
     mode: FakeTensorMode,
     like: Node | None = None,
 ) -> Node:
-    """Put ``function(operand, *args)`` before ``place``; return it, which is trained and where ``operand`` is.
+    """Insert ``function(operand, *args)`` before ``place``; gradient, region and checkpoint are those of ``operand``.
 
-    ``like``: a node that tells where it is instead, as of a layer that is computed again in backward.
+    ``like``: a node to take region and checkpoint from instead, such as one of a layer recomputed in backward.
     """
     with gm.graph.inserting_before(place):
         made = describe(gm.graph.call_function(function, (operand, *args)), operand, mode)

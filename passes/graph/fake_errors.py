@@ -1,4 +1,4 @@
-"""What torch says where C code meets a fake tensor, in words that help the author of a pass.
+"""Explain torch's errors about C code on fake tensors to the author of a pass.
 
 Before: "Cannot access data pointer of Tensor ... see custom_ops_landing_page.html". After: what is legal, and the fix.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-# What torch (2.11 - 2.13), and code that asks for the memory of a fake tensor, say.
+# Messages of torch (2.11 - 2.13), and of code that accesses the memory of a fake tensor.
 _SAID = re.compile(
     r"data pointer|custom_ops_landing_page|no fake impl|\.numpy\(\) is not supported for tensor subclasses"
     r"|'FakeTensor' object has no attribute|not 'FakeTensor'|Don't know how to convert parameter"
@@ -23,7 +23,7 @@ HELP = (
 
 
 def told_of_fakes(error: BaseException | None) -> str:
-    """Return what to say of an error that comes from running C code on fake tensors; "" for any other."""
+    """Return the explanation for an error that comes from running C code on fake tensors; "" for any other."""
     while error is not None:
         if type(error).__name__ in _TYPES or _SAID.search(str(error)):
             return HELP

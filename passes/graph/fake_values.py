@@ -1,4 +1,4 @@
-"""The value of a node: its fake tensors, and what precision they are in.
+"""The value of a node: its fake tensors, with their dtypes.
 
 Before: ``node.meta["example_value"]`` (Dynamo) or ``node.meta["val"]`` (export). After: ``value(node)``.
 """
@@ -18,7 +18,7 @@ from amp_graph.passes.graph.meta_keys import CAPTURED
 from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, tracing_fake, unset_fake_temporarily
 from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data, with_sizes_of
 
-# They make one new tensor, by way of many operations where nothing is computed.
+# Fake mode decomposes these into many operations, though the result is one new tensor.
 TAKEN_APART = frozenset({F.batch_norm, torch.batch_norm})
 
 
@@ -28,7 +28,7 @@ def value(node: Node) -> Any:
 
 
 def keep_trained(new: Any, old: Any) -> None:
-    """Let the tensors of a new value require gradients where those of the old one did."""
+    """Make the tensors of a new value require gradients if those of the old one did."""
     for fresh, known in zip(tensors(new), tensors(old), strict=False):
         if known.requires_grad and not fresh.requires_grad and fresh.is_floating_point():
             fresh.requires_grad_()
@@ -40,7 +40,7 @@ def captured(node: Node) -> Any:
 
 
 def adopt_values(gm: GraphModule) -> None:
-    """Give every node of a freshly captured graph its ``val`` and remember it as captured."""
+    """Set ``val`` on every node of a newly captured graph, and record it as the captured value."""
     for node in gm.graph.nodes:
         if "val" not in node.meta and "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
@@ -57,14 +57,14 @@ def tensors(val: Any) -> list[torch.Tensor]:
 
 
 def has_symbols(gm: GraphModule) -> bool:
-    """Say whether some size in ``gm`` is known only when it runs."""
+    """Say whether ``gm`` has symbolic sizes."""
     return any(type(size) is not int for node in gm.graph.nodes for t in tensors(value(node)) for size in t.shape)
 
 
 def is_eligible(val: Any) -> bool:
     """Say whether a captured value may be lowered: one fp32 tensor.
 
-    float64, integer, bool and complex values are never cast; half-precision ones are the user's own.
+    float64, integer, bool and complex values are never cast; half-precision ones come from the user.
     """
     return isinstance(val, torch.Tensor) and val.dtype == torch.float32
 
@@ -84,15 +84,15 @@ def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
 
 
 def run_node(node: Node, mode: FakeTensorMode) -> Any:
-    """Compute the value of ``node`` from the present values of its inputs, on fake tensors.
+    """Compute the value of ``node`` from the current values of its inputs, on fake tensors.
 
-    Raises whatever the operation raises: a dtype mismatch shows here, before the graph is accepted. Sizes that depend
-    on data stay those of the capture, which the rest of the graph has.
+    Raises the operation's error, so that a dtype mismatch shows before the graph is accepted. Data-dependent sizes stay
+    those of the capture, as in the rest of the graph.
     """
     args, kwargs = argument_values(node)
     given = [value(source) for source in node.all_input_nodes]
     numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
-    # Of empty tensors, too: upsample_nearest2d's fake refuses them, where its decomposition in Python takes them; 2.13.
+    # Empty tensors too: the fake of upsample_nearest2d rejects them, its Python decomposition does not (torch 2.13).
     symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.target in TAKEN_APART and not symbolic:
@@ -115,10 +115,10 @@ class _Layout(NamedTuple):
 
 
 def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the new tensor that ``target`` makes on the device of its first argument; inside of a fake mode.
+    """Compute the result of ``target`` on the device of its first argument, inside a fake mode.
 
-    A fake mode takes the operation apart and looks at each of some twenty parts; on the meta device none of them is
-    looked at: the same sizes, strides, dtypes and errors in a fraction of the time, and once for layers alike.
+    A fake mode decomposes the operation and processes each of about twenty parts. The meta device does not: it gives
+    the same sizes, strides, dtypes and errors in a fraction of the time, and once for equal layers.
     """
     first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
     with unset_fake_temporarily():

@@ -1,6 +1,6 @@
 """The user's own regions in a captured graph: ``torch.autocast``, ``no_grad``, and transforms of ``torch.func``.
 
-Before: ``_enter_autocast(...)``, nodes, ``_exit_autocast(...)``. After: the nodes know that they are inside.
+Before: ``_enter_autocast(...)``, nodes, ``_exit_autocast(...)``. After: the nodes inside are marked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SWITCHES = frozenset({"_enter_autocast", "_set_grad_enabled", "_enter_inference
 
 
 def mark_regions(gm: GraphModule) -> None:
-    """Mark the nodes of ``gm`` that the user's own regions govern."""
+    """Mark the nodes of ``gm`` that are inside the user's own regions."""
     open_regions: list[Any] = []
     grad, depth = True, 0
     for node in gm.graph.nodes:
@@ -35,11 +35,11 @@ def mark_regions(gm: GraphModule) -> None:
         node.meta[GRAD] = grad
         if open_regions and not name.endswith("_autocast"):
             enabled = open_regions[-1][2] if len(open_regions[-1]) > 2 else True
-            node.meta[REGION] = f"inside the user's torch.autocast(enabled={enabled}): obeyed as captured"
+            node.meta[REGION] = f"inside the user's torch.autocast(enabled={enabled}): runs exactly as captured"
 
 
 def switches_modes(gm: GraphModule) -> bool:
-    """Say whether ``gm``, or a graph inside, has regions that it enters and leaves by nodes."""
+    """Say whether ``gm``, or a graph inside it, has nodes that enter or leave a region."""
     for part in gm.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
             name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""

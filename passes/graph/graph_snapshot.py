@@ -1,6 +1,6 @@
-"""A graph as it was, to return to where a pass fails half way.
+"""Save a graph, and restore it after a failed pass.
 
-Before: ``saved = Snapshot.of(gm)``, then a pass that raises. After ``saved.restore()``: ``gm`` as it was.
+Before: ``saved = Snapshot.of(gm)``, then a pass that raises. After ``saved.restore()``: ``gm`` as before the pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-# Where Dynamo found an input; AOTAutograd asks it of each one (2.11 - 2.13).
+# Attribute with the source of an input, set by Dynamo, read by AOTAutograd for each input (2.11 - 2.13).
 _SOURCE = "_dynamo_source"
 
 
@@ -28,11 +28,11 @@ class Snapshot:
 
     @staticmethod
     def of(gm: GraphModule) -> Snapshot:
-        """Copy what a pass may change."""
+        """Copy everything that a pass may change."""
         return Snapshot(gm, copied_graph(gm), dict(gm.meta), frozenset(_attributes(gm)))
 
     def restore(self) -> None:
-        """Give the graph module its nodes back, without what was added to it since; may be called again."""
+        """Restore the nodes, and remove attributes that were added since; may be called again."""
         for name in _attributes(self.gm) - self.attributes:
             delattr(self.gm, name)
         self.gm.graph = copied_graph(self.gm, self.graph)
@@ -41,12 +41,12 @@ class Snapshot:
 
 
 def _attributes(gm: GraphModule) -> set[str]:
-    """Return the names of the tensors and graphs that ``gm`` holds."""
+    """Return the names of the tensors and submodules of ``gm``."""
     return {*gm._modules, *gm._parameters, *gm._buffers}
 
 
 def copied_graph(gm: GraphModule, source: Graph | None = None, without: Container[str] = ()) -> Graph:
-    """Copy the graph of ``gm``, or ``source``, node by node, with metadata but for the keys ``without``."""
+    """Copy the graph of ``gm``, or ``source``, node by node, with metadata except the keys ``without``."""
     source = gm.graph if source is None else source
     graph = torch.fx.Graph(owning_module=gm, tracer_cls=getattr(source, "_tracer_cls", None))
     seen: dict[Node, Node] = {}

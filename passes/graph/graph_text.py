@@ -1,4 +1,4 @@
-"""The stable text of a graph: same graph, same text, from run to run.
+"""A stable text form of a graph: the same graph gives the same text in every run.
 
 ``%3: bf16[2,4] = linear(%1, %2)  # layer1.fc``
 """
@@ -32,7 +32,7 @@ SHORT = {
 
 
 def graph_text(gm: GraphModule) -> str:
-    """Return ``gm`` as text, one line a node, subgraphs after it."""
+    """Return ``gm`` as text, one line per node, followed by its subgraphs."""
     names = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     lines = [_line(node, names) for node in gm.graph.nodes]
     for name, part in gm.named_children():
@@ -79,7 +79,7 @@ def _line(node: Node, names: dict[Node, str]) -> str:
 
 
 def _source_name(node: Node) -> str:
-    """Return an input's name as the user writes it, where Dynamo recorded it."""
+    """Return an input's name as the user wrote it, if Dynamo recorded it."""
     return str(node.meta.get(INPUT, node.target))
 
 

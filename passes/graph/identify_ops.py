@@ -1,4 +1,4 @@
-"""Find out which ATen operations a node calls, by tracing that node alone.
+"""Find the ATen operations that a node calls, by tracing that node alone.
 
 Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``aten.matmul``, ``aten.linear``,
 ``aten.mm`` in ``node.meta["amp_ops"]``, with each operation's arguments traced back to the node's inputs.
@@ -37,7 +37,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Inner:
-    """An argument of an operation that was made inside the traced node."""
+    """An argument of an operation that was computed inside the traced node."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...] = ()
@@ -47,8 +47,8 @@ class Inner:
 class Operation:
     """One ATen operation inside a node: the overload, and its arguments by schema name.
 
-    An argument is an ``Operand`` (a tensor that the node was given), an ``Inner``, a tuple of them, or a
-    plain value. ``floating`` is false where neither the inputs nor the outputs carry floats.
+    An argument is an ``Operand`` (an input tensor of the node), an ``Inner``, a tuple of them, or a plain value.
+    ``floating`` is False if neither inputs nor outputs are floating point.
     """
 
     op: OpOverload
@@ -115,7 +115,7 @@ def is_tensor_call(node: Node) -> bool:
 
 
 def only_views(node: Node) -> bool:
-    """Say whether it is known that all ``node`` does is to show memory that is there."""
+    """Say whether ``node`` is known to consist of views only."""
     identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or not identity.operations:
         return False
@@ -123,15 +123,15 @@ def only_views(node: Node) -> bool:
 
 
 def names_of(node: Node) -> tuple[str, ...]:
-    """Return the operations that ``node`` was identified as, without repeats; () where it was not."""
+    """Return the names of the operations of ``node``, without repeats; () if it was not identified."""
     identity = node.meta.get(IDENTITY)
     return identity.names if isinstance(identity, Identity) else ()
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """Return the nodes behind the node's tensor arguments, in the order that ``Operand.index`` counts.
+    """Return the nodes of the tensor arguments, in the order of ``Operand.index``.
 
-    A tensor that is passed twice counts once: some functions ask whether two arguments are the same object.
+    A tensor that is passed twice counts once: some functions check whether two arguments are the same object.
     """
     flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
     found = {id(t): leaf for leaf in flat if isinstance(leaf, Node) for t in tensors(value(leaf))}
@@ -139,10 +139,10 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
-    """Return the operations of ``node``, or the reason why they cannot be known.
+    """Return the operations of ``node``, or the reason why they are unknown.
 
-    Nodes that call the same operations share one answer, in which ``OWN_NUMBER`` stands for the integers that they may
-    differ in. Operations in ``decompose`` are replaced by what they are written in terms of.
+    Nodes that call the same operations share one identity, in which ``OWN_NUMBER`` replaces integers that may differ
+    between them. Operations in ``decompose`` are replaced by their decompositions.
     """
     key = node_key(node)
     if key is None:
@@ -157,7 +157,7 @@ def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] 
 
 
 def _shared(found: Identity) -> Identity:
-    """Return an identity without the integers, which other nodes of the same key do not have."""
+    """Return an identity without its integers, which may differ for other nodes of the same key."""
     without = lambda o: {name: without_numbers(argument) for name, argument in o.arguments.items()}  # noqa: E731
     return Identity(tuple(replace(o, arguments=without(o)) for o in found.operations))
 
@@ -165,7 +165,7 @@ def _shared(found: Identity) -> Identity:
 def identify_for(
     node: Node, lists: OpList, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
 ) -> Identity | str:
-    """``identify``, with the node's own integers where a rule of ``lists`` asks for one."""
+    """``identify``, but with the node's own integers if a rule of ``lists`` depends on one."""
     found = identify(node, mode, decompose)
     if isinstance(found, str):
         return found
@@ -174,17 +174,17 @@ def identify_for(
 
 
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
-    """Return the one operation of ``node`` with its own numbers, which those that ``identify`` shares may lack."""
+    """Return the one operation of ``node`` with its own integers, which shared identities of ``identify`` lack."""
     found = _trace(node, mode, frozenset())
     return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
 def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
-    """Return the call of ``node`` by the argument names of ``op``, defaults filled in; None where it is no such call.
+    """Return the arguments of ``node`` by the names of ``op``, defaults filled in; None if they do not match.
 
-    A node is known by the operation that it calls, and may be any function around it: ``F.interpolate(x, size=3,
-    mode="area")`` is one ``adaptive_avg_pool2d``, and has no ``output_size``. So the arguments are read only where
-    all of them have names of ``op``, and tensors stand where the operation was seen to get them.
+    A node is identified by the operation that it calls, but may be any function around it: ``F.interpolate(x, size=3,
+    mode="area")`` is one ``adaptive_avg_pool2d``, but has no ``output_size``. So arguments match only if all of them
+    are named in ``op``, and tensors are at the positions at which the operation received them.
     """
     names = [a.name for a in op._schema.arguments]
     kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
@@ -200,7 +200,7 @@ def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
         leaves = found if isinstance(found, (tuple, list)) else (found,)
         nodes = [leaf for leaf in leaves if isinstance(leaf, Node) and tensors(value(leaf))]
         known = [inputs[i] for i in seen.operands(name) if i < len(inputs)]
-        if name not in given or (nodes and nodes != known):  # what a pass took away since then is no node
+        if name not in given or (nodes and nodes != known):  # a pass may have removed a node since then
             return None
     return given
 
@@ -209,15 +209,15 @@ _CACHE: dict[Any, Identity | str] = {}
 
 
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
-    """Trace ``node``; the reason as text where the trace fails (data-dependent Python, foreign code)."""
+    """Trace ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
     try:
         return Identity(operations_of(trace_node(node, mode, decompose)))
-    except Exception as error:  # any code may run inside a node: what it raises is the reason
+    except Exception as error:  # a node may run any code: its error is the reason
         first = (str(error).splitlines() or [""])[0]
         reason = f"cannot be traced alone: {type(error).__name__}: {first}"
     if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
         return reason
-    try:  # numbers in the place of sizes that depend on data may not fit each other
+    try:  # concrete numbers for data-dependent sizes may not match each other
         return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
     except Exception:  # as above
         return reason
@@ -245,7 +245,7 @@ def operations_of(small: GraphModule) -> tuple[Operation, ...]:
 
 
 def _operand(leaf: Any, order: dict[Node, int]) -> Any:
-    """Replace a placeholder, or what is only a view of one, by its ``Operand``."""
+    """Replace a placeholder, or a view of one, by its ``Operand``."""
     if not isinstance(leaf, Node):
         return leaf
     root = leaf
@@ -258,7 +258,7 @@ def _operand(leaf: Any, order: dict[Node, int]) -> Any:
 
 
 def _is_same_memory(node: Node) -> bool:
-    """Say whether ``node`` is a view of, or the very, tensor that is its first argument."""
+    """Say whether ``node`` returns its first argument, or a view of it."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return False
     schema = getattr(node.target, "_schema", None)

@@ -1,4 +1,4 @@
-"""Replace calls of torch.nn modules by the functions they call, so that their parameters can be cast.
+"""Replace calls of torch.nn modules by the functions that they call, so that parameters can be cast.
 
 Before: ``call_module fc(x)``. After: ``linear(x, fc.weight, fc.bias)``. Exactness: bit-exact.
 """
@@ -23,7 +23,7 @@ class _NoLeaves(Tracer):
 
 
 def inline_modules(gm: GraphModule) -> GraphModule:
-    """Inline every call of a module that can be traced on its own; the others stay calls, as captured."""
+    """Inline every call of a module that can be traced alone; other module calls stay as captured."""
     for node in list(gm.graph.nodes):
         if node.op == "call_module" and not isinstance(gm.get_submodule(str(node.target)), GraphModule):
             _inline(gm, node)

@@ -1,4 +1,4 @@
-"""How long the memory of each value of a graph of ATen operators is needed: until its last reader, aliases included.
+"""Liveness of the memory of each value in a graph of ATen operators, aliases included.
 
 Before: ``s = add(x, y)``, a new tensor. After: ``is_done_after(x, s, s)`` says whether ``x`` could hold the sum.
 """
@@ -15,15 +15,15 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
-# It returns its argument's memory, and its schema does not say so.
+# Returns an alias of its argument, which its schema does not declare.
 UNSAID = (torch.ops.aten._unsafe_view.default,)
 
 
 @dataclass
 class Lifetimes:
-    """Who made the memory of each value (its roots), who reads it last, and where it is written.
+    """The nodes that allocated the memory of each value (its roots), its last reader, and its writes.
 
-    Aliases are told by the operators' schemas; what has none may return any of its inputs.
+    Aliases come from the operators' schemas; a call without a schema may return any of its inputs.
     """
 
     order: dict[Node, int] = field(default_factory=dict)
@@ -47,32 +47,32 @@ class Lifetimes:
         return found
 
     def memory(self, node: Node) -> frozenset[Node]:
-        """Return the nodes that made the memory of ``node``."""
+        """Return the nodes that allocated the memory of ``node``."""
         return frozenset(self._now(root) for root in self.roots[node])
 
     def is_done_after(self, node: Node, place: Node, reader: Node) -> bool:
-        """Say whether the graph made the memory of ``node``, and only ``reader`` reads it behind ``place``."""
+        """Say whether the graph allocated the memory of ``node``, and only ``reader`` reads it after ``place``."""
         memory, end, one = self.memory(node), self.order[place], self.order[reader]
         made_here = len(memory) == 1 and all(m.op == "call_function" for m in memory)
         return made_here and all(p <= end or p == one for m in memory for p in self.reads[m])
 
     def is_written_between(self, node: Node, first: Node, last: Node) -> bool:
-        """Say whether something behind ``first`` and before ``last`` writes to the memory of ``node``."""
+        """Say whether a node after ``first`` and before ``last`` writes to the memory of ``node``."""
         start, end = self.order[first], self.order[last]
         return any(start < place < end for m in self.memory(node) for place in self.writes.get(m, ()))
 
     def memory_written_by(self, node: Node) -> frozenset[Node]:
-        """Return the nodes that made the memory that ``node`` writes to."""
+        """Return the nodes that allocated the memory to which ``node`` writes."""
         return frozenset(m for source in _written(node) for m in self.memory(source))
 
     def add(self, node: Node, like: Node) -> None:
-        """Take up a new node with memory of its own, which runs where ``like`` does."""
+        """Add a new node with its own memory, which runs at the position of ``like``."""
         self.order[node] = self.order[like]
         self.roots[node] = frozenset((node,))
         self.reads[node] = [self.order[like]]
 
     def join(self, node: Node, into: Node, place: int) -> None:
-        """Note that the memory of ``node`` is from now on that of ``into``, which is written at ``place``."""
+        """Record that ``node`` now uses the memory of ``into``, which is written at ``place``."""
         (old,), (new,) = self.memory(node), self.memory(into)
         self.writes[new] = sorted([*self.writes.get(new, ()), *self.writes.pop(old, ()), place])
         if old is not new:
@@ -93,7 +93,7 @@ class Lifetimes:
             return own
         if node.target is operator.getitem:
             source = self.roots[node.all_input_nodes[0]]
-            # The parts of a fresh result are each a memory of their own.
+            # Each part of a new result has its own memory.
             return own if source == {node.all_input_nodes[0]} else source
         if not isinstance(node.target, OpOverload):
             return own | self._of_all(node.all_input_nodes)
@@ -101,7 +101,7 @@ class Lifetimes:
 
 
 def _aliased(node: Node, op: OpOverload) -> list[Node]:
-    """Return the inputs whose memory the result of ``node`` is."""
+    """Return the inputs that the result of ``node`` aliases."""
     if op in UNSAID:
         return node.all_input_nodes
     returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
@@ -120,7 +120,7 @@ def _written(node: Node) -> list[Node]:
 
 
 def _nodes(node: Node, op: OpOverload, names: Iterable[str]) -> list[Node]:
-    """Return the nodes among the arguments of ``node`` that the schema of ``op`` calls ``names``."""
+    """Return the nodes in the arguments ``names`` (by the schema of ``op``) of ``node``."""
     given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
     found: list[Node] = []
     torch.fx.node.map_arg([given.get(name) for name in names], found.append)

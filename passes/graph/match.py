@@ -1,6 +1,6 @@
-"""Formulas that were written out in Python: how passes read them.
+"""Helpers to match formulas that are written out in Python.
 
-Before: eight nodes of arithmetic on ``x``. After: ``Formula(x, last, inside)``, for ``editing.put_call``.
+Before: eight nodes of arithmetic on ``x``. After: ``Formula(x, last, inside)``, for ``edit.put_call``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and h
 
 @dataclass
 class Formula:
-    """A formula that was found: what it is a function of, its last node, and every node of it."""
+    """A matched formula: its argument, its last node, and all of its nodes."""
 
     x: Node
     last: Node
@@ -31,11 +31,11 @@ class Formula:
 
 
 def operation(node: Node) -> tuple[str, list[Any]]:
-    """Return a node's one operation and its operands, nodes and numbers; ("", []) for anything else."""
+    """Return a node's one operation and its operands (nodes and numbers); ("", []) for other nodes."""
     identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or len(identity.operations) != 1 or not calls_torch(node):
         return "", []
-    # Numbers are read off the call: an identity is shared by calls that differ in their integers.
+    # Numbers come from the call: calls that differ in their integers share one identity.
     args = [*node.args, *node.kwargs.values()]
     if set(node.kwargs) - {"input", "other", "exponent"}:
         return "", []
@@ -45,7 +45,7 @@ def operation(node: Node) -> tuple[str, list[Any]]:
 
 
 def only_reader(node: Node, *names: str) -> Node | None:
-    """Return the one node that reads ``node``, where it is one of the operations ``names``."""
+    """Return the only reader of ``node`` if it is one of the operations ``names``."""
     if len(node.users) != 1:
         return None
     (user,) = node.users
@@ -53,7 +53,7 @@ def only_reader(node: Node, *names: str) -> Node | None:
 
 
 def constant_beside(node: Node, operand: Node) -> float | None:
-    """Return the number that ``node`` adds to, or multiplies, ``operand`` with; None where it is no number."""
+    """Return the number that ``node`` adds to ``operand``, or multiplies it by; None if it is not a number."""
     name, args = operation(node)
     if len(args) != 2 or operand not in args:
         return None
@@ -66,7 +66,7 @@ def constant_beside(node: Node, operand: Node) -> float | None:
 
 
 def converts_nothing(node: Node) -> bool:
-    """Say whether ``node`` asks for a dtype that its operand has, and returns that operand."""
+    """Say whether ``node`` is a conversion to the dtype that its operand has, which returns that operand."""
     if names_of(node) not in CONVERSIONS or not node.args or not isinstance(node.args[0], Node):
         return False
     given, made = value(node.args[0]), value(node)
@@ -74,9 +74,9 @@ def converts_nothing(node: Node) -> bool:
 
 
 def is_closed(found: Formula) -> bool:
-    """Say whether nobody else reads an inner value, and all of it is of one precision and one region.
+    """Say whether no other node reads an inner value, and all nodes have one dtype and one region.
 
-    Nor may anything be written to ``x`` half-way.
+    Nothing may write to ``x`` inside the formula either.
     """
     like = captured(found.x)
     places = {tuple(repr(n.meta.get(key)) for key in PLACE) for n in found.inside}
@@ -88,9 +88,9 @@ def is_closed(found: Formula) -> bool:
 
 
 def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[Node] = ()) -> bool:
-    """Say whether something between the first and the last node of ``found`` writes to the storage of ``operand``.
+    """Say whether a node between the first and the last of ``found`` writes to the storage of ``operand``.
 
-    What reads ``operand`` and writes to another is taken to write to it; those known better are ``apart_from``.
+    A node that reads ``operand`` and writes to any tensor counts, except the nodes in ``apart_from``.
     """
     node, key = min(found.inside), storage_key(captured(operand))
     while node is not found.last:

@@ -1,6 +1,6 @@
-"""The keys of ``node.meta``, and of a graph's ``meta``, that are ours: who writes each, and who reads it.
+"""Our keys of ``node.meta`` and of a graph's ``meta``, with the modules that write and read each.
 
-Before: ``node.meta["amp_region"]`` in one file, ``node.meta[REGION]`` in another. After: one name a key, defined here.
+Before: ``node.meta["amp_region"]`` in one file, ``node.meta[REGION]`` in another. After: one name per key, here.
 The values in ``meta["val"]`` and ``meta["example_value"]`` are torch's, see ``fake_values.py``.
 """
 
@@ -13,65 +13,65 @@ from amp_graph.passes.torch_compat.dynamo_patches import DTYPE_READ as DTYPE_REA
 CAPTURED = "amp_captured"
 """The value as captured, before any pass. Written by ``adopt_values``, and for new nodes; read by ``captured``."""
 MODULE = "amp_module"
-"""The path of its module, as the user writes it. Written by name_nodes, inline_modules; read by ``module_path``."""
+"""The path of its module, as the user wrote it. Written by name_nodes, inline_modules; read by ``module_path``."""
 INPUT = "amp_input"
-"""The name of an input, as the user writes it. Written by name_nodes, step_graph; read by text and reports."""
+"""The name of an input, as the user wrote it. Written by name_nodes, step_graph; read by graph_text and reports."""
 WISH = "amp_wish"
 """The precision that ``amp_graph.precision`` asks for, and why. Written by name_nodes; read by the planners."""
 REGION = "amp_region"
-"""What to say of a node inside of the user's ``torch.autocast``. Written by ``mark_regions``; read by most passes."""
+"""Why a node inside a region of the user runs as captured. Written by ``mark_regions``; read by most passes."""
 GRAD = "amp_grad"
 """Whether it runs with gradients enabled. Written by ``mark_regions``; read by ``is_trained``."""
 TRANSFORM = "amp_transform"
-"""It is inside of a ``torch.func`` transform, and means nothing outside. Written by ``mark_regions``."""
+"""It is inside a ``torch.func`` transform, and its value is invalid outside. Written by ``mark_regions``."""
 CHECKPOINT = "amp_checkpoint"
-"""The number of its activation checkpoint. Written by ``inline_checkpoints``; read by what moves or joins nodes."""
+"""The number of its activation checkpoint. Written by ``inline_checkpoints``; read by passes that move nodes."""
 GIVEN = "amp_given"
-"""The low-precision value that it has whatever the plan says. Written by pieces, low_by_user; read by the planners."""
+"""Its low-precision value, fixed before planning. Written by autocast_subgraphs; read by the planners."""
 TAKES = "amp_takes"
-"""The inputs of a call that runs as captured that were low then. Written by pieces; read by insert_casts."""
+"""The low-precision inputs of a call that runs as captured. Written by autocast_subgraphs; read by insert_casts."""
 LEAVES = "amp_leaves"
-"""The dtypes, or None, in which the leaves of an output have to leave the graph. Written and read by pieces."""
+"""The required dtype, or None, of each leaf of an output. Written and read by autocast_subgraphs."""
 RETURNED = "amp_returned"
-"""Storages of fake copies of the value, which are the value itself when run. By drop_dropout; read by memory."""
+"""Storages of fake copies that are the value itself at run time. Written by no_op_dropout; read by aliasing."""
 
 # -- of a node, by the passes -----------------------------------------------------------------------------
 
 IDENTITY = "amp_ops"
-"""The ATen operations that it calls, an ``Identity``. Written by identify_ops, and for new nodes by editing.
+"""The ATen operations that it calls, an ``Identity``. Written by identify_ops, and for new nodes by edit.
 
-Nodes of one key share it: it holds no integers of a node's own, see ``identify_ops.OwnNumber``. Read by ``names_of``.
+Nodes of one key share it, so it has no node's own integers, see ``own_number.OWN_NUMBER``. Read by ``names_of``.
 """
 CLASSIFIED = "amp_classified"
-"""(lists, inputs, classification), so that a graph is classified once. Written and read by ``classify.classified``."""
+"""(lists, inputs, classification), a cache. Written and read by ``classify.classified``."""
 MARK = "amp"
 """The planned precision and its reason, a ``Mark``. Written by plan_precision; read by insert_casts and reports."""
 CAST = "amp_cast"
-"""Why the cast is there. Written by insert_casts; read by what makes casts fewer, and by reports."""
+"""Why the cast was inserted. Written by insert_casts; read by passes that remove or move casts, and by reports."""
 WRITTEN_OUT = "amp_written_out"
-"""This call of attention was a formula. Written by fuse_attention; read by the CPU's attention."""
+"""This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass."""
 SPARED = "amp_spared"
 """The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports."""
 TURNED = "amp_turned"
-"""Whether the weight that is packed is [inputs, outputs]. Written by pack_weights; read by widen_products."""
+"""Whether the packed weight is [inputs, outputs]. Written by prepack_weights; read by chunk_upcast_linears."""
 ASKED = "amp_asked"
-"""Whether it is noted if a packed weight is finite. Written by pack_weights; read by look_at_values."""
+"""Whether the finiteness of a packed weight is recorded. Written by prepack_weights; read by elide_nan_handling."""
 CASTS_INSIDE = "amp_casts_inside"
-"""Why a call casts the parameters that it is given, by node. Written by linears_of_parameters; read by reports."""
+"""Why a call casts its parameters itself, by node. Written by fuse_casts_into_linears; read by reports."""
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
 UNPLANNED = "amp_unplanned"
-"""Why the graph has no plan, and how it runs. Written by autocast_graph; read by reports."""
+"""Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"
-"""Which nodes are its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step."""
+"""Its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step."""
 PIECE = "amp_piece"
-"""It was captured under ``torch.autocast``. Written by pieces; read by the planners."""
+"""It was captured under ``torch.autocast``. Written by autocast_subgraphs; read by the planners."""
 RAISES = "amp_raises"
-"""Whether code that read a dtype raises values that are planned low. Written by plan_precision; read by read_dtypes."""
+"""Whether code that read a dtype upcasts values planned low. Written by plan_precision; read by dtype_reads."""
 BUDGET = "amp_budget"
-"""What the plan spent of the error budget. Written by plan_precision; read by reports."""
+"""The ``Budget`` of the plan: allowed and predicted error. Written by plan_precision; read by reports."""
 PREDICTED = "amp_predicted"
 """The predicted times of the plan. Written by plan_precision; read by reports."""
 LEFT_ALONE = "amp_left_alone"
-"""The prediction by which the whole graph stays fp32. Written by plan_precision; read by captures and reports."""
+"""The prediction for which the whole graph stays fp32. Written by plan_precision; read by captures and reports."""

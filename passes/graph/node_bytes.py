@@ -1,4 +1,4 @@
-"""Which memory a node writes, and how much: a view and a write to another's memory make none.
+"""The memory that a node allocates: none for a view, or for a write to another value's memory.
 
 ``sum(map(size_of, written(node)))`` of a ``linear`` of bf16[8,32]: 512.
 """
@@ -16,13 +16,13 @@ from amp_graph.passes.torch_compat.fake import numel
 
 
 def written(node: Node) -> list[torch.Tensor]:
-    """Return what ``node`` makes: each tensor once, and none that it hands on."""
+    """Return the tensors that ``node`` creates, each once, without those that it passes through."""
     handed_on = {id(t) for source in node.all_input_nodes for t in tensors(value(source))}
     return list({id(t): t for t in tensors(value(node)) if id(t) not in handed_on}.values())
 
 
 def writes_memory(node: Node) -> bool:
-    """Say whether ``node`` makes tensors of its own: it is no view, no write and no part of a result."""
+    """Say whether ``node`` allocates tensors: it is no view, no in-place write and no part of a result."""
     if node.op not in ("call_function", "call_method") or is_part(node) or node_info.is_higher_order(node):
         return False
     identity = node.meta.get(IDENTITY)

@@ -1,4 +1,4 @@
-"""What torch itself knows of an operation: asked of schemas and tags, never kept in a list.
+"""Facts about operations, read from torch's schemas and tags, not from lists.
 
 Before: ``if target in {torch.relu_, ...}``. After: ``is_mutable(op)``.
 """
@@ -16,7 +16,7 @@ from amp_graph.passes.graph.meta_keys import MODULE
 from amp_graph.passes.torch_compat.dispatch import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Functions of Python's ``operator`` that write to their first argument, where that is a tensor.
+# Functions of Python's ``operator`` that write to their first argument if it is a tensor.
 IN_PLACE = frozenset(
     ("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 )
@@ -34,15 +34,15 @@ def written_arguments(op: OpOverload) -> tuple[str, ...]:
 
 
 def returned_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Return the names of the arguments whose memory ``op`` may return, by its schema."""
+    """Return the names of the arguments that the result of ``op`` may alias, by its schema."""
     returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
     return tuple(a.name for a in op._schema.arguments if a.alias_info and returned & set(a.alias_info.before_set))
 
 
 def written_by_name(node: Node) -> list[Node]:
-    """Return the inputs that a call writes to as far as its name tells: for what cannot be traced alone.
+    """Return the inputs that a call writes to, judged by its name, for nodes that cannot be traced alone.
 
-    torch's own names tell (``mul_``, ``setitem``, ``out=``, ``inplace=True``); a foreign function may write to all.
+    Names in torch show it (``mul_``, ``setitem``, ``out=``, ``inplace=True``); a foreign function may write to all.
     """
     if node.op not in ("call_function", "call_method"):
         return []
@@ -68,8 +68,8 @@ def is_random(op: OpOverload) -> bool:
 def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
     """Say whether a call of ``op`` draws random numbers.
 
-    Attention without dropout does not, for all its tag; nor does dropout in evaluation, or of probability 0. A number
-    that is not known, ``OWN_NUMBER``, may be any.
+    Attention without dropout does not, despite its tag; nor does dropout in eval mode, or with probability 0. An
+    unknown number, ``OWN_NUMBER``, counts as nonzero.
     """
     if op is torch.ops.aten.dropout.default:
         p = arguments["p"]
@@ -83,12 +83,12 @@ def is_zero(argument: Any) -> bool:
 
 
 def autocast_has_rule(op: OpOverload, device: str) -> bool:
-    """Say whether ``torch.autocast`` casts what ``op`` is given on a device of the kind ``device``."""
+    """Say whether ``torch.autocast`` casts the operands of ``op`` on a device of type ``device``."""
     return dispatch_has_kernel(op, f"Autocast{device.upper()}")
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Say whether ``op`` is written in terms of other operators, at every level of dispatch."""
+    """Say whether ``op`` is CompositeImplicitAutograd: implemented by other operators."""
     return dispatch_has_kernel(op, "CompositeImplicitAutograd")
 
 
@@ -98,7 +98,7 @@ def changes_shape_by_data(op: OpOverload) -> bool:
 
 
 def reshapes_in_place(op: OpOverload) -> bool:
-    """Say whether ``op`` alters the metadata of its argument (``unsqueeze_``): it must not be run twice."""
+    """Say whether ``op`` changes the metadata of its argument (``unsqueeze_``), so that it must not run twice."""
     return torch.Tag.inplace_view in op.tags
 
 
@@ -121,10 +121,10 @@ def is_higher_order(node: Node) -> bool:
 
 
 def calls_torch(node: Node) -> bool:
-    """Say whether ``node`` calls a function of torch's, or of ours in its place, with arguments in torch's order.
+    """Say whether ``node`` calls a function of torch, or our replacement of one, with arguments in torch's order.
 
-    Not a function of somebody else's that Dynamo was told to leave alone, which may order them in any way, nor a
-    reflected operator (``w.__rmatmul__(x)``), which turns them round.
+    False for other functions that Dynamo leaves untraced, whose argument order is unknown, and for reflected operators
+    (``w.__rmatmul__(x)``), which swap their operands.
     """
     if node.op == "call_method":
         return not str(node.target).startswith("__r")
@@ -133,7 +133,7 @@ def calls_torch(node: Node) -> bool:
 
 
 def fits(value: float, dtype: torch.dtype) -> bool:
-    """Say whether the finite number ``value`` can be written in ``dtype`` without overflow."""
+    """Say whether ``value`` does not overflow in ``dtype``; True for inf and NaN."""
     return value != value or abs(value) == float("inf") or abs(value) <= torch.finfo(dtype).max
 
 

@@ -1,4 +1,4 @@
-"""What decides which ATen operations a node calls: nodes of one key share one answer.
+"""A key of everything that decides which ATen operations a node calls; nodes with one key share one identity.
 
 Before: the linears of twelve layers. After: one key, ``(call_function, F.linear, ("tensor", float32, 3, "cpu"), ...)``.
 """
@@ -22,10 +22,10 @@ LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def node_key(node: Node) -> Any:
-    """Return what decides a node's operations: the target and its arguments, tensors by dtype and rank.
+    """Return a key of a node's operations: the target and its arguments, tensors by dtype and rank.
 
-    Integers count by type only, but for ``tells_numbers``: sizes and dims do not decide which operation a call becomes,
-    and a key with them would be new for each layer.
+    Integers count by type only, except where ``tells_numbers``: sizes and dims do not decide which operation a call
+    becomes, and would give each layer its own key.
     """
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
@@ -42,7 +42,7 @@ def node_key(node: Node) -> Any:
 
 
 def tells_numbers(node: Node) -> bool:
-    """Say whether the integers of a call decide what it is: a small exponent or a large one, a chance of 0."""
+    """Say whether the integers of a call decide its operations: exponents, and probabilities of 0."""
     name = getattr(node.target, "__name__", str(node.target))
     return any(part in name for part in TELL_NUMBERS)
 
@@ -52,14 +52,14 @@ def _numbers(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _lying(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
-    """Return how the operands lie of what is no operation at all where they lie as it wants them already."""
+    """Return the operands' layouts for calls that are no-ops if the operand has the requested layout already."""
     if getattr(node.target, "__name__", str(node.target)) not in LAYS_OUT:
         return ()
     return tuple(_layouts(leaf) for leaf in flat if isinstance(leaf, torch.Tensor))
 
 
 def _layouts(tensor: torch.Tensor) -> tuple[bool, ...]:
-    """Say of each layout whether ``tensor`` has it, without a guard on symbolic sizes."""
+    """Say for each layout whether ``tensor`` has it; adds no guard on symbolic sizes."""
     sizes, strides = (tuple(map(concrete_size, numbers)) for numbers in (tensor.shape, tensor.stride()))
     alike = torch.empty_strided(sizes, strides, device="meta")
     return tuple(alike.is_contiguous(memory_format=layout) for layout in LAYOUTS)
@@ -80,7 +80,7 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def _whole_slices(args: Sequence[Any]) -> tuple[bool | None, ...]:
-    """Say which slices of ``x[index]`` take their whole dimension: torch makes no operation of those."""
+    """Say which slices of ``x[index]`` take their whole dimension: torch skips those."""
     if len(args) != 2 or not isinstance(args[0], torch.Tensor):
         return ()
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

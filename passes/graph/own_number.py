@@ -1,7 +1,7 @@
-"""What stands in an identity that several nodes share for an integer that is each node's own.
+"""A placeholder in a shared identity for an integer that differs from node to node.
 
-Before: ``x.cumsum(0)`` and ``x.cumsum(1)``, identified once, as ``cumsum(dim=0)``. After: as
-``cumsum(dim=OWN_NUMBER)``, which raises where it is compared or computed with; ``operation_of(node, mode)`` has the
+Before: ``x.cumsum(0)`` and ``x.cumsum(1)`` share the identity ``cumsum(dim=0)``. After: they share
+``cumsum(dim=OWN_NUMBER)``, which raises if it is compared or computed with; ``operation_of(node, mode)`` has the
 numbers of one node.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 class _OwnNumber:
-    """No number: it raises TypeError where it is taken for one."""
+    """A placeholder that raises TypeError if it is used as a number."""
 
     def __repr__(self) -> str:
         return "OWN_NUMBER"
@@ -34,7 +34,7 @@ OWN_NUMBER = _OwnNumber()
 
 
 def without_numbers(leaf: Any) -> Any:
-    """Return an argument with ``OWN_NUMBER`` in the place of each integer in it; booleans and enumerations stay."""
+    """Return an argument with each integer replaced by ``OWN_NUMBER``; booleans and enumerations stay."""
     if isinstance(leaf, (list, tuple)):
         return (
             tuple(map(without_numbers, leaf)) if isinstance(leaf, tuple) else [without_numbers(part) for part in leaf]

@@ -16,11 +16,11 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
 def record_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Fill ``node.meta["val"]``; raises what the graph raises on inputs of these shapes and dtypes."""
+    """Fill ``node.meta["val"]``; raises the graph's own error on inputs of these shapes and dtypes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = tree_map_only(torch.Tensor, mode.from_tensor, tuple(example_inputs))
     try:
-        with mode, torch.enable_grad():  # which values gradients flow through is part of what is recorded
+        with mode, torch.enable_grad():  # records also which values require gradients
             _Recorder(gm, mode).run(*fakes)
     except RuntimeError:  # a write to a parameter, which the user makes under no_grad
         with mode, torch.no_grad():
@@ -28,7 +28,7 @@ def record_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 class _Recorder(Interpreter):
-    """Runs a graph on fake tensors and keeps what each node gives."""
+    """Run a graph on fake tensors, and record the value of each node."""
 
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(gm)

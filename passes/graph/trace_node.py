@@ -1,7 +1,7 @@
-"""One node as a graph of its own, of the ATen operations that it calls.
+"""Trace one node into its own small graph of ATen operations.
 
-Before: ``multi_head_attention_forward(x, ...)``, one call of the user's. After: ``aten.linear``, ``aten.baddbmm``, ...,
-over placeholders for its tensors.
+Before: ``multi_head_attention_forward(x, ...)``, one call of the user. After: ``aten.linear``, ``aten.baddbmm``, ...,
+with placeholders for its tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def trace_node(
 ) -> GraphModule:
     """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
 
-    Symbolic sizes are traced as numbers, in a fake mode of their own: which operations run does not depend
-    on them, and tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that is
-    to run; a symbolic number is then an input as a tensor is.
+    Symbolic sizes are traced as numbers, in a separate fake mode: they do not decide which operations run, and
+    tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that will run; then a
+    symbolic number is an input, like a tensor.
     """
     args, kwargs = argument_values(node)
     flat, spec = tree_flatten((args, kwargs))
@@ -54,7 +54,7 @@ def trace_node(
 
     table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
     with tracing_fake(mode, symbolic=symbolic):
-        # Detached: an in-place operation on a leaf that requires a gradient is legal in the user's no_grad.
+        # Detached: in the user's no_grad, an in-place operation on a leaf that requires a gradient is legal.
         given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
 
@@ -68,7 +68,7 @@ def _is_symbolic(leaf: Any) -> bool:
 
 
 def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
-    """Return ``leaf`` with numbers for its symbolic sizes, in ``mode``."""
+    """Return ``leaf`` in ``mode``, with numbers for its symbolic sizes."""
     if isinstance(leaf, torch.SymInt):
         return concrete_size(leaf)
     if isinstance(leaf, torch.SymFloat):
@@ -86,7 +86,7 @@ def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
 
 
 def traced_inputs(node: Node) -> list[Node]:
-    """Return the nodes behind the placeholders of ``trace_node(..., symbolic=True)``, in order."""
+    """Return the nodes for the placeholders of ``trace_node(..., symbolic=True)``, in order."""
     flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
     found: dict[int, Node] = {}
     for leaf in flat:

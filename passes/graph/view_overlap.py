@@ -1,6 +1,6 @@
-"""Whether two views of one storage have an element in common.
+"""Decide whether two views of one storage share an element.
 
-Before: ``q, k, v = qkv.chunk(3, -1)``, three views whose memory interleaves. After: ``may_overlap(k, v)`` is false.
+Before: ``q, k, v = qkv.chunk(3, -1)``, three views whose memory interleaves. After: ``may_overlap(k, v)`` is False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 
 @dataclass(frozen=True)
 class _Place:
-    """Which bytes of a storage a view reads: from ``start`` on, ``steps`` of (how many, how far apart)."""
+    """The bytes of a storage that a view reads: ``start``, and ``steps`` of (count, distance in bytes)."""
 
     start: int
     steps: tuple[tuple[int, int], ...]
@@ -26,17 +26,17 @@ class _Place:
         return _Place(concrete_size(view.storage_offset()) * width, ((width, 1), *(s for s in steps if s[0] != 1)))
 
     def length(self, below: int | None = None) -> int:
-        """Return the number of bytes from the first to the last, by those steps that are less than ``below``."""
+        """Return the number of bytes from the first to the last, over the steps shorter than ``below``."""
         return 1 + sum((count - 1) * step for count, step in self.steps if below is None or step < below)
 
     def fits(self, row: int) -> bool:
-        """Say whether the view is a part of each of some rows of ``row`` bytes, the same part in all."""
+        """Say whether the view takes the same part of each of its rows of ``row`` bytes."""
         whole = all(step < row or step % row == 0 for _, step in self.steps)
         return whole and self.start % row + self.length(row) <= row
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two views of one storage may share an element; false only where it is sure that they do not."""
+    """Say whether two views of one storage may share an element; False only if they certainly do not."""
     if 0 in (*map(concrete_size, a.shape), *map(concrete_size, b.shape)):
         return False
     one, other = _Place.of(a), _Place.of(b)

@@ -1,4 +1,4 @@
-"""What a graph pass is, and what it must say about what it did.
+"""The contract of a graph pass, and the result that it returns.
 
 Before: ``gm``. After: ``PassResult(gm, changes, skips)``, where each change and each skip has a reason.
 """
@@ -25,7 +25,7 @@ class VerifyError(AmpGraphError):
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that a pass did: the rule it followed, the action, the node's name, and why."""
+    """One change by a pass: the rule, the action, the node's name, and the reason."""
 
     rule: str
     action: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Skip:
-    """One thing that a pass left alone, and why."""
+    """One node that a pass left unchanged, and the reason."""
 
     node: str
     reason: str
@@ -43,7 +43,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class PassResult:
-    """The graph after a pass, with what changed and what was left alone."""
+    """The graph after a pass, with its changes and skips."""
 
     gm: GraphModule
     changes: tuple[Change, ...] = field(default=())
@@ -56,7 +56,7 @@ class PassResult:
 
 
 class Writes(enum.Enum):
-    """What a pass may do to operations that write to memory; those that draw random numbers stay as they are."""
+    """What a pass may do to operations that write to memory. Random draws always stay as they are."""
 
     KEPT = "all stay, in order"
     ABSORBED = "sums and relus in place may go, into what made the memory that they write to"
@@ -73,12 +73,12 @@ class Pass(abc.ABC):
     * every tensor node has truthful fake-tensor metadata in ``node.meta["val"]``;
     * inputs and outputs keep their names and, unless the pass declares ``changes_outputs``, their dtypes; one that
       declares ``adds_inputs`` may add inputs behind all others;
-    * operations that draw random numbers or write to memory keep their order and their number, but for what the pass
-      declares by ``writes``.
+    * operations that draw random numbers or write to memory keep their order and number, except as declared by
+      ``writes``.
 
-    The manager, not the pass, does linting, recompiling, verifying, timing and error wrapping. It leaves a pass that
-    raises, or breaks the contract, out of the graph, unless the pass is ``required``: without it the graph would be no
-    graph in mixed precision, or less exact than its policy promises.
+    The manager, not the pass, lints, recompiles, verifies, times and wraps errors. If a pass raises or breaks the
+    contract, the manager skips it for this graph, unless it is ``required``: without such a pass the graph would not be
+    in mixed precision, or would be less exact than its policy promises.
     """
 
     name: ClassVar[str]

@@ -1,6 +1,6 @@
-"""Run passes in order: lint, recompile, verify, time; a pass that fails is left out of the graph, and named.
+"""Run passes in order: lint, recompile, verify, time; skip and report a pass that fails.
 
-Before: ``gm``. After: ``gm`` rewritten, and one ``Timed`` a pass, which says what it did or why it was left out.
+Before: ``gm``. After: ``gm`` rewritten, and one ``Timed`` per pass, with its changes or the reason for its failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPORT_IT = (
 
 @dataclass(frozen=True)
 class Timed:
-    """What one pass did, and the seconds it took; ``failure``: why it was left out of the graph, if it was."""
+    """The result of one pass, and its time in seconds; ``failure``: why it was skipped for this graph, or ""."""
 
     name: str
     result: PassResult
@@ -55,16 +55,16 @@ def run_passes(
     strict: bool | None = None,
     unchecked: int = 0,
 ) -> tuple[Timed, ...]:
-    """Run ``passes`` over ``gm`` in place and return what each did.
+    """Run ``passes`` over ``gm`` in place and return the result of each.
 
-    A pass that raises, or that breaks the contract, is left out of this graph: the graph is taken back to what it was,
-    the others run again and are all verified, and a warning and the pass's ``Timed`` name the failure.
+    A pass that raises, or that breaks the contract, is skipped for this graph: the graph is restored, the other passes
+    run again and are all verified, and a warning and the pass's ``Timed`` report the failure.
 
-    ``checked``: verify the contract after each pass; None asks the environment variable AMP_GRAPH_VERIFY. The first
-    ``unchecked`` passes are never verified. ``strict``: raise where a pass fails; None asks AMP_GRAPH_STRICT.
+    ``checked``: verify the contract after each pass; None reads the environment variable AMP_GRAPH_VERIFY. The first
+    ``unchecked`` passes are never verified. ``strict``: raise if a pass fails; None reads AMP_GRAPH_STRICT.
 
-    Raises PassError or VerifyError, which name the pass, where strict and where the pass is ``required``: ``gm`` is
-    then as it was before. Raises ListError and PolicyError as they come: they tell of what the user wrote.
+    Raises PassError or VerifyError, which name the pass, if strict or if the pass is ``required``; ``gm`` is then
+    unchanged. ListError and PolicyError are not wrapped, as they report errors in the user's input.
     """
     checked = is_verifying() if checked is None else checked
     strict = is_strict() if strict is None else strict
@@ -90,9 +90,9 @@ def run_passes(
 def _run(
     gm: GraphModule, passes: Sequence[Pass], failed: Mapping[int, AmpGraphError], checked: bool, unchecked: int
 ) -> tuple[Timed, ...]:
-    """Run all passes but those that ``failed``; raises _Failed at the first that fails now."""
+    """Run all passes except those that ``failed``; raises _Failed at the first that fails now."""
     done = []
-    contracts: dict[Writes, Contract] = {}  # of the graph as it is
+    contracts: dict[Writes, Contract] = {}  # of the current graph
     right: Checked = {}
     for i, one in enumerate(passes):
         if i in failed:
@@ -119,23 +119,23 @@ def _run(
 
 
 def is_verifying() -> bool:
-    """Say whether the environment variable AMP_GRAPH_VERIFY asks for every check there is."""
+    """Say whether the environment variable AMP_GRAPH_VERIFY enables all checks."""
     return os.environ.get(VERIFY, "") not in ("", "0")
 
 
 def is_strict() -> bool:
-    """Say whether the environment variable AMP_GRAPH_STRICT makes a pass that fails an error."""
+    """Say whether the environment variable AMP_GRAPH_STRICT turns a failed pass into an error."""
     return os.environ.get(STRICT, "") not in ("", "0")
 
 
 def _without_warnings(one: Pass, gm: GraphModule) -> PassResult:
-    with warnings.catch_warnings():  # what kernels say of fake operands; real ones say it again
+    with warnings.catch_warnings():  # kernels warn about fake operands; they warn again for real ones
         warnings.simplefilter("ignore")
         return one.run(gm)
 
 
 def _told(one: Pass, error: Exception) -> AmpGraphError:
-    """Return ``error`` as an error that names the pass, the node and the user's line."""
+    """Wrap ``error`` in an error that names the pass, the node and the user's line."""
     if isinstance(error, VerifyError):
         told: AmpGraphError = VerifyError(f"after pass {one.name}: {error}")
     elif isinstance(error, PassError):
@@ -149,7 +149,7 @@ def _told(one: Pass, error: Exception) -> AmpGraphError:
 
 
 def _at_node(error: Exception) -> str:
-    """Return the node that a pass was at when ``error`` came up, and the user's line, from the traceback."""
+    """Return the node that a pass was visiting when ``error`` was raised, and the user's line, from the traceback."""
     nodes = [f.f_locals.get("node") for f, _ in traceback.walk_tb(error.__traceback__)]
     node = next((n for n in reversed(nodes) if isinstance(n, Node)), None)
     if node is None:

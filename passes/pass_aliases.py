@@ -1,4 +1,4 @@
-"""Former names of passes and of groups of passes, which policies may still use.
+"""Former names of passes and groups of passes, which policies may still use.
 
 Before: ``skip=old_name``. After: ``skip=new_name``, which is what the policy holds and prints.
 """
@@ -48,4 +48,4 @@ ALIASES: dict[str, str] = {
     "train_linears": "lower_large_linears",
     "widen_large": "upcast_into_huge_pages",
     "widen_products": "chunk_upcast_linears",
-}  # former word -> word, both with underscores
+}  # former name -> current name, both with underscores

@@ -1,4 +1,4 @@
-"""Which passes run over a graph, in which order: a selection from the table of all passes.
+"""Select the passes that run over a graph from the table of all passes, in its order.
 
 Before: ``Policy.parse("bf16").pipeline_options("cpu")``. After: ``[IdentifyOps(), ..., PlanPrecision(...), ...]``.
 """
@@ -14,13 +14,13 @@ from amp_graph.passes.pipeline_table import TABLE
 
 
 def pipeline(phase: Phase, options: PipelineOptions, table: Sequence[Row] | None = None) -> list[Pass]:
-    """Return the passes of ``phase``, in order, built from ``options``; ``table``: in place of that of all passes."""
+    """Return the passes of ``phase``, in order, built from ``options``; ``table`` replaces the table of all passes."""
     rows = TABLE if table is None else table
     return [row.built(options) for row in rows if phase in row.phases and not why_off(row, phase, options)]
 
 
 def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
-    """Return why the pass of ``row`` is left out of a pipeline of ``phase``; "" where it is in it."""
+    """Return why a pipeline of ``phase`` does not contain the pass of ``row``; "" if it does."""
     for name in (row.name, *row.joins):
         if name in options.skip:
             return f"skip={options.skip[name]} in the policy"

@@ -1,4 +1,4 @@
-"""What decides which passes run and how each is built: a policy and a mode as one frozen value.
+"""The options that decide which passes run and how they are built: a policy and a mode as one frozen value.
 
 Before: ``Policy.parse("bf16").pipeline_options("cpu", eager=True)``. After: ``pipeline(Phase.CAPTURED, options)``.
 """
@@ -13,7 +13,7 @@ import torch
 
 from amp_graph.lists import OpList
 
-if TYPE_CHECKING:  # types of fields alone: policies are made without loading the passes
+if TYPE_CHECKING:  # only types of fields: creating a policy does not load the passes
     from amp_graph.passes.precision.measure_sensitivity import Measured
     from amp_graph.passes.weights.cast_cache import WeightCopies
 
@@ -24,14 +24,14 @@ class PipelineOptions:
 
     lists: which operation may run in which precision. dtype: the low precision.
     device: where the graph runs. planned_for: the device to plan for, which a policy may name.
-    skip: the names of passes to leave out, each with the word of the policy that does so.
-    eager: the graph runs as it is, not through a compiler, which does by itself what some passes do.
-    in_step: the graph becomes a part of the graph of a whole training step. Our kernels for images are traced into
-    that whoever compiles it, as Inductor's batch norms and 1x1 convolutions are slower.
+    skip: the names of passes to skip, each with the word of the policy that names it.
+    eager: the graph runs eagerly, not through a compiler, which does the work of some passes itself.
+    in_step: the graph becomes part of the graph of a whole training step. Our image kernels are traced into that for
+    any compiler, as Inductor's batch norms and 1x1 convolutions are slower.
     training: gradients are recorded.
-    measured: what roundings do in graphs like this one, for an error budget.
-    copies: the low-precision copies of weights that outlive the call; None where there are none.
-    user: who owns the memory that compiled graphs keep.
+    measured: the measured influence of roundings in graphs like this one, for an error budget.
+    copies: the cached low-precision copies of weights; None if there are none.
+    user: the owner of the memory that compiled graphs keep.
     """
 
     lists: OpList

@@ -1,9 +1,9 @@
-"""What the core must know of functions that passes put into graphs; the module that defines a function says it here.
+"""Traits of the functions that passes insert into graphs, declared by the module that defines each function.
 
 Before: a list in the core of every function and module of the backends. After: ``own_functions(__name__)`` at the top
 of a module, ``declare(pointwise_conv, fp32_weight_gradient=True)`` below a function; ``traits_of(node.target)``.
 
-A function that no module declares has no traits: the core treats it as any operation that the user called.
+A function without a declaration has no traits: the core treats it like any operation that the user called.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Function = Callable[..., Any]
 class Recomputable:
     """How ``RecomputeActivations`` treats a function.
 
-    kind: "relu", "gelu", ... where its result may be computed again for those who read it; "" where only the result of
-    a relu behind it is. norm: it saves its input and statistics alone, of which that relu is computed. replacement: the
-    function whose result can be computed again; None for one that is such a function. keeps: the replacement where the
-    result is saved, and others are computed from it. rewrite: edits the arguments of a node for ``replacement``.
-    aliases: the nodes that hold the value, where that is one of several results. summand: the argument that is added to
-    the norm before the relu. thorough: only where more than the cheapest is computed again. cost: see ``_cost``.
+    kind: "relu", "gelu", ... if its result may be recomputed for its readers; "" if only the result of a relu after it
+    may. norm: it saves only its input and statistics, from which that relu is recomputed. replacement: the function
+    whose result can be recomputed; None if the function itself is one. keeps: the replacement if the result is saved
+    and others are recomputed from it. rewrite: edits the arguments of a node for ``replacement``.
+    aliases: the nodes that hold the value, if it is one of several results. summand: the argument that is added to
+    the norm before the relu. thorough: recompute only if more than the cheapest values are. cost: see ``_cost``.
     """
 
     kind: str = ""
@@ -42,11 +42,11 @@ class Recomputable:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of a function.
+    """The traits of a function.
 
-    fp32_weight_gradient: its backward returns the gradient of its weight in fp32, where compiled C makes it.
-    saves: says of a call, and of a node that it reads, whether that is saved for backward; None where it is not known.
-    recomputable: how its result is computed again in backward.
+    fp32_weight_gradient: its backward returns the gradient of its weight in fp32, if our C kernel computes it.
+    saves: tells for a call and one of its inputs whether that input is saved for backward; None if unknown.
+    recomputable: how its result is recomputed in backward.
     """
 
     fp32_weight_gradient: bool = False
@@ -54,8 +54,8 @@ class Traits:
     recomputable: Recomputable | None = None
 
 
-# Operations that return one gradient for their weight, by name. What is not named may read its weight several times, as
-# an LSTM's steps do.
+# Operations that return one gradient for their weight, by name. Others may read their weight several times, as the
+# steps of an LSTM do.
 ONE_WEIGHT_GRADIENT: set[str] = {
     f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
 }
@@ -66,9 +66,9 @@ _cached: set[str] = set()
 
 
 def own_functions(module: str, *, cached_weights: bool = False) -> None:
-    """Say of all functions of ``module`` that they have no ATen identity, and are not run on fake tensors to check.
+    """Declare that the functions of ``module`` have no ATen identity; the checker does not run them on fake tensors.
 
-    ``cached_weights``: a call that replaced a cast reads a low-precision copy of a weight that outlives the call.
+    ``cached_weights``: a call that replaces a cast reads a cached low-precision copy of a weight.
     """
     _own.add(module)
     if cached_weights:
@@ -76,12 +76,12 @@ def own_functions(module: str, *, cached_weights: bool = False) -> None:
 
 
 def declare(function: Function, **traits: Any) -> None:
-    """Add ``traits``, the fields of ``Traits``, to what is known of ``function``."""
+    """Add ``traits``, fields of ``Traits``, to those of ``function``."""
     _traits[function] = replace(_traits.get(function, _NONE), **traits)
 
 
 def traits_of(target: Any) -> Traits:
-    """Return what is known of a node's target."""
+    """Return the traits of a node's target."""
     return _traits.get(target, _NONE) if callable(target) else _NONE
 
 
@@ -91,5 +91,5 @@ def is_own(target: Any) -> bool:
 
 
 def reads_cached_weight(target: Any) -> bool:
-    """Say whether ``target``, in the place of a cast, reads a copy of a weight that outlives the call."""
+    """Say whether ``target``, which replaces a cast, reads a cached copy of a weight."""
     return getattr(target, "__module__", "") in _cached

@@ -35,11 +35,11 @@ class Contract:
     outputs: tuple[torch.dtype, ...]
     parameters: tuple[tuple[str, int, bool], ...]
     effects: tuple[str, ...]
-    without_value: frozenset[str] = frozenset()  # nodes of which it is not known what they compute
+    without_value: frozenset[str] = frozenset()  # nodes without ``meta["val"]``
 
     @staticmethod
     def of(gm: GraphModule, writes: Writes = Writes.KEPT) -> Contract:
-        """Read the contract off a graph; with ``OWN`` writes, those to what it made itself are no part of it."""
+        """Read the contract of a graph; with ``OWN`` writes, it omits writes to memory that the graph allocated."""
         nodes = list(gm.graph.nodes)
         outputs = [t.dtype for n in nodes if n.op == "output" for s in _leaves(n) for t in tensors(value(s))]
         parameters = tuple((name, id(p), p.requires_grad) for name, p in gm.named_parameters(remove_duplicate=False))
@@ -51,15 +51,15 @@ class Contract:
         return Contract(inputs, tuple(outputs), parameters, effects, frozenset(n.name for n in _without_value(gm)))
 
 
-# A node that was checked: its target, its arguments, what passes said of it, and the values of what it reads.
+# The state of a node when it was checked: target, arguments, metadata, and values of its inputs.
 Checked = dict[Node, tuple[Any, ...]]
 
 
 def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: Checked | None = None) -> Contract:
-    """Return the contract of ``gm``; raise VerifyError where it breaks the one that ``before`` was read from.
+    """Return the contract of ``gm``; raise VerifyError if it breaks ``before``, the contract before the pass.
 
-    ``by``: the pass that was run, which may declare that it changes some of it. ``checked``: what earlier calls
-    found to be right, which is not run again where it is as it was; this call adds to it.
+    ``by``: the pass that ran, which may declare exceptions. ``checked``: nodes that earlier calls verified; unchanged
+    ones are not run again, and this call adds to it.
     """
     gm.graph.lint()
     _refuse_without_value(gm, before)
@@ -90,7 +90,7 @@ def _without_value(gm: GraphModule) -> list[Node]:
 
 
 def _refuse_without_value(gm: GraphModule, before: Contract) -> None:
-    """Raise VerifyError for a node whose value the pass did not record, rather than for what reads it."""
+    """Raise VerifyError for a node whose value the pass did not set, instead of for its reader."""
     for node in _without_value(gm):
         if node.users and node.name not in before.without_value:
             readers = ", ".join(reader.name for reader in node.users)
@@ -123,7 +123,7 @@ def _same(what: str, before: Any, after: Any) -> None:
 
 
 def _without_what_went(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``before`` without sums and relus in place that are not in ``after``."""
+    """Return ``before`` without the in-place sums and relus that are not in ``after``."""
     kept, rest = [], list(after)
     for effect in before:
         if rest and rest[0] == effect:
@@ -140,7 +140,7 @@ def _leaves(output: Node) -> list[Node]:
 
 
 def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
-    """List what draws random numbers or writes to memory, in order."""
+    """List the operations that draw random numbers or write to memory, in order."""
     return [
         str(part.op)
         for node in nodes
@@ -150,7 +150,7 @@ def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
 
 
 def _outlives(node: Node, lives: Lifetimes) -> bool:
-    """Say whether what ``node`` does is seen from outside of the graph: it draws, or writes to an input."""
+    """Say whether ``node`` has effects outside of the graph: it draws, or writes to an input."""
     if isinstance(node.target, OpOverload) and node_info.is_random(node.target):
         return True
     written = lives.memory_written_by(node)
@@ -158,7 +158,7 @@ def _outlives(node: Node, lives: Lifetimes) -> bool:
 
 
 def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
-    """Return the operations of a node, identified here where no pass has done so; of ours those that draw."""
+    """Return the operations of a node, identifying it if needed; for our own functions only those that draw."""
     ours = is_own(node.target)
     if not is_tensor_call(node):
         return ()
@@ -172,7 +172,7 @@ def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
         return False
     if REGION in node.meta or is_part(node) or is_own(node.target):
         return False
-    # What reshapes in place or depends on data has no second answer; a region's autocast is not active here.
+    # In-place reshapes and data-dependent shapes cannot be recomputed; a region's autocast is not active here.
     operations = _operations(node, mode)
     return (bool(operations) or is_conversion_target(node)) and not any(
         node_info.reshapes_in_place(o.op) or node_info.changes_shape_by_data(o.op) for o in operations
@@ -193,7 +193,7 @@ def _check_value(node: Node, mode: Any) -> None:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
-    """Return a tensor's dtype and sizes; a symbolic size counts as any, comparing it would add a guard."""
+    """Return a tensor's dtype and sizes; None for a symbolic size, whose comparison would add a guard."""
     return tensor.dtype, tuple(None if isinstance(n, torch.SymInt) else n for n in tensor.shape)
 
 
@@ -204,5 +204,5 @@ def _told(node: Node, what: str) -> str:
 
 
 def captured_outputs(gm: GraphModule) -> tuple[torch.dtype, ...]:
-    """Return the output dtypes that the graph was captured with."""
+    """Return the output dtypes of the graph at capture."""
     return tuple(t.dtype for n in _leaves(gm.graph.output_node()) for t in tensors(captured(n)))

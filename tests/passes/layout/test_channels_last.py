@@ -388,12 +388,12 @@ def test_a_second_run_changes_nothing():
     assert not again.result.changes
 
 
-def test_a_machine_where_it_does_not_pay(monkeypatch):
+def test_a_machine_where_it_is_not_profitable(monkeypatch):
     for module in (thresholds, conv_thresholds):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
     _, _, _, result = passed(convs)
     assert not result.changes
-    assert "does not pay" in result.skips[0].reason
+    assert "not profitable" in result.skips[0].reason
 
 
 def test_images_of_one_channel_become_channels_last_behind_their_first_convolution():

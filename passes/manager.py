@@ -113,7 +113,7 @@ def _run(
         except ListError:
             raise
         except Exception as error:
-            raise _Failed(i, _told(one, error)) from error
+            raise _Failed(i, _wrapped(one, error)) from error
         done.append(Timed(one.name, result, seconds))
     return tuple(done)
 
@@ -134,7 +134,7 @@ def _without_warnings(one: Pass, gm: GraphModule) -> PassResult:
         return one.run(gm)
 
 
-def _told(one: Pass, error: Exception) -> AmpGraphError:
+def _wrapped(one: Pass, error: Exception) -> AmpGraphError:
     """Wrap ``error`` in an error that names the pass, the node and the user's line."""
     if isinstance(error, VerifyError):
         told: AmpGraphError = VerifyError(f"after pass {one.name}: {error}")

@@ -69,7 +69,7 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
     _same("inputs", before.inputs, after.inputs[: len(before.inputs)] if adds else after.inputs)
     _same("parameters", before.parameters, after.parameters)
     absorbed = writes is Writes.ABSORBED
-    known = _without_what_went(before.effects, after.effects) if absorbed else before.effects
+    known = _without_removed(before.effects, after.effects) if absorbed else before.effects
     now = after.effects[: len(known)] if writes is Writes.APPENDED else after.effects
     _same("random draws, writes, or their order", known, now)
     if by is None or not by.changes_outputs:
@@ -99,7 +99,7 @@ def _refuse_without_value(gm: GraphModule, before: Contract) -> None:
                 "  legal: every new node that is read says what it computes, as fake tensors\n"
                 "  fix:   set_value(node, run_node(node, fake_mode_of(gm))) of amp_graph.passes.graph.edit"
             )
-            raise VerifyError(_told(node, said))
+            raise VerifyError(_message(node, said))
 
 
 def _state(node: Node) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def _same(what: str, before: Any, after: Any) -> None:
         raise VerifyError(f"verify: the pass changed the graph's {what}: before {before}, after {after}")
 
 
-def _without_what_went(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
+def _without_removed(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
     """Return ``before`` without the in-place sums and relus that are not in ``after``."""
     kept, rest = [], list(after)
     for effect in before:
@@ -187,9 +187,9 @@ def _check_value(node: Node, mode: Any) -> None:
     except DEPENDS_ON_DATA:
         return
     except Exception as error:
-        raise VerifyError(_told(node, f"cannot run on its inputs: {told_of_fakes(error) or error}")) from error
+        raise VerifyError(_message(node, f"cannot run on its inputs: {told_of_fakes(error) or error}")) from error
     if [_kind(t) for t in tensors(fresh)] != [_kind(t) for t in tensors(stored)]:
-        raise VerifyError(_told(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))
+        raise VerifyError(_message(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
@@ -197,7 +197,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
     return tensor.dtype, tuple(None if isinstance(n, torch.SymInt) else n for n in tensor.shape)
 
 
-def _told(node: Node, what: str) -> str:
+def _message(node: Node, what: str) -> str:
     where = node_info.source_line(node)
     inputs = ", ".join(type_text(value(s)) for s in node.all_input_nodes)
     return f"verify: {node.name} = {target_text(node)}({inputs}): {what}" + (f"\n  at {where}" if where else "")

@@ -51,7 +51,7 @@ class EliminateCasts(Pass):
         for node in list(gm.graph.nodes):
             if not _is_conversion(node):
                 continue
-            if _create_at_once(node):
+            if _create_converted(node):
                 changes.append(Change(self.name, "removed", node.name, f"created as {value(node.args[0]).dtype}"))
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
@@ -114,7 +114,7 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return "gradients of several readers are summed in the wide dtype: kept"
     if _is_callers(origin, memory) and _is_kept_for_backward(node):
         return "backward would read an input of the caller, who may write to it before: kept"
-    if _are_seen_apart(node, origin, memory):
+    if _caller_gets_both(node, origin, memory):
         return "the caller gets both tensors, and may write to one: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
 
@@ -133,7 +133,7 @@ def _is_callers(node: Node, memory: Memory) -> bool:
     )
 
 
-def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
+def _caller_gets_both(made: Node, origin: Node, memory: Memory) -> bool:
     """Say whether the caller gets ``made``, a copy of ``origin``, together with ``origin`` or a view of it."""
     graph, of = made.graph, memory.storages.get
     returned = frozenset().union(*(of(n, frozenset()) for n in graph.output_node().all_input_nodes))
@@ -142,7 +142,7 @@ def _are_seen_apart(made: Node, origin: Node, memory: Memory) -> bool:
     return bool(mine & returned) and bool(other & (returned | given)) and not mine & other
 
 
-def _create_at_once(node: Node) -> bool:
+def _create_converted(node: Node) -> bool:
     """Create a constant that only ``node`` reads, and converts, in the dtype of ``node``; say whether that was done."""
     source, dtype = node.args[0], value(node).dtype
     assert isinstance(source, Node), "a conversion without a source is not a conversion"

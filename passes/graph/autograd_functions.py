@@ -71,7 +71,7 @@ def _callable(forward: GraphModule, backward: GraphModule, kwargs: dict[str, Any
 
     ``forward`` returns results and saved values; ``backward`` takes the results' gradients and the saved values.
     """
-    made = _made(forward.forward, backward.forward, **kwargs)
+    made = _function_class(forward.forward, backward.forward, **kwargs)
 
     def custom_function(*args: Any) -> Any:
         if in_transform():
@@ -81,7 +81,7 @@ def _callable(forward: GraphModule, backward: GraphModule, kwargs: dict[str, Any
     return custom_function
 
 
-def _made(
+def _function_class(
     ahead: Callable[..., Any],
     back: Callable[..., Any],
     non_differentiable_idx: Sequence[int],

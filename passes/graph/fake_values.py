@@ -122,18 +122,18 @@ def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     """
     first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
     with unset_fake_temporarily():
-        found = _result(target, tuple(map(_told, args)), tuple((k, _told(v)) for k, v in kwargs.items()))
+        found = _result(target, tuple(map(_as_layout, args)), tuple((k, _as_layout(v)) for k, v in kwargs.items()))
     return found.made(first.device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _result(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> _Layout:
     given = [_as_meta(a) for a in args], {name: _as_meta(a) for name, a in kwargs}
-    made: _Layout = _told(target(*given[0], **given[1]))
+    made: _Layout = _as_layout(target(*given[0], **given[1]))
     return made
 
 
-def _told(leaf: Any) -> Any:
+def _as_layout(leaf: Any) -> Any:
     return _Layout(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 

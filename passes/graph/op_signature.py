@@ -33,7 +33,7 @@ def node_key(node: Node) -> Any:
         first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
         same = tuple(first.get(id(leaf)) for leaf in flat)
         leaves = tuple(_leaf_key(leaf) for leaf in flat)
-        told = (_whole_slices(args), _numbers(node, flat), _lying(node, flat))
+        told = (_whole_slices(args), _numbers(node, flat), _operand_layouts(node, flat))
         key = (node.op, node.target, str(spec), leaves, same, *told)
         hash(key)
     except TypeError:
@@ -51,7 +51,7 @@ def _numbers(node: Node, flat: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(leaf for leaf in flat if type(leaf) is int) if tells_numbers(node) else ()
 
 
-def _lying(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
+def _operand_layouts(node: Node, flat: Sequence[Any]) -> tuple[tuple[bool, ...], ...]:
     """Return the operands' layouts for calls that are no-ops if the operand has the requested layout already."""
     if getattr(node.target, "__name__", str(node.target)) not in LAYS_OUT:
         return ()

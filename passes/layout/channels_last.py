@@ -89,12 +89,16 @@ class _Conversion:
             self._show(node)
             return
         sources = [s for s in dict.fromkeys(node.all_input_nodes) if isinstance(value(s), torch.Tensor)]
-        begins = _is_convolution(node) or any(self._lies_so(s) or s in self.late for s in sources)
+        begins = _is_convolution(node) or any(self._has_channels_innermost(s) or s in self.late for s in sources)
         converts = self._passes_on(node) and begins
         for source in sources:
             if converts and source not in self.last and self._joins(node, source):
                 self._give(node, source, True)
-            elif not (converts or averages_places(node)) and self._lies_so(source) and is_image(value(source)):
+            elif (
+                not (converts or averages_places(node))
+                and self._has_channels_innermost(source)
+                and is_image(value(source))
+            ):
                 self._give(node, source, False)
         if converts:
             self._renew(node)
@@ -103,7 +107,7 @@ class _Conversion:
 
     def _show(self, node: Node) -> None:
         """Update a view of a part of an image that is channels_last now."""
-        if self._lies_so(node.all_input_nodes[0]):
+        if self._has_channels_innermost(node.all_input_nodes[0]):
             self._renew(node)
             (self.last if is_channels_last(value(node)) else self.parts).add(node)
 
@@ -113,7 +117,7 @@ class _Conversion:
         if "example_value" in node.meta:
             node.meta["example_value"] = node.meta["val"]
 
-    def _lies_so(self, source: Node) -> bool:
+    def _has_channels_innermost(self, source: Node) -> bool:
         """Say whether the channels of ``source`` are innermost now."""
         return source in self.last or source in self.parts
 

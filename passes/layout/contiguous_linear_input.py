@@ -43,7 +43,7 @@ class ContiguousLinearInput(Pass):
         copies: dict[Node, Node] = {}
         changes = []
         for node in list(gm.graph.nodes):
-            if mode is None or not _takes_a_detour(node):
+            if mode is None or not _is_slow_in_torch(node):
                 continue
             source = node.args[0]
             assert isinstance(source, Node), "a linear reads a value"
@@ -56,14 +56,14 @@ class ContiguousLinearInput(Pass):
         return PassResult(gm, tuple(changes))
 
 
-def _takes_a_detour(node: Node) -> bool:
+def _is_slow_in_torch(node: Node) -> bool:
     """Say whether ``node`` is a matmul that torch would run batch by batch, or without its bias."""
     if names_of(node) not in PRODUCTS or len(node.args) < 2 or REGION in node.meta or not calls_torch(node):
         return False
     x, w = node.args[:2]
     if not isinstance(x, Node) or not isinstance(w, Node) or not isinstance(value(x), torch.Tensor):
         return False
-    if value(x).dim() < 3 or value(w).dim() != 2 or _lies_in_rows(value(x)):
+    if value(x).dim() < 3 or value(w).dim() != 2 or _has_contiguous_rows(value(x)):
         return False
     if len(node.args) > 2 and isinstance(node.args[2], Node):
         return True
@@ -71,7 +71,7 @@ def _takes_a_detour(node: Node) -> bool:
     return not captured(w).requires_grad or (w.op not in ("placeholder", "get_attr") and not is_trained(node))
 
 
-def _lies_in_rows(x: torch.Tensor) -> bool:
+def _has_contiguous_rows(x: torch.Tensor) -> bool:
     """Say whether all dimensions but the last can be flattened to one; adds no guard on symbolic sizes."""
     sizes, strides = ([concrete_size(n) for n in given] for given in (x.shape, x.stride()))
     expected = 0

@@ -34,11 +34,11 @@ def without_false_products(
         if isinstance(again, str):
             return found, apart
         parts = again
-        left = [o for o in parts.operations if o.op not in more and _comes_apart(o, lists)]
+        left = [o for o in parts.operations if o.op not in more and _is_decomposed(o, lists)]
     return (found, apart) if any(_is_allowed(o, lists) for o in parts.operations) else (parts, more)
 
 
-def _comes_apart(operation: Operation, lists: OpList) -> bool:
+def _is_decomposed(operation: Operation, lists: OpList) -> bool:
     """Say whether the operations inside ``operation`` decide its class: no list names it, or only the default list."""
     if not operation.floating or not node_info.is_composite(operation.op) or node_info.is_view(operation.op):
         return False

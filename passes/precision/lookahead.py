@@ -70,7 +70,7 @@ class Lookahead:
             if not is_eligible(captured(source)) or is_leaf(source) or not _keeps_size(source, node):
                 continue
             if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
-                continue  # all readers share a cast behind the node, and its backward sums their gradients in fp32
+                continue  # all readers share a cast after the node, and its backward sums their gradients in fp32
             if node.users and all(self._reads_low(user, node, found) for user in node.users):
                 found.add(node)
         return found

@@ -101,7 +101,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
         return round(summed)
     moved, call = work.elements * SIZES[dtype], machine.call
     if work.family in COUNTED:
-        ours = dtype == "bfloat16" and machine.device == "cpu" and _is_ours(work, machine.keeps_weights)
+        ours = dtype == "bfloat16" and machine.device == "cpu" and _runs_our_kernel(work, machine.keeps_weights)
         # Packed weights, and weights that one of our kernels packs only as far as needed, are read in their layout.
         read = machine.rates["matvec"]["float32" if ours or machine.keeps_weights else dtype]
         once = max(work.flops / machine.rates[work.family][dtype], moved / read)
@@ -115,7 +115,7 @@ def picoseconds(work: Work, machine: Machine, dtype: str) -> int:
     return round(PICOSECONDS * (once * (1 + backward) + call * calls) + summed)
 
 
-def _is_ours(work: Work, keeps_weights: bool) -> bool:
+def _runs_our_kernel(work: Work, keeps_weights: bool) -> bool:
     """Say whether one of our C kernels runs a linear whose weight is trained or kept packed."""
     if work.sizes is None:
         return False
@@ -197,7 +197,7 @@ def _keeps(kind: Classification) -> str:
 
 
 def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Return the floating-point operations of a product, two to a multiply-add."""
+    """Return the forward FLOPs of a matmul, convolution or attention; a multiply-add counts as two."""
     names = _names(kind)
     if not given or not made:
         return 0
@@ -205,7 +205,7 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
         kernel = next((t for t in given[1:] if t.dim() >= 3), given[0])
         at = given[0] if any("transpose" in name for name in names) else made[0]
         return 2 * numel(at) * math.prod(concrete_size(s) for s in kernel.shape[1:])
-    if "linear" in names and len(names) > 1:  # attention with its projections: those are most of it
+    if "linear" in names and len(names) > 1:  # attention with its projections, which dominate
         tokens = _rows(given[0])
         return 2 * tokens * sum(numel(t) for t in given[1:] if t.dim() == 2)
     if "scaled_dot_product_attention" in names and len(given) > 1:

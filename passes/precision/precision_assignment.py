@@ -120,7 +120,7 @@ def cheapest(task: Task) -> frozenset[int]:
     assignment is legal.
     """
     decided = _decided(task)
-    gains, edges = _Drawing(task, decided).drawn()
+    gains, edges = _CutNetwork(task, decided).drawn()
     full = sink_side(gains, edges)
     return frozenset(i for i in range(len(task.full)) if decided.get(i, i not in full))
 
@@ -145,7 +145,7 @@ def _decided(task: Task) -> dict[int, bool]:
     return decided
 
 
-class _Drawing:
+class _CutNetwork:
     """The flow network of a task; every decided variable is replaced by the variable of its precision."""
 
     def __init__(self, task: Task, decided: Mapping[int, bool]) -> None:

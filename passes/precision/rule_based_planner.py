@@ -163,7 +163,7 @@ class RuleBasedPlan:
 
     def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
         """Return why a free operation is low under accuracy "fast", or "" if it stays full."""
-        if kind.cls is OpClass.FP32_INSIDE:  # a cast behind it costs what one before it would
+        if kind.cls is OpClass.FP32_INSIDE:  # a cast after it costs as much as one before it
             return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"

@@ -70,7 +70,7 @@ class FuseAttention(Pass):
             found = attention_around(node)
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
-            if found.dropped and not self._drops_by_ours():
+            if found.dropped and not self._has_dropout_kernel():
                 continue
             made = operands.call(found)
             what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
@@ -82,7 +82,7 @@ class FuseAttention(Pass):
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
         return allowed and attention_call_is_profitable(self.device, self.dtype)
 
-    def _drops_by_ours(self) -> bool:
+    def _has_dropout_kernel(self) -> bool:
         return attention_kernel_is_profitable(self.device, self.dtype) and is_available("dropout", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
@@ -104,8 +104,8 @@ class _Operands:
     def call(self, found: Found) -> Node:
         """Replace ``found`` by a call, erase nodes without other readers, and return the call."""
         formula, scores, mode = found.formula, found.scores, self.mode
-        keys = self._turned_back(scores.turned)
-        read = [self._of_four(n, found) for n in (scores.query, keys, found.values)]
+        keys = self._untransposed(scores.turned)
+        read = [self._four_dimensional(n, found) for n in (scores.query, keys, found.values)]
         mask = self._mask(found)
         if (blind := self._blind(found)) is not None:
             read[0] = self._put(formula.last, torch.masked_fill, read[0], blind, 0.0, like=formula.last)
@@ -125,7 +125,7 @@ class _Operands:
                 self.gm.graph.erase_node(node)
         return made
 
-    def _turned_back(self, turned: Node) -> Node:
+    def _untransposed(self, turned: Node) -> Node:
         """Return the untransposed keys: the source of the transpose, or a transpose of the operand."""
         source = turned.args[0] if turned.args else None
         if isinstance(source, Node) and transposes(turned):
@@ -134,7 +134,7 @@ class _Operands:
                 return source
         return self._put(turned.next, torch.transpose, turned, -2, -1)
 
-    def _of_four(self, node: Node, found: Found, *, folded: bool = True) -> Node:
+    def _four_dimensional(self, node: Node, found: Found, *, folded: bool = True) -> Node:
         """Return a view of ``node`` as [batch, heads, ...]; ``folded``: ``node`` is [batch * heads, ...]."""
         split, whole = found.scores.split, captured(node)
         if whole.dim() != 3:
@@ -154,7 +154,7 @@ class _Operands:
         key = (scores.terms, scores.hidden, scores.filled)
         if (known := self._known(key, found)) is not None:
             return known
-        masks = [self._of_four(term.node, found, folded=term.folded) for term in scores.terms]
+        masks = [self._four_dimensional(term.node, found, folded=term.folded) for term in scores.terms]
         hidden, blind = scores.hidden, self._blind(found)
         if hidden is None and not masks:
             return None
@@ -174,7 +174,7 @@ class _Operands:
 
     def _where(self, found: Found, hidden: Term, *, seen: bool) -> Node:
         """Return a boolean mask of the ``seen`` scores, or of the hidden ones."""
-        mask, last = self._of_four(hidden.node, found, folded=hidden.folded), found.formula.last
+        mask, last = self._four_dimensional(hidden.node, found, folded=hidden.folded), found.formula.last
         return mask if hidden.seen is seen else self._put(last, torch.logical_not, mask, like=last)
 
     def _sum(self, masks: list[Node], terms: tuple[Term, ...], last: Node) -> Node:

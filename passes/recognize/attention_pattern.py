@@ -179,7 +179,7 @@ def _dropped_by(node: Node) -> float:
 
 
 def _is_any_drawn(dropout: Node, last: Node) -> bool:
-    """Say whether a node between the two draws random numbers: moving ``dropout`` behind it would change the draws."""
+    """Say whether a node between the two draws random numbers: moving ``dropout`` after it would change the draws."""
     node = dropout.next
     while node is not last:
         identity = node.meta.get(IDENTITY)

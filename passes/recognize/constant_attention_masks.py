@@ -73,7 +73,7 @@ def _erase_unread(gm: GraphModule, mask: Node) -> None:
 
 def _what_it_hides(mask: Node) -> str:
     """Return "nothing", "later positions" (causal), or "" for any other or unknown mask."""
-    made = _made(mask)
+    made = _constant_value(mask)
     if made is None or made.dim() < 2:
         return ""
     made = made[tuple(slice(0, 1) if step == 0 else slice(None) for step in made.stride()[:-2])]  # expanded dims: one
@@ -86,7 +86,7 @@ def _what_it_hides(mask: Node) -> str:
     return "later positions" if square and bool((seen == torch.ones_like(seen).tril()).all()) else ""
 
 
-def _made(mask: Node) -> Tensor | None:
+def _constant_value(mask: Node) -> Tensor | None:
     """Compute a mask from the constants in the graph; None if it depends on anything else."""
     sources = _sources(mask)
     if sources is None or not isinstance(value(mask), Tensor):

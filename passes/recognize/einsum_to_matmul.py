@@ -43,11 +43,11 @@ class EinsumToMatmul(Pass):
         """Visit every einsum."""
         mode, changes = fake_mode_of(gm), []
         for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
-            given = _given_to(node)
+            given = _einsum_arguments(node)
             if mode is None or given is None:
                 continue
             equation, *operands = given
-            product = _that_lies_alike(node, equation, operands, mode)
+            product = _with_same_strides(node, equation, operands, mode)
             if product is not None:
                 made = _put(gm, node, product, operands, mode)
                 changes.append(Change(self.name, "as a matmul", made.name, equation))
@@ -63,7 +63,7 @@ class _Product(NamedTuple):
     swapped: bool
 
 
-def _given_to(node: Node) -> tuple[str, Node, Node] | None:
+def _einsum_arguments(node: Node) -> tuple[str, Node, Node] | None:
     """Return the equation and the two operands of an einsum; None for any other node."""
     if node.op != "call_function" or node.target not in (torch.einsum, torch.functional.einsum) or node.kwargs:
         return None
@@ -77,7 +77,7 @@ def _given_to(node: Node) -> tuple[str, Node, Node] | None:
     return equation, operands[0], operands[1]  # type: ignore[return-value]
 
 
-def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
+def _with_same_strides(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
     """Return a matmul whose result has the strides of ``node``, an einsum; None if there is none."""
     wanted, given = captured(node), [captured(o) for o in operands]
     read = _read(equation, [t.dim() for t in given])
@@ -93,7 +93,7 @@ def _that_lies_alike(node: Node, equation: str, operands: list[Node], mode: Fake
         if product is None:
             continue
         with mode:
-            made = _made(product, given, _at_once)
+            made = _build(product, given, _call)
         if _form(made) == _form(wanted):
             return product
     return None
@@ -137,14 +137,14 @@ def _product(first: str, second: str, result: str, swapped: bool) -> _Product | 
     )
 
 
-def _made(product: _Product, operands: list[Any], call: Callable[..., Any]) -> Any:
+def _build(product: _Product, operands: list[Any], call: Callable[..., Any]) -> Any:
     """Build the permuted matmul of ``operands`` by ``call``, and return the result of the last call."""
     one, other = operands[::-1] if product.swapped else operands
-    made = call(torch.matmul, _turned(one, product.left, call), _turned(other, product.right, call))
-    return _turned(made, product.behind, call)
+    made = call(torch.matmul, _permuted(one, product.left, call), _permuted(other, product.right, call))
+    return _permuted(made, product.behind, call)
 
 
-def _turned(operand: Any, order: tuple[int, ...], call: Callable[..., Any]) -> Any:
+def _permuted(operand: Any, order: tuple[int, ...], call: Callable[..., Any]) -> Any:
     if order == tuple(range(len(order))):
         return operand
     *before, last, first = range(len(order))
@@ -152,7 +152,7 @@ def _turned(operand: Any, order: tuple[int, ...], call: Callable[..., Any]) -> A
     return call(torch.transpose, operand, -2, -1) if of_last_two else call(torch.permute, operand, order)
 
 
-def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
@@ -169,7 +169,7 @@ def _put(gm: GraphModule, node: Node, product: _Product, operands: list[Node], m
         with gm.graph.inserting_before(node):  # with the module path of the einsum
             return describe(gm.graph.call_function(function, (operand, *args)), node, mode)
 
-    last = _made(product, operands, put)
+    last = _build(product, operands, put)
     made = put_call(gm, Formula(operands[0], node, {node}), last.target, last.args, mode)
     gm.graph.erase_node(last)
     return made

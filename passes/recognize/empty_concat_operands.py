@@ -43,7 +43,7 @@ class RemoveEmptyConcatOperands(Pass):
                 continue
             _set_parts(node, kept)
             set_identity(node, mode)
-            changes.append(Change(self.name, "removed", node.name, f"{len(parts) - len(kept)} empty tensors"))
+            changes.append(Change(self.name, "deleted", node.name, f"{len(parts) - len(kept)} empty tensors"))
         return PassResult(gm, tuple(changes))
 
 

@@ -34,7 +34,7 @@ class RemoveNoOpDropout(Pass):
         for node in list(gm.graph.nodes):
             source = given_back(node)
             if source is not None:
-                changes.append(Change(self.name, "removed", node.name, "it drops nothing"))
+                changes.append(Change(self.name, "deleted", node.name, "it drops nothing"))
                 # Dynamo's fake dropout is a clone: record its storage as that of the argument.
                 keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
                 source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys

@@ -36,7 +36,7 @@ def passed(function):
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_it_is_left_out_and_no_bit_changes(name):
     plain, ours, given, result = passed(LEFT_OUT[name])
-    assert [c.action for c in result.changes] == ["removed"]
+    assert [c.action for c in result.changes] == ["deleted"]
     assert not any("dropout" in n.name for n in ours.graph.nodes)
     assert not differences(run_step(ours, given), run_step(plain, given))
 

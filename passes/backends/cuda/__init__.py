@@ -1,5 +1,4 @@
 """Rewrites for CUDA: padded shapes, batched counters, casts folded into reductions.
 
-Plain torch operations, no kernels.
-Imports the core alone.
+Only torch operations, no kernels of our own. Imports only the core.
 """

@@ -1,7 +1,7 @@
-"""Let sums, means and norms read low precision themselves, where their kernels widen what they read.
+"""Let sums, means and norms read low precision directly, where their kernels upcast what they read.
 
-Before: ``h.float().sum(-1)``, which writes and reads a copy of ``h`` in fp32. After: ``h.sum(-1, dtype=torch.float32)``
-as ``torch.autocast`` has it on CUDA.
+Before: ``h.float().sum(-1)``, which writes and reads an fp32 copy of ``h``.
+After: ``h.sum(-1, dtype=torch.float32)``, as ``torch.autocast`` does on CUDA.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ REDUCTIONS = frozenset({"aten.sum", "aten.mean", "aten.prod", "aten.linalg_vecto
 
 @dataclass(frozen=True)
 class FoldUpcastsIntoReductions(Pass):
-    """Replaces ``x.float().sum(...)`` with ``x.sum(..., dtype=torch.float32)``, when ``what_pays`` says so.
+    """Replaces ``x.float().sum(...)`` with ``x.sum(..., dtype=torch.float32)``, when it is profitable.
 
-    Law: a cast of ours from low precision, read by nobody else, of memory that nobody writes in between; one operation
-    that leaves its ``dtype`` open. Exactness: rounding-equal, by another order of the sum.
+    Law: an inserted cast from low precision with no other reader, of memory that is not written in between; one
+    operation whose ``dtype`` argument is not set. Exactness: rounding-equal, by another order of the sum.
     """
 
     device: str
     name: ClassVar[str] = "fold-upcasts-into-reductions"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every reduction behind a cast."""
+        """Visit every reduction of a cast."""
         if not reducing_from_low_is_profitable(self.device):
             return PassResult(gm)
         changes, lifetimes = [], Lifetimes.of(gm)
@@ -49,12 +49,12 @@ class FoldUpcastsIntoReductions(Pass):
             node.replace_input_with(cast, source)
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             gm.graph.erase_node(cast)
-            changes.append(Change(self.name, "reads low precision", node.name, f"its kernel widens {source.name}"))
+            changes.append(Change(self.name, "reads low precision", node.name, f"its kernel upcasts {source.name}"))
         return PassResult(gm, tuple(changes))
 
 
 def _cast_before(node: Node) -> Node | None:
-    """Return the cast to fp32 that ``node`` alone reads, where it is a reduction that can do without."""
+    """Return the cast to fp32 that only ``node`` reads, if it is a reduction that does not need it."""
     found = node.meta.get(IDENTITY)
     if not isinstance(found, Identity) or len(found.operations) != 1 or node.kwargs.get("dtype") is not None:
         return None

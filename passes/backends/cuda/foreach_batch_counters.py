@@ -1,6 +1,7 @@
-"""Let batch norms count their batches by one call, where a call costs more than a count: on GPUs.
+"""Increment the batch counters of all batch norms in one call, where a call costs more than an increment: on GPUs.
 
-Before: ``tracked_1.add_(1); ...; tracked_53.add_(1)``. After: ``torch._foreach_add_([tracked_1, ..., tracked_53], 1)``.
+Before: ``tracked_1.add_(1); ...; tracked_53.add_(1)``.
+After: ``torch._foreach_add_([tracked_1, ..., tracked_53], 1)``.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 @dataclass(frozen=True)
 class BatchNormCounters(Pass):
-    """Replaces ``counter.add_(1)`` of several counters by one call for all, when ``what_pays`` says so.
+    """Replaces ``counter.add_(1)`` of several counters with one call for all, when it is profitable.
 
-    Law: each is an input of the graph, a number of its own that nothing else reads. Exactness: bit-exact.
+    Law: each is an input of the graph, a separate tensor that nothing else reads. Exactness: bit-exact.
     """
 
     device: str
     name: ClassVar[str] = "batch-norm-counters"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every count."""
+        """Visit every increment."""
         counts = [n for n in gm.graph.nodes if _counts(n)] if few_calls_are_profitable(self.device) else []
         if len({storage_key(value(n)) for n in counts}) < max(2, len(counts)):
             return PassResult(gm)

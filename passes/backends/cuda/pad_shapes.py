@@ -1,7 +1,8 @@
-"""Pad the dimensions of products to the multiples that tensor cores want.
+"""Pad the dimensions of matmuls and convolutions to the multiples that tensor cores need.
 
-Before: ``linear(x, w)`` of a vocabulary of 50257. After: ``aligned_linear(x, w)``, which multiplies by 50264 rows, the
-last seven of them zero, and narrows the result. Parameters keep their shapes.
+Before: ``linear(x, w)`` with a vocabulary of 50257.
+After: ``aligned_linear(x, w)``, which multiplies by 50264 rows, the last seven of them zero, and narrows the result.
+Parameters keep their shapes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ ALIGNED = (("aten.linear",), ("aten.conv2d",))
 class PadShapes(Pass):
     """Replaces ``linear`` and ``conv2d`` of odd sizes with ``aligned_linear`` and ``aligned_conv2d``.
 
-    Law: in low precision; of a linear, inputs and outputs that 8 does not divide; of a convolution without groups over
-    channels_last images, input channels, 3 to 4 and more than 4 to a multiple of 8 (others cuDNN turns to pad them: on
-    an H100 the 16 x 16 patches of a ViT took 124 us instead of 71). The result lies as it did, but for casts of it.
-    Exactness: rounding-equal, gradients included: zeros are added to sums, which a kernel may order otherwise.
+    Law: in low precision; a linear with input or output sizes that are no multiples of 8; a convolution without groups
+    over channels_last images, whose input channels are padded from 3 to 4, or from more than 4 to a multiple of 8
+    (cuDNN transposes other images to pad them: on an H100 the 16 x 16 patches of a ViT took 124 us instead of 71). The
+    result's layout is unchanged, unless only casts read it. Exactness: rounding-equal, gradients included: zeros are
+    added to sums, which a kernel may order differently.
 
-    ``device``: what is planned for, by which ``what_pays`` decides.
+    ``device``: the target device, which decides what is profitable.
     """
 
     device: str
@@ -55,9 +57,9 @@ class PadShapes(Pass):
                 continue
             work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
             if not (lies and aligning_is_profitable(self.device, value(node).dtype, work)):
-                if self.device != "cpu":  # where nothing is padded, and nobody asks why
+                if self.device != "cpu":  # nothing is padded, and no report is wanted
                     why = f"in {work} products" if lies else "in images that are not channels_last"
-                    skips.append(Skip(node.name, f"{told} do not pay for being padded {why}"))
+                    skips.append(Skip(node.name, f"{told} are not worth padding {why}"))
             elif _align(node, given, convolves, mode):
                 changes.append(Change(self.name, "padded", node.name, f"{told}: tensor cores take multiples of 8"))
         return PassResult(gm, tuple(changes), tuple(skips))
@@ -93,7 +95,7 @@ def _odd_channels(weight: Node) -> str:
 
 
 def _work(node: Node, weight: torch.Tensor) -> int:
-    """Return how many products are added up: one for each element of the result and of what it sums over."""
+    """Return the number of multiply-adds: one per element of the result and per element that it sums over."""
     inside = math.prod(concrete_size(n) for n in weight.shape[1:])
     return inside * math.prod(concrete_size(n) for n in value(node).shape)
 

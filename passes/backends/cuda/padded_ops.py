@@ -1,6 +1,7 @@
-"""Products with dimensions padded to what tensor cores take, by zeros, and the results narrowed again.
+"""Matmuls and convolutions with dimensions zero-padded for tensor cores, and the results narrowed again.
 
-Before: ``F.linear(x, w)`` with ``w`` [50257, 768]. After: ``F.linear(x, F.pad(w, (0, 0, 0, 7)))[..., :50257]``.
+Before: ``F.linear(x, w)`` with ``w`` [50257, 768].
+After: ``F.linear(x, F.pad(w, (0, 0, 0, 7)))[..., :50257]``.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from amp_graph.passes.registry import own_functions
 own_functions(__name__)
 
 MULTIPLE = 8  # elements of 16 bits
-IMAGE = 4  # channels of a first convolution that cuDNN has kernels of its own for
+IMAGE = 4  # channels of a first convolution for which cuDNN has special kernels
 
 
 def missing(size: int) -> int:
-    """Return how much ``size`` lacks to the next multiple of 8."""
+    """Return the padding of ``size`` to the next multiple of 8."""
     return -size % MULTIPLE
 
 
 def missing_channels(channels: int) -> int:
-    """Return how many channels an image lacks: 3 to 4, more than 4 to the next multiple of 8; 1 and 2 stay."""
+    """Return the channel padding of an image: 3 to 4, more than 4 to the next multiple of 8; 1 and 2 stay."""
     return IMAGE - channels if channels == IMAGE - 1 else missing(channels) if channels > IMAGE else 0
 
 
 def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dense: bool) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, computed with both dimensions of ``weight`` padded to multiples of 8.
 
-    x [..., in], weight [out, in], bias [out], of one dtype. ``dense``: whether the result lies as ``linear``'s does;
-    else it is a view of the padded one. Zeros add nothing to any sum: gradients are those of ``linear``.
+    x [..., in], weight [out, in], bias [out], of one dtype. ``dense``: return the layout of ``linear``; else a view of
+    the padded result. Zeros do not change any sum: gradients are those of ``linear``.
     """
     columns, rows = missing(weight.shape[1]), missing(weight.shape[0])
     if columns:
@@ -53,7 +54,7 @@ def aligned_conv2d(
     padding: list[int] | str,
     dilation: list[int],
 ) -> Tensor:
-    """Return ``F.conv2d`` of x [batch, in, height, width], computed with the input's channels padded by zeros."""
+    """Return ``F.conv2d`` of x [batch, in, height, width], computed with zero-padded input channels."""
     short = missing_channels(x.shape[1])
     layout = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
     x = F.pad(x, (0, 0, 0, 0, 0, short)).contiguous(memory_format=layout)

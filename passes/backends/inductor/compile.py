@@ -1,6 +1,7 @@
-"""Inductor with passes of ours over the graphs that it has taken down to ATen operations.
+"""Inductor with passes of ours over the ATen graphs that it generates code from.
 
-Before: ``compile_fx(gm, inputs)``. After: ``compile_with_inductor(gm, inputs, passes=[FuseAddmmBias()])``.
+Before: ``compile_fx(gm, inputs)``.
+After: ``compile_with_inductor(gm, inputs, passes=[FuseAddmmBias()])``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def compile_with_inductor(
     whole: bool = False,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Return what Inductor makes of ``gm``, and of its backward later on, with ``passes`` over its flat graphs.
+    """Compile ``gm``, and later its backward, with Inductor, running ``passes`` over its flat graphs.
 
-    whole: ``gm`` is the flat graph of a step, which has no backward, and which is called where Dynamo is off. Options
-    of Inductor that the user has set hold; a pass of the user's own in the place of ours, too. mode: whose options are
-    added.
+    whole: ``gm`` is the flat graph of a step, which has no backward and is called with Dynamo off. Inductor options
+    that the user has set take precedence, as does a custom pass of the user. mode: the ``torch.compile`` mode whose
+    options are added.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -57,9 +58,9 @@ def modes_of_inductor() -> dict[str, dict[str, Any]]:
 
 
 def _lower_linear_bias() -> None:
-    """Let compiled code call oneDNN for ``amp_graph::linear_bias``, and not our operator, whose body is Python.
+    """Let compiled code call oneDNN for ``amp_graph::linear_bias``, instead of our operator in Python.
 
-    Inductor's own lowering of ``_linear_pointwise`` wants a weight that is frozen; 2.11 to 2.13.
+    Inductor's own lowering of ``_linear_pointwise`` requires a frozen weight; 2.11 to 2.13.
     """
     from torch._inductor import lowering, mkldnn_ir
     from torch._inductor.ir import TensorBox
@@ -74,7 +75,7 @@ def _lower_linear_bias() -> None:
 
 
 def _hook(passes: Sequence[Pass]) -> Any:
-    """Return passes in Inductor's own form, with a name under which its cache keeps results: their source."""
+    """Return passes as an Inductor hook, with their source as the key of its cache."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Passes(CustomGraphPass):

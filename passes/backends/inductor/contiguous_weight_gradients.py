@@ -1,7 +1,8 @@
-"""Lay the gradients of convolutions' weights as their parameters lie, in flat graphs of whole steps for Inductor.
+"""Give the gradients of convolution weights their parameters' layout, in flat graphs of whole steps for Inductor.
 
-Before: an update that reads a channels_last gradient beside a contiguous weight and its moments, element by element
-across the memory of one of them. After: ``amp_graph::in_rows(gradient)``, one copy, and an update that runs along rows.
+Before: an update that reads a channels_last gradient together with a contiguous weight and its moments, with strided
+accesses.
+After: ``amp_graph::in_rows(gradient)``, one copy, and an update with contiguous accesses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEPS = 16  # operations between a gradient and its update: unscaling, clipping,
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` whose elements lie in the order of its sizes."""
+    """Return a contiguous copy of ``x``."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -33,11 +34,11 @@ define_as_typed(in_rows, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.
 
 @dataclass(frozen=True)
 class MakeWeightGradientsContiguous(Pass):
-    """Copies a convolution's gradient of its weight that lies otherwise than what it is met with.
+    """Copies a convolution's weight gradient whose layout differs from that of the tensors it is combined with.
 
-    Law: on the CPU, of 4 dimensions, with a graph's input of the same shape that lies in rows in one of the next
-    operations. Inductor's tiles of 3 x 3 filters leave 7 of 16 lanes empty and are turned several times: 34 ms of a
-    U-Net's step of 227, where such copies take 8 and an update along rows 11. Exactness: bit-exact.
+    Law: on the CPU, 4 dimensions, and one of the next operations reads a contiguous graph input of the same shape.
+    Inductor's tiles of 3 x 3 filters leave 7 of 16 lanes empty and are transposed several times: 34 ms of a U-Net's
+    step of 227, where such copies take 8 and a contiguous update 11. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "make-weight-gradients-contiguous"
@@ -57,7 +58,7 @@ class MakeWeightGradientsContiguous(Pass):
             for user in [u for u in node.users if u is not laid]:
                 user.replace_input_with(node, laid)
             laid.meta = {**node.meta, "val": value(node).new_empty(value(node).shape)}
-            changes.append(Change(self.name, "laid in rows", node.name, "its parameter lies so"))
+            changes.append(Change(self.name, "made contiguous", node.name, "its parameter is contiguous"))
         return PassResult(gm, tuple(changes))
 
 
@@ -69,7 +70,7 @@ def _lies_across(node: Node) -> bool:
 
 
 def _meets_rows(gradient: Node) -> bool:
-    """Say whether an input of the graph with the shape of ``gradient``, in rows, is read together with it soon."""
+    """Say whether a contiguous graph input of the shape of ``gradient`` is soon read together with it."""
     shape, reached = value(gradient).shape, {gradient}
     for _ in range(STEPS):
         readers = {user for node in reached for user in node.users}

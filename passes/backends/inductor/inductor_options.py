@@ -1,6 +1,7 @@
-"""What Inductor can leave out, and do otherwise, in the code of a whole training step.
+"""Inductor options for the code of a whole training step.
 
-Before: ``compile_fx(gm, inputs)``. After: ``compile_fx(gm, inputs, config_patches=options_of_step(gm))``.
+Before: ``compile_fx(gm, inputs)``.
+After: ``compile_fx(gm, inputs, config_patches=options_of_step(gm))``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ KNOWN = ("aten", "prims", "amp_graph", "mkldnn", "mkldnn_rnn")
 
 
 def options_of_step(gm: GraphModule) -> dict[str, Any]:
-    """Return options of Inductor for ``gm``, the flat graph of a step.
+    """Return Inductor options for ``gm``, the flat graph of a step.
 
-    At every call Inductor looks at the sizes of inputs, which Dynamo's guards have seen, or which are ours, and at what
-    operators return, to find those that say other sizes than they return: where all are torch's or ours, there are
-    none. The calls of a small step on the CPU are compiled, too.
+    At every call, Inductor checks the sizes of inputs, and the sizes that operators return against those they declared.
+    Dynamo's guards or our own code have checked the inputs, and torch's and our operators declare the right sizes. On
+    the CPU, the calls of a small step are compiled, too.
     """
     used = {n.target.namespace for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
     if not used <= {*KNOWN}:
         return {}
     found: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-    # Operators of ours are called by way of Python, which is dearer from C++.
+    # Our operators are called through Python, which costs more from C++.
     if used <= {"aten", "prims"} and calling_from_cpp_is_profitable(_device(gm), _flops(gm), _elements(gm)):
         found["cpp_wrapper"] = True
     return found

@@ -1,7 +1,8 @@
-"""Multiply small matrices by code of our own, in the flat graphs that Inductor makes its code from.
+"""Lower small matmuls to a kernel of ours, in the flat graphs that Inductor generates code from.
 
-Before: ``mm(x, w.t())`` or ``relu(linear_bias(x, w, b))``, calls of oneDNN. After: ``amp_graph::small_product(x,
-w.t(), b, True)``, which Inductor compiles along with its own kernels (``small_gemm_template.py``).
+Before: ``mm(x, w.t())`` or ``relu(linear_bias(x, w, b))``, calls of oneDNN.
+After: ``amp_graph::small_product(x, w.t(), b, True)``, which Inductor compiles along with its own kernels
+(``small_gemm_template.py``).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ ATEN: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class LowerSmallGemm(Pass):
-    """Replaces ``mm(a, b)`` and ``linear_bias(x, w, b)`` with ``small_product`` when ``what_pays`` says so.
+    """Replaces ``mm(a, b)`` and ``linear_bias(x, w, b)`` with ``small_product`` when it is profitable.
 
-    Law: bf16 matrices on the CPU, in sizes known while they are traced, whose rows or columns lie without gaps. A relu
-    that alone reads the result goes into the call; the kernel's lets NaN through. Exactness: rounding-equal; sums are
-    fp32 in another order, rounded once, with the bias in them.
+    Law: bf16 matrices on the CPU, of sizes known at trace time, whose rows or columns are contiguous. A relu that is
+    the only reader of the result is fused; ours propagates NaN. Exactness: rounding-equal; sums are fp32 in another
+    order, rounded once, bias included.
     """
 
     name: ClassVar[str] = "lower-small-gemm"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product."""
+        """Visit every matmul."""
         changes = []
         found = [n for n in gm.graph.nodes if n.target in (ATEN.mm.default, OPS.linear_bias.default)]
         for node in found if takes_kernels_of_ours() else ():
@@ -54,7 +55,7 @@ class LowerSmallGemm(Pass):
 
 
 def _fits(node: Node) -> bool:
-    """Say whether the kernel takes the operands of ``node``, and is worth it."""
+    """Say whether the kernel supports the operands of ``node``, and is profitable."""
     if node.kwargs or not all(isinstance(n, Node) for n in node.args[:2]):
         return False
     tensors: list[Tensor] = [value(n) for n in node.args[:2]]  # type: ignore[arg-type]
@@ -67,13 +68,13 @@ def _fits(node: Node) -> bool:
 
 
 def _relu(node: Node) -> Node | None:
-    """Return the relu that alone reads ``node``."""
+    """Return the relu that is the only reader of ``node``."""
     user = next(iter(node.users), None)
     return user if len(node.users) == 1 and user is not None and user.target is ATEN.relu.default else None
 
 
 def _operands(gm: GraphModule, node: Node) -> tuple[Any, ...]:
-    """Return left, right and bias of a product."""
+    """Return left operand, right operand and bias of a matmul."""
     if node.target is ATEN.mm.default:
         return (*node.args, None)
     x, weight, bias = node.args

@@ -1,9 +1,9 @@
-/* out = a b, through relu(... + bias) where asked: a [rows, depth], b [depth, columns], out [rows, columns] in rows; all
-   bf16. Sums are fp32 and rounded once; subnormal elements count as zero. Elements of a lie a_row and a_column
-   apart, those of b likewise; of each operand, one of the two is 1.
+/* out = a b, or relu(... + bias) if requested: a [rows, depth], b [depth, columns], out [rows, columns] row-major; all
+   bf16. Sums are fp32 and rounded once; subnormal elements count as zero. Elements of a are a_row and a_column apart,
+   those of b likewise; of each operand, one of the two strides is 1.
 
-   small_gemm_template.py hands this file to Inductor, which compiles it as C++ for the machine at hand. Where that lacks
-   AVX512_BF16, or there is no memory, loops do the same. */
+   small_gemm_template.py hands this file to Inductor, which compiles it as C++ for the host CPU. Without AVX512_BF16,
+   or if out of memory, plain loops do the same. */
 
 #include "low_precision.h"
 #include "thread_scratch.h"
@@ -26,11 +26,11 @@ static void multiply_by_loops(const Product *p) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(PLAIN_LOOPS)
-#define TALL 4 /* few rows are what this is for */
+#define TALL 4 /* made for few rows */
 #include "gemm_tiles.h"
 
-/* `rows` up to TALL and, unless `whole`, some of PANEL columns of the result. With both known to the compiler the sums
-   stay in registers, and nothing is stored behind a mask. */
+/* `rows` up to TALL and, unless `whole`, a part of PANEL columns of the result. If the compiler knows both, the sums
+   stay in registers, and no store is masked. */
 INLINE void block(const Product *p, const Low *a, int64_t a_row, int64_t a_pair, const Low *b, int64_t row,
                   int64_t column, int64_t rows, int whole) {
   __m512 sums[TALL][BROAD];

@@ -1,7 +1,7 @@
-"""How compiled code multiplies small matrices: a kernel of ours, compiled by Inductor with its own.
+"""A kernel of ours for small matmuls, which Inductor compiles together with its own.
 
-Before: ``amp_graph::small_product`` in a graph that Inductor lowers, a call of Python. After: a call of
-``small_gemm.c``, whose sizes are arguments, so that one kernel serves all products of a graph.
+Before: ``amp_graph::small_product`` in a graph that Inductor lowers, a call into Python.
+After: a call of ``small_gemm.c`` with the sizes as arguments, so that one kernel serves all matmuls of a graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HEADERS = (
     HEADER,
     HEADER.with_name("thread_scratch.h"),
     HEADER.with_name("gemm_tiles.h"),
-)  # in the order of their includes
-FILES = (__file__, str(SOURCE), *map(str, HEADERS))  # what the kernel is made of
+)  # in include order
+FILES = (__file__, str(SOURCE), *map(str, HEADERS))  # the kernel's sources
 POINTERS = ("const at::BFloat16*",) * 3 + ("at::BFloat16*",)
 NUMBERS = ("const int64_t",) * 12
 ENTRY = """
@@ -43,7 +43,7 @@ BODY = """
 
 
 def lower_small_products() -> None:
-    """Let Inductor lower ``amp_graph::small_product``; 2.13, whose code generation it goes by."""
+    """Register Inductor's lowering of ``amp_graph::small_product``; for the code generation of 2.13."""
     from torch._inductor import lowering
 
     if OPS.small_product.default in lowering.lowerings:
@@ -57,11 +57,11 @@ def lower_small_products() -> None:
 
 @lru_cache
 def _node_type() -> Any:
-    """Return the type of the nodes of Inductor's that are such a product."""
+    """Return the Inductor node type of such a matmul."""
     from torch._inductor import ir
 
     class SmallProduct(ir.ExternKernelOut):
-        """A product whose memory Inductor plans, and whose kernel it compiles, but which it fuses with nothing."""
+        """A matmul whose memory Inductor plans, and whose kernel it compiles, but which it fuses with nothing."""
 
         relu: bool
 
@@ -84,7 +84,7 @@ def _node_type() -> Any:
             self.codegen_comment(wrapper)
             numbers = [len(self.operands) > 2, self.relu, *self.get_size(), self.operands[0].get_size()[1]]
             numbers += [*self.operands[0].get_stride(), *self.operands[1].get_stride()]
-            given = (*self.operands, *self.operands[:1])[:3]  # in the place of no bias, anything
+            given = (*self.operands, *self.operands[:1])[:3]  # any pointer stands for a missing bias
             numbers += [t.get_layout().offset for t in given]
             wrapper.generate_kernel_call(
                 _kernel(wrapper),

@@ -1,9 +1,9 @@
-"""Recurrent layers of cuDNN, in a form that a graph with its own backward can hold.
+"""Recurrent layers of cuDNN, as operators that a graph with its own backward can hold.
 
-Before: ``torch.lstm(x, (h, c), weights, ...)``, which looks for the weights in one piece of memory, which no tracer
-takes, and warns where they are not. After: ``amp_graph::cudnn_rnn``, which lays them so, and
-``amp_graph::cudnn_rnn_backward``.
-Source: aten/src/ATen/native/cudnn/RNN.cpp.
+Before: ``torch.lstm(x, (h, c), weights, ...)``, which expects the weights in one flat buffer: it warns if they are not,
+and no tracer can capture it.
+After: ``amp_graph::cudnn_rnn``, which flattens them, and ``amp_graph::cudnn_rnn_backward``. Source:
+aten/src/ATen/native/cudnn/RNN.cpp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Say whether ``torch.lstm`` and its like run cuDNN's kernels on these tensors, without projections."""
+    """Say whether ``torch.lstm`` and similar run cuDNN's kernels on these tensors, without projections."""
     tensors = (*hidden, *params)
     return (
         x.device.type == "cuda"
@@ -36,11 +36,11 @@ def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
 
 
 class CudnnLayers(torch.autograd.Function):
-    """All layers, without dropout, and their gradients; neither is rounded otherwise than by torch's call of cuDNN.
+    """All layers, without dropout, and their gradients, with the same rounding as torch's call of cuDNN.
 
-    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (num_layers, bidirectional); states: how many of the tensors
-    behind ``x`` ([length, batch, width]) are first states, each [layers * directions, batch, size]. trains: whether
-    there will be a backward, for which cuDNN keeps what it needs.
+    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (num_layers, bidirectional); states: how many of the tensors after
+    ``x`` ([length, batch, width]) are initial states, each [layers * directions, batch, size]. trains: whether there
+    will be a backward, for which cuDNN reserves what it needs.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class CudnnLayers(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradients of ``x`` and the tensors behind it, which cuDNN does not differentiate again."""
+        """Return the gradients of ``x`` and the tensors after it; they cannot be differentiated again."""
         x, *tensors, out, reserve, weights = ctx.saved_tensors
         params, needed = tensors[ctx.states :], ctx.needs_input_grad[4:]
         given = [x.contiguous(), *(h.contiguous() for h in tensors[: ctx.states])]
@@ -68,7 +68,7 @@ class CudnnLayers(torch.autograd.Function):
 
 
 def _options(kind: str, hidden: Sequence[Tensor], layers: int, bidirectional: bool, trains: bool) -> tuple[Any, ...]:
-    """Return what cuDNN is told behind the tensors: no projection, no dropout, no packed sequence."""
+    """Return the arguments of cuDNN after the tensors: no projection, no dropout, no packed sequence."""
     return MODES[kind], hidden[0].shape[-1], 0, layers, False, 0.0, trains, bidirectional, [], None
 
 
@@ -83,10 +83,10 @@ def _per_layer(params: Sequence[Tensor], layers: int, bidirectional: bool) -> in
 def _forward(
     kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], layers: int, bidirectional: bool, trains: bool
 ) -> tuple[Tensor, ...]:
-    """Return output, last states, and what backward reads: what cuDNN reserved, and the weights in one piece."""
+    """Return output, last states, and what backward reads: cuDNN's reserve, and the flattened weights."""
     options = _options(kind, hidden, layers, bidirectional, trains)
     stride = _per_layer(params, layers, bidirectional)
-    weights = [p.view_as(p) for p in params]  # which are told to lie in one piece; cuDNN warns where none is given
+    weights = [p.view_as(p) for p in params]  # declared as parts of one flat buffer; cuDNN warns without a buffer
     mode, size, no_projection, *_ = options
     piece = ATEN._cudnn_rnn_flatten_weight(
         weights, stride, x.shape[-1], mode, size, no_projection, layers, False, bidirectional
@@ -107,15 +107,15 @@ def _backward(
     reserve: Tensor,
     weights: Tensor,
 ) -> list[Tensor]:
-    """Return the gradients of ``x``, the first states and the parameters; ``reserve``, which cuDNN writes, is kept."""
+    """Return the gradients of ``x``, the initial states and the parameters; copies ``reserve``, which cuDNN writes."""
     options, stride = _options(kind, hidden, layers, bidirectional, True), _per_layer(params, layers, bidirectional)
     h, c = _states(hidden)
     dout, dh, *dc = grads
-    mask = [True, True, bool(dc), True]  # cuDNN refuses to be asked for what the kind does not have
+    mask = [True, True, bool(dc), True]  # cuDNN rejects requests for gradients that the kind does not have
     dx, dh0, dc0, dparams = ATEN._cudnn_rnn_backward(
         x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), mask
     )
-    # Gradients of weights are parts of one piece of memory: each its own, as operators return it.
+    # Weight gradients are parts of one buffer: separate tensors here, as operators must return them.
     return [dx, dh0, *([dc0] if dc else []), *(g.clone() for g in dparams)]
 
 
@@ -124,7 +124,7 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:
     out = x.new_empty(*x.shape[:2], hidden[0].shape[-1] * (2 if bidirectional else 1))
     states = [h.new_empty(h.shape) for h in hidden] + [x.new_empty(0)] * (2 - len(hidden))
-    # Of these two cuDNN alone knows the sizes; nothing but its backward reads them.
+    # Only cuDNN knows the sizes of these two; only its backward reads them.
     kept = x.new_empty(0, dtype=torch.uint8), x.new_empty(sum(p.numel() for p in params))
     return (out, *states, *kept)
 

@@ -1,8 +1,9 @@
-"""A GRU layer in low precision that carries its state in fp32, as ``torch.autocast`` does.
+"""A low-precision GRU layer that carries its state in fp32, as ``torch.autocast`` does.
 
-Before: ``torch.gru(...)`` of bf16 tensors, which rounds the state at every step. After: ``gru_layer(...)``: products
-are of bf16, gates, states and their gradients fp32. The gradients of weights and input are a product each, over all
-steps (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016).
+Before: ``torch.gru(...)`` of bf16 tensors, which rounds the state at every step.
+After: ``gru_layer(...)``: matmuls are bf16; gates, states and their gradients fp32. The gradients of weights and input
+are one matmul each, over all steps (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural Networks
+on GPUs", 2016).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _GruLayer(torch.autograd.Function):
 def gru_output(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return output and last state, as ``gru_forward``, bit for bit; nothing else is kept, and steps stay in cache."""
+    """Return output and last state, as ``gru_forward``, bit for bit; nothing else is saved, so steps stay in cache."""
     x = x.flip(0) if reverse else x
     length, batch, size = *x.shape[:2], h.shape[-1]
     sums = F.linear(x, w_ih, b_ih).view(length, batch, 3 * size).float()
@@ -82,8 +83,8 @@ def gru_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, last state, all states [length + 1, batch, size] and gates [length, batch, 4, size], fp32.
 
-    Of the gates: reset, update, new, and what the reset gate lets through. ``reverse``: the steps are those from the
-    end. Source: GRUCell in aten/src/ATen/native/RNN.cpp.
+    The gates are: reset, update, new, and the input of the reset gate. ``reverse``: the steps run from the end. Source:
+    GRUCell in aten/src/ATen/native/RNN.cpp.
     """
     x = x.flip(0) if reverse else x
     length, batch, size = *x.shape[:2], h.shape[-1]
@@ -92,7 +93,7 @@ def gru_forward(
     states = torch.empty(length + 1, batch, size)
     states[0] = h
     times, state = _times(w_hh, b_hh), states[0]
-    # Views of all steps at once: to make them step by step takes as long as the arithmetic on small states.
+    # Views of all steps at once: for small states, making them step by step takes as long as the arithmetic.
     steps = (gates[:, :, :2].unbind(), *(part.unbind() for part in gates.unbind(2)), states[1:].unbind())
     for both, reset, update, new, through, after in zip(*steps, strict=True):
         seen = times(state.to(x.dtype)).view(batch, 3, size).float()
@@ -128,10 +129,7 @@ def gru_backward(
 
 
 def _steps(gates: Tensor, states: Tensor, dout: Tensor, dh: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Go back step by step; return the gradients of the sums over the state, of the new gate's sums, and of the state.
-
-    The first two in the dtype of ``w_hh``.
-    """
+    """Go back step by step; return the gradients of the state's matmul, of the new gate's sums, and of the state."""
     length, batch, _, size = gates.shape
     back = _times(w_hh.t(), None)
     dseen = gates.new_empty(length, batch, 3 * size, dtype=w_hh.dtype)
@@ -155,7 +153,7 @@ def _steps(gates: Tensor, states: Tensor, dout: Tensor, dh: Tensor, w_hh: Tensor
 
 
 def _times(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return what multiplies rows by ``weight`` [outputs, inputs], laid out once where oneDNN multiplies bf16."""
+    """Return a function that multiplies rows by ``weight`` [outputs, inputs], packed once where oneDNN can."""
     if weight.dtype != torch.bfloat16 or not multiplies_bf16():
         return lambda rows: F.linear(rows, weight, bias)
     packed = pack_linear_weight(weight.contiguous())

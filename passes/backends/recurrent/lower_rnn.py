@@ -1,6 +1,7 @@
-"""Make recurrent layers whole calls: for compilers, which take them apart step by step, and for a faster backward.
+"""Lower recurrent layers to single calls: compilers would unroll them step by step, and our backward is faster.
 
-Before: ``torch.lstm(x, (h, c), weights, ...)``. After: ``recurrent_whole("lstm", x, (h, c), weights, ...)``.
+Before: ``torch.lstm(x, (h, c), weights, ...)``.
+After: ``recurrent_whole("lstm", x, (h, c), weights, ...)``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectiona
 class LowerRnn(Pass):
     """Replaces ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` with ``recurrent_whole``.
 
-    Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact;
-    gradients rounding-equal, with their sums in another order.
+    Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact; gradients
+    rounding-equal, with their sums in another order.
     """
 
     name: ClassVar[str] = "lower-rnn"
-    why: ClassVar[str] = "its steps are no business of a compiler's"
+    why: ClassVar[str] = "a compiler would unroll its steps"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every recurrent layer."""
@@ -61,17 +62,17 @@ class LowerRnn(Pass):
 
 @dataclass(frozen=True)
 class LstmBackward(LowerRnn):
-    """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and ``what_pays`` says so.
+    """Replaces ``torch.lstm`` with ``recurrent_whole`` when it trains and this is profitable.
 
-    Law: as for ``LowerRnn``. Exactness: rounding-different, with gates' sums, gates and cells in fp32, where
-    oneDNN's kernel rounds more often; forward bit-exact where only backward is ours, with several threads or AMX.
+    Law: as for ``LowerRnn``. Exactness: rounding-different: the gates' sums, gates and cells are fp32, where oneDNN's
+    kernel rounds more often; forward is bit-exact where only the backward is ours, with several threads or AMX.
     """
 
     name: ClassVar[str] = "lstm-backward"
-    why: ClassVar[str] = "it trains faster than by oneDNN, whose gradients go step by step"
+    why: ClassVar[str] = "it trains faster than with oneDNN, whose gradients go step by step"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
-        """Say whether this is an LSTM in training whose backward by products is faster."""
+        """Say whether this is an LSTM in training whose backward by matmuls is faster."""
         alike = all(same(value(h).shape, value(hidden[0]).shape) for h in hidden)
         if kind != "lstm" or not is_trained(node) or not alike:
             return False
@@ -83,8 +84,8 @@ class LstmBackward(LowerRnn):
 class GruState(LowerRnn):
     """Replaces ``torch.gru`` in low precision on the CPU with ``recurrent_whole``, which carries the state in fp32.
 
-    Law: as for ``LowerRnn``. Exactness: more exact than torch's kernel, whose state is rounded at each step, and
-    than ``torch.autocast``, whose gates are. It stands in every plan: without it a GRU would be less exact than those.
+    Law: as for ``LowerRnn``. Exactness: more exact than torch's kernel, which rounds its state at each step, and than
+    ``torch.autocast``, which rounds its gates. Part of every plan: without it a GRU would be less exact than those.
     """
 
     name: ClassVar[str] = "gru-state"
@@ -99,12 +100,12 @@ class GruState(LowerRnn):
 class CudnnRnn(LowerRnn):
     """Replaces recurrent layers on CUDA with ``recurrent_whole``, which gives cuDNN the weights as they are.
 
-    Law: as for ``LowerRnn``. Exactness: bit-exact. ``torch.lstm`` looks at each call whether the weights are parts
-    of one piece of memory, which copies in low precision are not, warns, and cannot be traced into a step.
+    Law: as for ``LowerRnn``. Exactness: bit-exact. At each call, ``torch.lstm`` checks whether the weights are parts of
+    one flat buffer. Low-precision copies are not, so it warns, and it cannot be traced into a step.
     """
 
     name: ClassVar[str] = "cudnn-rnn"
-    why: ClassVar[str] = "torch looks at each call for the weights in one piece of memory"
+    why: ClassVar[str] = "at each call, torch checks for the weights in one flat buffer"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
         """Say whether this is a layer on CUDA."""

@@ -1,6 +1,7 @@
 """LSTM layers of oneDNN in a graph that holds its own backward, and faster ones.
 
-Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, and the backward beside it has nothing to read.
+Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, so the backward in the graph has nothing to
+read.
 After: ``amp_graph::mkldnn_rnn_layer`` makes it.
 """
 
@@ -24,21 +25,21 @@ from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM = 2  # ideep::rnn_kind::LSTM
-WORKSPACE = 3  # which of the kernel's results it is
+WORKSPACE = 3  # index of the workspace among the kernel's results
 
 
 def make_workspaces(gm: GraphModule) -> None:
-    """Let the recurrent layers of a traced step, which runs without autograd, make what their backward reads."""
+    """Let the recurrent layers of a traced step, which runs without autograd, make the workspace for their backward."""
     for node in gm.graph.find_nodes(op="call_function", target=PLAIN):
         if any(user.args[1] == WORKSPACE for user in node.users):
             node.target = OPS.mkldnn_rnn_layer.default
 
 
 def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Say whether ``torch.lstm`` runs oneDNN's kernel on these tensors, and that in sizes known while it is traced.
+    """Say whether ``torch.lstm`` runs oneDNN's kernel on these tensors, with sizes known at trace time.
 
-    Where no workspace comes through, only those whose backward reads none. fp16 is left out: its backward has no
-    kernel. Source: use_mkldnn in aten/src/ATen/native/RNN.cpp.
+    Where no workspace survives, only layers whose backward needs none. fp16 is excluded: its backward has no kernel.
+    Source: use_mkldnn in aten/src/ATen/native/RNN.cpp.
     """
     tensors = [x, *hidden, *params]
     sizes = [n for t in tensors for n in t.shape]
@@ -67,13 +68,13 @@ def lstm_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
 
-    x: [length, batch, width], contiguous; h, c: [batch, size]. By compiled C where that is faster, and else backward by
-    large products where those are.
+    x: [length, batch, width], contiguous; h, c: [batch, size]. Uses compiled C where that is faster, else a backward by
+    large matmuls where that is.
     """
     if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
         return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
     layer = _layer_for(x.device.type, x.dtype, *h.shape)
-    if layer is not _LstmLayer and not has_biases:  # what stands for them says nothing
+    if layer is not _LstmLayer and not has_biases:  # wrapper tensors do not tell
         b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
     found: tuple[Tensor, Tensor, Tensor] = layer.apply(
         x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
@@ -100,7 +101,7 @@ def _by_torch(
 
 
 def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
-    """Say whether an LSTM layer that trains is better not left to oneDNN, with ``batch`` states of ``size``."""
+    """Say whether an LSTM layer in training with ``batch`` states of ``size`` is faster without oneDNN."""
     return _layer_for(device, dtype, batch, size) is not _LstmLayer
 
 
@@ -126,7 +127,7 @@ class _LstmLayer(torch.autograd.Function):
         reverse, has_biases, bidirectional = ctx.how
         options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
         found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
-        # fp32, whatever came in; what autograd casts, a traced graph has to say.
+        # fp32, whatever the inputs were; autograd casts implicitly, a traced graph must do so explicitly
         made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
         return *made, None, None, None
 
@@ -166,7 +167,7 @@ class _LstmByKernel(torch.autograd.Function):
 
 
 def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirectional: bool) -> tuple[Any, ...]:
-    """Return what ``torch.lstm`` calls the kernel with, behind the tensors, for one layer in one direction."""
+    """Return the arguments of ``torch.lstm``'s kernel after the tensors, for one layer in one direction."""
     return reverse, [], LSTM, tensors[5].shape[-1], 1, has_biases, bidirectional, False, True
 
 
@@ -177,7 +178,7 @@ def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]
 
 
 def _rnn_layer(*given: Any) -> Any:
-    """Run the layer as where gradients are recorded, which is what the kernel makes its workspace for."""
+    """Run the layer with gradients recorded, which makes the kernel create its workspace."""
     with torch.enable_grad():
         return PLAIN(*(g.detach() if isinstance(g, Tensor) else g for g in given))
 
@@ -195,7 +196,7 @@ def _fake(*given: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _workspace_bytes(x: Any, w_ih: Any, h: Any, dtype: torch.dtype, flags: Any) -> int:
-    """Ask the kernel, by a run on zeros: oneDNN alone knows, and a compiler wants the sizes of all there is."""
+    """Return the workspace size, by a run on zeros: only oneDNN knows it, and a compiler needs all sizes."""
     with outside_modes():
         gates = w_ih[0]
         sizes = [x, w_ih, (gates, h[-1]), (gates,), (gates,), h, h]

@@ -1,10 +1,10 @@
-"""The gradients of an LSTM layer as few large products, where oneDNN's kernel takes a multiple of its forward's time.
+"""The gradients of an LSTM layer as few large matmuls, where oneDNN's backward takes a multiple of its forward's time.
 
-Before: ``aten::mkldnn_rnn_layer_backward(...)``, of what the forward put into a workspace. After:
-``amp_graph::lstm_backward(...)``, of input, weights and output alone: the states that each step began with are in the
-output, so one product makes the gates of all steps again, and two make the gradients of input and weights. What has
-to go step by step is the gradient of the state (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent
-Neural Networks on GPUs", 2016).
+Before: ``aten::mkldnn_rnn_layer_backward(...)``, which reads a workspace of the forward.
+After: ``amp_graph::lstm_backward(...)``, which reads only input, weights and output. The output holds the initial state
+of each step, so one matmul recomputes the gates of all steps, and two make the gradients of input and weights. Only the
+state's gradient goes step by step (Appleyard, Kocisky, Blunsom, "Optimizing Performance of Recurrent Neural Networks on
+GPUs", 2016).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def lstm_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of ``x``, the weights, the biases, ``h`` and ``c``, of their shapes and dtypes.
 
-    x: [length, batch, width]; out, dout: [length, batch, size]; h, c, dh, dc: [batch, size], first states, and
-    gradients of the last; weights and biases as in ``nn.LSTM``. Products are of the dtype of ``x`` and summed in fp32;
-    gates, cell states and their gradients are fp32.
+    x: [length, batch, width]; out, dout: [length, batch, size]; h, c, dh, dc: [batch, size], initial states, and
+    gradients of the last; weights and biases as in ``nn.LSTM``. Matmuls have the dtype of ``x`` and fp32 sums; gates,
+    cell states and their gradients are fp32.
     """
     if reverse:
         x, out, dout = x.flip(0), out.flip(0), dout.flip(0)
@@ -55,7 +55,7 @@ def lstm_backward(
 
 
 def _cells(gates: Tensor, c: Tensor) -> Tensor:
-    """Turn sums into gates in place, and return the cell states: the first, then that behind each step."""
+    """Turn sums into gates in place, and return the cell states: the initial one, then that after each step."""
     gates[:, :, :2].sigmoid_()
     gates[:, :, 2].tanh_()
     gates[:, :, 3].sigmoid_()
@@ -71,9 +71,9 @@ def _cells(gates: Tensor, c: Tensor) -> Tensor:
 def _steps(
     gates: Tensor, cells: Tensor, dout: Tensor, dh: Tensor, dc: Tensor, w_hh: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Go back step by step; return the gradients of the gates' sums, in the dtype of ``w_hh``, and of the first states.
+    """Go back step by step; return the gradients of the gates' sums, in the dtype of ``w_hh``, and of initial states.
 
-    All that one step reads and writes is small enough for a core's cache.
+    All that one step reads and writes fits in a core's cache.
     """
     length, batch, _, size = gates.shape
     back = pack_linear_weight(w_hh.t().contiguous())

@@ -1,11 +1,10 @@
-/* An LSTM layer that trains, forward and backward: products of bf16 in fp32 sums, gates and cells in fp32.
+/* An LSTM layer in training, forward and backward: bf16 matmuls with fp32 sums, gates and cells in fp32.
 
-   Before: oneDNN's layer, whose backward takes three times as long as its forward, and reads as much again as it computed.
-   After: `forward`, a step at a time a product and what the gates make of it, which keeps the gates' sums and the cells;
-   and `backward`, likewise, which leaves the gradients of the weights and of x to products over all steps at once.
-   Gates are i, f, g and o, as in torch. Only where the CPU has AVX512_BF16; with MATRIX_UNITS by those of AMX.
-
-   Source of the formulas: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; torch.nn.LSTM. */
+   Before: oneDNN's layer, whose backward takes three times as long as its forward, and reads back what that computed. After:
+   `forward`, which runs a GEMM and the gates per step, and saves the gates' sums and the cells; and `backward`,
+   likewise, which leaves the gradients of the weights and of x to GEMMs over all steps at once. Gates are i, f, g and
+   o, as in torch. Only where the CPU has AVX512_BF16; with MATRIX_UNITS, on AMX. Source of the formulas: Hochreiter and
+   Schmidhuber, "Long Short-Term Memory", 1997; torch.nn.LSTM. */
 
 #include "vector_rows.h"
 #ifdef MATRIX_UNITS
@@ -19,12 +18,12 @@ int has_tiles(void) { return 1; }
 #endif
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
-#define TOGETHER 256 /* rows of x that are multiplied at a time: as many steps' */
+#define TOGETHER 256 /* rows of x that are multiplied at a time, of several steps */
 enum { GATES = 4 };
 
 typedef struct {
   int64_t length, batch, width, size;
-  const Low *x, *of_x, *of_h, *h; /* weights in panels, [4 size, width] and [4 size, size]; what came before the first step */
+  const Low *x, *of_x, *of_h, *h; /* weights in panels, [4 size, width] and [4 size, size]; the initial state */
   const float *bias;          /* [4 size] */
   Low *sums, *out;            /* written: [length, batch, 4 size], and [length, batch, size] */
   float *cells;               /* [length + 1, batch, size]: the first is given, the rest is written */
@@ -33,7 +32,7 @@ typedef struct {
 
 typedef struct {
   int64_t length, batch, size;
-  const Low *sums, *dout, *weights; /* weights: [size, 4 size] in panels, of the states, turned */
+  const Low *sums, *dout, *weights; /* weights: [size, 4 size] in panels, for the states, transposed */
   const float *cells;
   Low *dsums;     /* written: [length, batch, 4 size] */
   float *dh, *dc; /* [batch, size]: gradients of the last states, which become those of the first */
@@ -66,7 +65,7 @@ INLINE Gate hyperbolic(Vector x) {
 
 /* -- products of a step's rows ----------------------------------------------------------------------------------- */
 
-typedef struct { /* `to` has whole tiles of rows and whole panels of columns, `row` apart; what is beyond is of no use */
+typedef struct { /* `to` has whole tiles of rows and whole panels of columns, row stride `row`; the excess is garbage */
   const Low *a, *panels;
   int64_t a_row, rows, depth;
   float *to;
@@ -86,7 +85,8 @@ static void multiply(void *of, int64_t from, int64_t end) {
   return_tiles(&before);
 }
 
-/* Rows as tiles read them, `whole` apart, in `to`: zeros behind each are there already, those of rows beyond need not be. */
+/* Copies rows in tile layout, with stride `whole`, to `to`: the padding behind each is already zero; excess rows need
+   not be. */
 INLINE void lay_rows(const Low *from, int64_t rows, int64_t depth, int64_t whole, Low *to) {
   for (int64_t i = 0; i < rows; i++) memcpy(to + i * whole, from + i * depth, depth * sizeof(Low));
 }

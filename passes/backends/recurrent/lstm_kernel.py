@@ -1,7 +1,7 @@
-"""An LSTM layer that trains, by compiled C: its forward, and the part of its backward that goes step by step.
+"""An LSTM layer in training by compiled C: its forward, and the step-by-step part of its backward.
 
-Before: ``aten::mkldnn_rnn_layer`` and its backward. After: ``amp_graph::lstm_forward``, which keeps the gates' sums and
-the cells, and ``amp_graph::lstm_backward_of_sums``.
+Before: ``aten::mkldnn_rnn_layer`` and its backward.
+After: ``amp_graph::lstm_forward``, which saves the gates' sums and the cells, and ``amp_graph::lstm_backward_of_sums``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def lstm_forward(
 ) -> list[Tensor]:
     """Return output and last states of one layer in one direction; and what backward reads, in the order of its steps.
 
-    x: [length, batch, width]; h, c: [batch, size]; weights and biases as in ``nn.LSTM``, all bf16. Behind the three
-    come the sums of the gates, bf16 [length, batch, 4 * size], and the cells, fp32 [length + 1, batch, size]. Sums,
-    gates and cells are fp32; states are rounded, once a step. Raises MemoryError.
+    x: [length, batch, width]; h, c: [batch, size]; weights and biases as in ``nn.LSTM``, all bf16. After the three come
+    the sums of the gates, bf16 [length, batch, 4 * size], and the cells, fp32 [length + 1, batch, size]. Sums, gates
+    and cells are fp32; states are rounded once per step. Raises MemoryError.
     """
     x = (x.flip(0) if reverse else x).contiguous()
     (length, batch, width), size = x.shape, h.shape[1]

@@ -1,8 +1,9 @@
-"""What graphs for compilers call for LSTMs, GRUs and RNNs: the layers as whole calls, with a backward of their own.
+"""LSTMs, GRUs and RNNs for graphs: each layer as one call, with a backward of its own.
 
-Before: ``torch.lstm(...)``, which tracers take apart step by step: 64 steps are thousands of nodes, which take Inductor
-longer than ten minutes. After: ``recurrent_whole("lstm", ...)``: one node for all layers, or one a layer where oneDNN
-trains an LSTM, and as many in backward.
+Before: ``torch.lstm(...)``, which tracers unroll step by step: 64 steps are thousands of nodes, for which Inductor
+takes more than ten minutes.
+After: ``recurrent_whole("lstm", ...)``: one node for all layers, or one per layer where oneDNN trains an LSTM, and as
+many in backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a recurrent layer is beside its tensors; its input is [length, batch, width]."""
+    """The parameters of a recurrent layer besides its tensors; its input is [length, batch, width]."""
 
     kind: str
     has_biases: bool
@@ -41,7 +42,7 @@ class Recurrence:
 
     @property
     def directions(self) -> int:
-        """How many ways each layer goes."""
+        """The number of directions of each layer."""
         return 2 if self.bidirectional else 1
 
     def one(self, layer: int, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -65,10 +66,11 @@ def recurrent_whole(
     """Return what ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu`` returns: the output, then the last states.
 
     kind: the name of that function. x: [length, batch, width], or [batch, length, width] with ``batch_first``; hidden:
-    the first states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
-    Forward is torch's own, bit for bit, and so are gradients, but for the order of sums; backward runs the forward
-    again, except for LSTMs that oneDNN trains. GRUs in low precision on the CPU carry their state in fp32, not rounded
-    as torch's. Dropout between layers is drawn where torch draws it.
+    the initial states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
+
+    Forward is torch's own, bit for bit, and so are gradients, except for the order of sums; backward runs the forward
+    again, except for LSTMs that oneDNN trains. Low-precision GRUs on the CPU carry their state in fp32, unlike torch's.
+    Dropout between layers is drawn where torch draws it.
     """
     how = Recurrence(kind, has_biases, num_layers, bidirectional)
     x = x.transpose(0, 1) if batch_first else x
@@ -82,14 +84,14 @@ def recurrent_whole(
 
 
 def rounds_its_state(kind: str, x: Tensor) -> bool:
-    """Say whether torch's kernel carries a state in low precision from step to step that autocast keeps in fp32."""
+    """Say whether torch's kernel carries a low-precision state between steps that autocast keeps in fp32."""
     return kind == "gru" and x.device.type == "cpu" and x.dtype.itemsize == 2
 
 
 def _in_layers(
     how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], dropout: float, ours: bool
 ) -> list[Tensor]:
-    """Run layer after layer, with dropout in between; ``ours``: by functions of ours for one layer in one direction."""
+    """Run layer after layer, with dropout in between; ``ours``: by our functions for one layer in one direction."""
     lasts: list[list[Tensor]] = []
     for layer in range(how.num_layers):
         if layer and dropout:
@@ -102,7 +104,7 @@ def _in_layers(
 
 
 def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Run one LSTM or GRU layer by functions that keep what their backwards read."""
+    """Run one LSTM or GRU layer by functions that save what their backwards read."""
     count, x = len(params) // how.directions, x.contiguous()
     found: list[tuple[Tensor, ...]] = []
     for way in range(how.directions):
@@ -164,7 +166,7 @@ def _run(
 
 
 def _recurrent(kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any) -> tuple[Tensor, ...]:
-    """Run the layers; three tensors, of which the last is empty where there is no cell state."""
+    """Run the layers; returns three tensors, of which the last is empty if there is no cell state."""
     found = [t.contiguous() for t in _run(kind, x, hidden, params, *how)]
     return (*found, x.new_empty(0)) if len(found) < 3 else tuple(found)
 
@@ -190,7 +192,7 @@ def _gradients(
     with autograd_inside():
         given = [t.detach().requires_grad_(need) for t, need in zip(given, needed, strict=True)]
         count = 1 + len(hidden)
-        # cuDNN differentiates what was run as in training alone.
+        # cuDNN differentiates only what was run in training mode.
         outs = _run(kind, given[0], given[1:count], given[count:], *how, train=x.device.type == "cuda")
         wanted = [t for t, need in zip(given, needed, strict=True) if need]
         found = torch.autograd.grad(outs, wanted, grads, allow_unused=True)

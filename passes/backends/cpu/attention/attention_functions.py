@@ -1,7 +1,8 @@
-"""What converted graphs call for attention: compiled C; or torch's forward, and a backward of matrix products.
+"""Attention for converted graphs: compiled C; or torch's forward, and a backward of matmuls.
 
-Before: ``scaled_dot_product_attention(q, k, v)``, whose CPU kernel takes several times longer to differentiate in
-bf16 than to run. After: ``attention_low(q, k, v)``, whose backward makes the probabilities again.
+Before: ``scaled_dot_product_attention(q, k, v)``, whose CPU kernel takes several times longer for backward than for
+forward in bf16.
+After: ``attention_low(q, k, v)``, whose backward recomputes the probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from amp_graph.passes.torch_compat.onednn import flash_attention_cpu
 
 own_functions(__name__)
 
-# Products of queries and keys in one go: with them, all that backward needs at a time stays in a core's cache.
+# Attention scores per block: with this many, all that backward needs at a time stays in a core's cache.
 CHUNK = 1 << 18
 
 
@@ -41,13 +42,14 @@ def attention_low(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of low-precision CPU tensors, faster.
+    """A faster ``F.scaled_dot_product_attention`` of low-precision CPU tensors.
 
-    query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool
-    or float, of 2 or 4 dimensions. What the kernels do not take goes to torch's own function: a mask with a gradient
-    is for ours alone.
-    Scores, probabilities and their gradients are fp32, as inside of torch's kernel; where that runs forward, the
-    result is bit-equal. Dropout draws what torch's own draws, in one of our kernels or not at all.
+    query: [batch, heads, length, width]; key, value: [batch, heads or a divisor of it, keys, width]; attn_mask: bool or
+    float, of 2 or 4 dimensions. What the kernels do not support goes to torch's own function; only ours supports a mask
+    with a gradient.
+
+    Scores, probabilities and their gradients are fp32, as inside torch's kernel; where that runs forward, the result is
+    bit-equal. Dropout draws what torch's own draws, in one of our kernels or not at all.
     """
     query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
     masked = attn_mask is not None and attn_mask.requires_grad
@@ -56,7 +58,7 @@ def attention_low(
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
-        # In forward mode torch's kernel has no derivative, which what may have been written out here has.
+        # torch's kernel has no forward-mode derivative, unlike attention that was written out.
         torchs = _one_by_one if in_forward_mode() else F.scaled_dot_product_attention
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -79,13 +81,13 @@ def by_formula(
     dropout_p: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by operations one by one, as it was written out; attn_mask: floats."""
+    """``F.scaled_dot_product_attention`` by separate operations, as in the formula; attn_mask: floats."""
     chances = (query @ key.mT * scale + attn_mask).softmax(-1)
     return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 
 
 def _in_rows(heads: Tensor) -> Tensor:
-    """Lay each head's vectors out in memory one by one, as all kernels want them: torch leaves its own for others."""
+    """Make each head's vectors contiguous, as all kernels need them: torch leaves other layouts to other kernels."""
     return heads if heads.dim() != 4 or heads.stride(-1) == 1 else heads.contiguous()
 
 
@@ -98,7 +100,7 @@ def _drops_by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _drawn(query: Tensor, key: Tensor, p: float) -> tuple[Tensor | None, float]:
-    """Return which probabilities a dropout of ``p`` keeps, and ``p``."""
+    """Return the bits of the probabilities that a dropout of ``p`` keeps, and ``p``."""
     if not p:
         return None, p
     calls: Any = OPS if is_seen(query) else bitmask_dropout
@@ -120,13 +122,13 @@ def _kernels_take(inputs: tuple[Tensor, ...], mask: Tensor | None, grouped: bool
 
 
 def _heads_meet(query: Tensor, key: Tensor) -> bool:
-    """Say whether there is a head of keys for each of queries, or one for all, which torch's kernel does not take."""
+    """Say whether each query head has a key head, or all share one, which torch's kernel does not support."""
     alone = key.dim() == 4 and key.shape[1] == 1 and query.shape[0] == key.shape[0] and _by_ours(query, key, key)
     return alone or query.shape[:2] == key.shape[:2]
 
 
 def _forward(query: Tensor, *given: Any) -> Tensor:
-    """Call the kernel, by way of its operator where somebody is to see that: the dispatcher takes its time."""
+    """Call the kernel, through its operator only if a mode observes it: the dispatcher takes time."""
     made: Tensor = (OPS.attention_forward if is_seen(query) else kernel.forward)(query, *given)
     return made
 
@@ -174,7 +176,7 @@ def _by_products(
     kept: Tensor | None,
     dropped: float,
 ) -> Tensor:
-    """Return attention in fp32 operations that each have derivatives, rounded once."""
+    """Return attention by fp32 operations that each have derivatives, rounded once."""
     groups = query.shape[1] // max(1, key.shape[1])
     wide = [query.float(), *(t.float().repeat_interleave(groups, 1) for t in (key, value))]
     scores = (wide[0] * scale) @ wide[1].mT
@@ -215,10 +217,10 @@ def attention_backward(
 def _backward_by_products(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same by torch's products.
+    """Return the same by torch's matmuls.
 
-    Heads are taken a few at a time, so that no more than ``CHUNK`` probabilities exist at once. The queries of heads
-    that share a key are one longer head, so that its gradient is summed inside of the products.
+    Processes a few heads at a time, so that at most ``CHUNK`` probabilities exist at once. The queries of heads that
+    share a key are concatenated to one head, so that the matmul sums its gradient.
     """
     groups = query.shape[1] // max(1, key.shape[1])
     length, keys = query.shape[2], key.shape[2]
@@ -239,7 +241,7 @@ def _backward_by_products(
 
 
 def _parts(query: Tensor, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of batches and of heads whose probabilities are at most ``CHUNK``, or those of one head."""
+    """Yield slices of batches and of heads with at most ``CHUNK`` probabilities, or those of one head."""
     batch, heads, rows, _ = query.shape
     at_once = max(1, CHUNK // max(1, rows * keys))
     for b in range(0, batch, max(1, at_once // max(1, heads))):
@@ -252,7 +254,7 @@ def _block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a few heads, all [heads, rows, width].
 
-    ``bias`` (fp32) is added to the scores; rows that are ``dead``, wholly masked, attend to nothing, as in the kernel.
+    ``bias`` (fp32) is added to the scores; ``dead`` rows, which are fully masked, attend to nothing, as in the kernel.
     """
     low = query.dtype
     chances = torch.baddbmm(bias, query.float(), key.float().mT, alpha=scale).softmax(-1)
@@ -264,7 +266,7 @@ def _block(
     return torch.bmm(dscores, key).mul_(scale), torch.bmm(dscores.mT, query).mul_(scale), dvalue
 
 
-# One operator each, so that a graph in which they are traced (TrainStep's, a compiler's) has one node and not the loop.
+# One operator each, so that a traced graph (TrainStep's, a compiler's) has one node and not the loop.
 define_as_typed(kernel.forward, kernel.result_like, name="attention_forward")
 define_as_typed(attention_backward, kernel.gradients_like)
 define_as_typed(

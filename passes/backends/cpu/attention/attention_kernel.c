@@ -1,9 +1,9 @@
-/* Attention of bf16 on CPUs with AVX512_BF16, or with BACKWARD its gradients: a few queries at a time against all keys of
-   a head; with MATRIX_UNITS on those of AMX, 32 queries at a time.
+/* bf16 attention on CPUs with AVX512_BF16, or with BACKWARD its gradients: a few queries at a time against all keys of
+   a head; with MATRIX_UNITS on AMX, 32 queries at a time.
 
-   Before: scores, probabilities and their gradients written to memory, or a kernel that multiplies in blocks of its own.
-   After: a few rows of scores in the first caches. Scores, probabilities, and what is summed are fp32; probabilities and
-   the gradients of scores are rounded once to bf16 before they are multiplied, as torch's kernel does. */
+   Before: scores, probabilities and their gradients written to memory, or a blocked kernel. After: a few rows of scores
+   in the L1 cache. Scores, probabilities, and sums are fp32; probabilities and the gradients of scores are rounded once
+   to bf16 before they are multiplied, as torch's kernel does. */
 
 #include "vector_rows.h"
 
@@ -14,16 +14,16 @@
 #include "gemm_tiles.h"
 #endif
 
-typedef struct { /* [batch, heads, rows, width], elements of a row side by side */
+typedef struct { /* [batch, heads, rows, width], with contiguous rows */
   char *at;
-  int64_t batch, head, row; /* elements from one to the next */
+  int64_t batch, head, row; /* strides in elements */
 } Heads;
 
 typedef struct {
   int64_t batches, heads, groups, queries, keys, width, causal;
-  int64_t gradients; /* whether these are asked for, and not the result: of BACKWARD */
+  int64_t gradients; /* whether these gradients are requested; with BACKWARD only */
   Heads query, key, value, out, grad, grad_query, grad_key, grad_value;
-  Heads mask, grad_mask; /* the second in fp32, of BACKWARD: null where it has no gradient, which is added to */
+  Heads mask, grad_mask; /* the second in fp32, with BACKWARD: null without gradient; the kernel adds to it */
   int64_t mask_kind, mask_step; /* Kind; elements from one key to the next: 1, or 0 for one number a row */
   const uint8_t *kept; /* null, or which probabilities dropout keeps: bits of [batch, heads, queries, keys], and more */
   double scale, kept_scale;
@@ -35,14 +35,14 @@ INLINE Low *head_of(const Heads *all, int64_t b, int64_t h) { return (Low *)all-
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
 
-/* Zeros behind the pairs of a panel, up to what is multiplied in one go. Returns where the next one begins. */
+/* Zero-pads the pairs of a panel to a whole block. Returns where the next panel begins. */
 INLINE Low *filled(Low *panel, int64_t depth, int64_t columns) {
   const int64_t whole = ROOMY(depth, DEEP) * columns, pairs = ROOMY(depth, 2) * columns;
   memset(panel + pairs, 0, (whole - pairs) * sizeof(Low));
   return panel + whole;
 }
 
-/* Panels of columns, pairs along the width: what is multiplied gives scores. */
+/* Panels of columns, pairs along the width: their product gives scores. */
 static void columns_of_keys(const Low *from, int64_t row, int64_t keys, int64_t width, Low *to) {
   for (int64_t n = 0; n < keys; n += PANEL) {
     pair_columns(from + n * row, row, width, keys - n, PANEL, to);
@@ -50,7 +50,7 @@ static void columns_of_keys(const Low *from, int64_t row, int64_t keys, int64_t 
   }
 }
 
-/* Whether all batches add to one gradient of the mask: then a thread goes through all of them, in order. */
+/* Whether all batches share one gradient of the mask: then one thread processes all of them, in order. */
 INLINE int shares_mask(const Attention *a) { return a->grad_mask.at && !a->grad_mask.batch; }
 
 INLINE int broad_at(int64_t column, int64_t width) {
@@ -66,7 +66,7 @@ static void rows_of(const Low *from, int64_t row, int64_t rows, int64_t width, L
   }
 }
 
-/* Rows as they are multiplied: where they lie; or, where a tile would read beyond them, in `own`. */
+/* Rows in the layout that a tile reads: in place; or, where a tile would read beyond them, copied to `own`. */
 INLINE const Low *readable(const Low *from, int64_t *row, int64_t rows, int64_t width, Low *own) {
   if (DEEP == 2 || (rows == TALL && width % DEEP == 0)) return from;
   const int64_t deep = ROOMY(width, DEEP);
@@ -80,7 +80,7 @@ INLINE const Low *readable(const Low *from, int64_t *row, int64_t rows, int64_t 
 
 /* -- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* scores [TALL, room] of `rows` rows against the keys up to `limit`, in whole panels. */
+/* scores [TALL, room] of `rows` rows for the keys up to `limit`, in whole panels. */
 static void against_keys(const Low *a, int64_t a_row, const Low *panels, int64_t width, int64_t rows, int64_t limit,
                          int64_t room, Low *own, float *scores) {
   const int64_t deep = ROOMY(width, DEEP);
@@ -89,7 +89,7 @@ static void against_keys(const Low *a, int64_t a_row, const Low *panels, int64_t
     tile_to(scores + n, room, a, a_row, DEEP, panels, deep / DEEP, rows);
 }
 
-/* Where a product goes: to bf16 behind a factor for each row; or to fp32 sums, of which it is the first or not. */
+/* Where a product goes: to bf16, scaled by row; or to fp32 sums, which it starts or adds to. */
 typedef struct {
   Low *out;
   int64_t row;
@@ -127,8 +127,8 @@ INLINE void store_tile(__m512 sums[TALL][BROAD], const Goal *goal, int64_t rows,
 #define PANELS ONE_PANEL(1) ONE_PANEL(2)
 #endif
 
-/* The product of `rows` rows of a and panels of `width` columns. `depth` is that of the panels, of which `steps` of DEEP
-   are read; those of a are `a_step` apart. */
+/* The product of `rows` rows of a and panels of `width` columns. `depth` is that of the panels, of which `steps` of
+   DEEP are read; the steps of a are `a_step` apart. */
 static void against_rows(const Low *a, int64_t a_row, int64_t a_step, const Low *panels, int64_t depth, int64_t from,
                          int64_t steps, int64_t rows, int64_t width, const Goal *goal, const float *factors) {
   for (int64_t n = 0; n < width; n += PANEL) {
@@ -143,7 +143,7 @@ static void against_rows(const Low *a, int64_t a_row, int64_t a_step, const Low 
 
 /* -- rows of probabilities ---------------------------------------------------------------------------------------- */
 
-/* What is known of a row: how many keys it sees, what is added to its scores. */
+/* The data of a row: how many keys it attends to, and what is added to its scores. */
 typedef struct {
   int64_t seen;
   Rows mask;
@@ -163,7 +163,7 @@ INLINE Row row_at(const Attention *a, int64_t b, int64_t h, int64_t query) {
   return found;
 }
 
-/* Which of WIDE probabilities from column `i` on are kept. */
+/* Bits of WIDE probabilities from column `i` on that dropout keeps. */
 INLINE __mmask16 kept_at(const Row *row, int64_t i) {
   if (!row->kept) return 0xffff;
   uint32_t bits;
@@ -171,7 +171,7 @@ INLINE __mmask16 kept_at(const Row *row, int64_t i) {
   return (__mmask16)(bits >> (row->bit + i) % 8);
 }
 
-/* `n` scores from column `i` on, of which WIDE are in memory, as they are compared: scaled, and what is added to them. */
+/* `n` scores from column `i` on, of which WIDE are readable, scaled and with the mask added. */
 INLINE Vector scaled(const float *scores, const Row *row, int64_t i, int64_t n, float scale) {
   const Vector found = *(const Vector *)(scores + i) * scale;
   if (row->mask.kind == NONE) return found;
@@ -179,7 +179,7 @@ INLINE Vector scaled(const float *scores, const Row *row, int64_t i, int64_t n, 
   return found + load(&row->mask, 0, 1)[0];
 }
 
-/* Goes through the scores that a row sees, all but the last in whole vectors; `there` are those of a vector. */
+/* Iterates over the visible scores of a row, all but the last in whole vectors; `there` are those of a vector. */
 #define EACH_SEEN(row, ...)                                                                       \
   do {                                                                                            \
     int64_t i = 0;                                                                                \
@@ -191,7 +191,7 @@ INLINE Vector scaled(const float *scores, const Row *row, int64_t i, int64_t n, 
     }                                                                                             \
   } while (0)
 
-/* A row that sees nothing: zeros; or one of NaNs, which stay. */
+/* A row without visible keys: zeros; or a row of NaNs, which stay. */
 static float nothing(float *scores, int64_t seen, int64_t room) {
   float all = 0;
   for (int64_t i = 0; i < seen; i++)
@@ -206,8 +206,8 @@ INLINE void to_low(const float *from, int64_t count, Low *to) { /* count: a mult
                         (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i)));
 }
 
-/* Makes of scores, exponentials of what they are from their largest, zeros behind what is seen; returns their sum. They
-   take the place of the scores; or those that are kept, rounded, go to `low`. */
+/* Replaces scores by exp(score - maximum), with zeros for invisible keys, and returns the sum. With dropout, the kept
+   ones go to `low`, rounded. */
 INLINE float exponentials(float *scores, const Row *row, float scale, int64_t room, Low *low) {
   const __m512 none = _mm512_set1_ps(-INFINITY);
   __m512 most = none, sum = _mm512_setzero_ps();
@@ -241,7 +241,7 @@ INLINE float exponentials(float *scores, const Row *row, float scale, int64_t ro
 
 /* -- memory of a thread ------------------------------------------------------------------------------------------- */
 
-#define CHUNK 288 /* queries whose probabilities are kept at a time; a multiple of TALL and DEEP */
+#define CHUNK 288 /* queries whose probabilities are held at a time; a multiple of TALL and DEEP */
 
 typedef struct {
   Low *keys_columns, *values_columns, *keys_rows, *values_rows, *queries_rows, *grads_rows, *chances, *dscores, *low, *own;
@@ -308,11 +308,11 @@ static void direction(const Share *mine) {
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
 
-/* Of `rows` queries from `q` on: probabilities and the gradients of scores, in pairs; and the gradient of the queries. */
+/* For `rows` queries from `q` on: probabilities and score gradients, in pairs; and the gradient of the queries. */
 static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t h, int64_t q, int64_t in_chunk,
                           int64_t rows) {
   const int64_t room = ROOMY(a->keys, PANEL);
-  /* Whole tiles: those of keys read what these rows leave, up to their last. */
+  /* Whole tiles: the tiles of keys read these rows up to their last. */
   const int64_t limit = a->causal && q + TALL < a->keys ? q + TALL : a->keys, whole = ROOMY(limit, PANEL);
   against_keys(head_of(&a->query, b, h) + q * a->query.row, a->query.row, r->keys_columns, a->width, rows, limit, room,
                r->own, r->scores);
@@ -357,7 +357,7 @@ static void backward_rows(const Attention *a, const Room *r, int64_t b, int64_t 
   against_rows(r->low, room, DEEP, r->keys_rows, a->keys, 0, ROOMY(limit, DEEP) / DEEP, rows, a->width, &goal, factors);
 }
 
-/* The part of the gradients of keys and values that `count` queries from `q` on have. */
+/* The contribution of `count` queries from `q` on to the gradients of keys and values. */
 static void backward_columns(const Attention *a, const Room *r, int64_t b, int64_t kv, int64_t q, int64_t count,
                              int adds, int ends) {
   const int64_t room = ROOMY(a->keys, PANEL), broad = ROOMY(a->width, 16);
@@ -384,7 +384,7 @@ static void backward_heads(const Attention *a, const Room *r, int64_t b, int64_t
   columns_of_keys(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_columns);
   columns_of_keys(head_of(&a->value, b, kv), a->value.row, a->keys, a->width, r->values_columns);
   rows_of(head_of(&a->key, b, kv), a->key.row, a->keys, a->width, r->keys_rows);
-  if (!a->queries) backward_columns(a, r, b, kv, 0, 0, 0, 1); /* sums of nothing: zeros */
+  if (!a->queries) backward_columns(a, r, b, kv, 0, 0, 0, 1); /* empty sums: zeros */
   for (int64_t g = 0; g < a->groups; g++)
     for (int64_t q = 0; q < a->queries; q += CHUNK) {
       const int64_t h = kv * a->groups + g, count = a->queries - q < CHUNK ? a->queries - q : CHUNK;
@@ -410,7 +410,7 @@ static void direction(const Share *mine) {
 
 #endif
 
-/* -- what Python calls: returns 0, or 1 where there is no memory ----------------------------------------------- */
+/* -- entry points for Python: return 0, or 1 if out of memory --------------------------------------------------- */
 
 #ifndef MATRIX_UNITS
 int has_tiles(void) { return 1; }

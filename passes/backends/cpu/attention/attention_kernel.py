@@ -1,7 +1,8 @@
-"""Attention of bf16 on the CPU, and its gradients, by compiled C.
+"""bf16 attention on the CPU, and its gradients, by compiled C.
 
-Before: torch's flash kernel. After: ``forward(q, k, v, mask, causal, scale)``, ``attention_kernel.c`` on the tensors as
-they lie; ``None`` where there is no compiler, or the CPU or the tensors are others.
+Before: torch's flash kernel.
+After: ``forward(q, k, v, mask, causal, scale)``, ``attention_kernel.c`` on strided tensors; ``None`` without a
+compiler, or if the CPU or the tensors are unsupported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
-FULL, LOW, NONE = 1, 2, 0  # what C calls precisions, and nothing
+FULL, LOW, NONE = 1, 2, 0  # the kernel's codes for mask precisions, and for no mask
 
 
 @lru_cache
@@ -43,7 +44,7 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether the kernel takes these operands, of four dimensions, whose last stride is 1."""
+    """Say whether the kernel supports these operands, of four dimensions, whose last stride is 1."""
     alike = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
     shares = query.shape[1] % key.shape[1] == 0 if key.shape[1] else query.shape[1] == 0
     fits = key.shape == value.shape and query.shape[0] == key.shape[0] and shares
@@ -62,9 +63,9 @@ def forward(
 ) -> Tensor:
     """Return attention, [batch, heads, queries, width].
 
-    query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 that
-    ``takes`` says yes to; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: which probabilities a
-    dropout of ``dropped`` keeps, a bit each, as ``dropout_in_bits`` has them. Raises MemoryError.
+    query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 and
+    accepted by ``takes``; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: the bits of the
+    probabilities that a dropout of ``dropped`` keeps, as ``dropout_in_bits`` has them. Raises MemoryError.
     """
     made = result_like(query)
     _run((query, key, value, made, None, None, None, None), mask, causal, scale, kept, dropped)
@@ -108,18 +109,18 @@ def backward_with_mask(
 
 
 def result_like(query: Tensor) -> Tensor:
-    """Return memory for a result, laid out as that of torch's kernel is: as the queries, without gaps."""
+    """Return memory for a result in the layout of torch's kernel: as the queries, without gaps."""
     return empty_like(query)
 
 
 def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the gradients: laid out as what they are of, or in rows where heads share a key."""
+    """Return memory for the gradients: in the layout of their tensors, or contiguous where heads share a key."""
     shares = query.shape[1] != key.shape[1]
     return empty_like(query.contiguous() if shares else query), empty_like(key), empty_like(value)
 
 
 def rows(t: Tensor) -> Tensor:
-    """Return ``t`` with the elements of a row side by side."""
+    """Return ``t`` with contiguous rows."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -136,10 +137,10 @@ def _run(
     compiled = library(made is None)
     assert query is not None
     assert key is not None
-    if compiled is None:  # ``takes`` asked for the other direction's
+    if compiled is None:  # ``takes`` checked the other direction's kernel
         raise CompilerError(
             "the gradients of attention could not be compiled, where attention was\n"
-            "  legal: room for them in the folder of compiled code\n"
+            "  legal: enough space in the cache directory of compiled code\n"
             "  fix:   AMP_GRAPH_CACHE=/a/folder/to/write/to; or policy='bf16,skip=attention'"
         )
     (batch, heads, length, width), keys = query.shape, key.shape[2]
@@ -156,7 +157,7 @@ def _run(
 
 
 def _mask_of(mask: Tensor) -> Tensor:
-    """Return ``mask`` in a precision that C reads, with keys side by side."""
+    """Return ``mask`` in a precision that the kernel supports, with contiguous keys."""
     if mask.dtype not in (torch.float32, torch.bfloat16):
         mask = mask.float()
     return mask if mask.shape[-1] == 1 or mask.stride(-1) in (0, 1) else mask.contiguous()

@@ -1,7 +1,7 @@
-"""Compute attention by code of ours; or, where only that pays, differentiate it by matrix products.
+"""Lower attention to compiled C; or, where only that is profitable, compute its gradients by matmuls.
 
-Before: ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in bf16 on CPU. After: ``attention_low(q, k, v,
-is_causal=True)``.
+Before: ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in bf16 on CPU.
+After: ``attention_low(q, k, v, is_causal=True)``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 @dataclass(frozen=True)
 class Attention(Pass):
-    """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when ``what_pays`` says so.
+    """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when it is profitable.
 
     Law: SDPA's. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities, summed in another order;
-    dropout draws what torch's draws. Where that kernel of ours does not run, only gradients are computed otherwise than
-    by torch's, and forward is bit-exact; inference, long sequences, dropout, and masks that have gradients keep it.
+    dropout draws what torch's draws. Where our kernel does not run, only the gradients differ from torch's, and forward
+    is bit-exact; inference, long sequences, dropout, and masks with gradients keep torch's.
     """
 
     name: ClassVar[str] = "attention"
@@ -57,7 +57,7 @@ class Attention(Pass):
                 continue
             given = arguments_of(node, SDPA)
             if given is None:
-                skips.append(Skip(node.name, "it is called by a function that takes other arguments"))
+                skips.append(Skip(node.name, "it is called through a function with other arguments"))
                 continue
             mask, reason = given["attn_mask"], _why_not(given, node)
             if reason and not _is_worse_fused(node, mask):
@@ -65,14 +65,14 @@ class Attention(Pass):
                 continue
             target: Callable[..., Any] = by_formula if reason else attention_low
             if reason:
-                action, reason = "written out again", "what is added hides rows from torch's backward"
+                action, reason = "written out again", "its mask hides whole rows, which torch's backward gets wrong"
             else:
                 action = "own kernel" if _by_ours(node) else "explicit backward"
-                reason = "the CPU kernel's is slower in bf16"
+                reason = "torch's CPU kernel is slower in bf16"
                 given["attn_mask"] = _as_it_was(gm, node, mask, mode)
             node.op, node.target = "call_function", target
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
-            while given["attn_mask"] is not mask and not mask.users:  # up to what has a reader more now
+            while given["attn_mask"] is not mask and not mask.users:  # including the new reader
                 unread, mask = mask, mask.all_input_nodes[0]
                 gm.graph.erase_node(unread)
             changes.append(Change(self.name, action, node.name, reason))
@@ -80,7 +80,7 @@ class Attention(Pass):
 
 
 def _hides_attention(node: Node) -> bool:
-    """Say whether ``node`` is attention with its projections in one call, of which ours computes the dropout, too."""
+    """Say whether ``node`` is fused attention with its projections, for which ours computes the dropout, too."""
     identity = node.meta.get(IDENTITY)
     if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
         return False
@@ -108,9 +108,9 @@ def _drops_by_ours(node: Node) -> bool:
 
 
 def _as_it_was(gm: GraphModule, node: Node, mask: Any, mode: FakeTensorMode | None) -> Any:
-    """Return the fp32 mask that ``mask``, or what it is a view of, was cast from; else ``mask``. Our kernel adds both.
+    """Return the fp32 mask that ``mask``, or the base of its view, was cast from; else ``mask``. Our kernel adds both.
 
-    The least number of fp32 is -inf in bf16: a row that sees nothing would be another.
+    The lowest fp32 number becomes -inf in bf16: a fully masked row would change.
     """
     if mode is None or not isinstance(mask, Node) or is_trained(mask) or not _by_ours(node):
         return mask
@@ -131,19 +131,19 @@ def _as_it_was(gm: GraphModule, node: Node, mask: Any, mode: FakeTensorMode | No
 
 
 def _is_worse_fused(node: Node, mask: Any) -> bool:
-    """Say whether torch's kernel would compute attention that was written out, and its gradients less well.
+    """Say whether torch's kernel would compute attention that was written out, and its gradients, less accurately.
 
-    It knows a row by the logarithm of its sum: where the least number is added to all scores, that is all there is.
+    It saves only the log-sum-exp of a row: if the lowest number is added to all scores, the rest is lost.
     """
     added = isinstance(mask, Node) and value(mask).dtype != torch.bool
     return WRITTEN_OUT in node.meta and added and is_trained(node) and value(node).device.type == "cpu"
 
 
 def _why_not(given: dict[str, Any], node: Node) -> str:
-    """Return why a call stays as it is, "" where it does not."""
+    """Return why a call stays as it is, or ""."""
     drops = given["dropout_p"] != 0
     if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
-        return "its dropout draws random numbers inside of the kernel"
+        return "its dropout draws random numbers inside the kernel"
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     if isinstance(mask, Node) and is_trained(mask) and not _by_ours(node):
         return "its mask is trained"

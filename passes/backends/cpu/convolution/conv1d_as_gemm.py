@@ -1,8 +1,9 @@
-"""Compute convolutions of sequences as matrix products of their windows, which overlap in memory.
+"""Compute one-dimensional convolutions as matmuls of their windows, which overlap in memory.
 
-Before: ``conv1d(x, w, b, stride=2)`` in bf16 on CPU: a convolution of images one place high, in whatever layout torch
-takes them to have. After: ``conv1d_by_windows(x, w, b, 2, 0)``: with the channels of a place side by side a window is a
-row of a matrix, and so is the result, which the next convolution reads as it lies.
+Before: ``conv1d(x, w, b, stride=2)`` in bf16 on CPU: a convolution of images one place high, in the layout that torch
+infers.
+After: ``conv1d_by_windows(x, w, b, 2, 0)``: with channels last, a window is a row of a matrix, and so is the result,
+which the next convolution reads without a copy.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from amp_graph.passes.torch_compat.dispatch import is_recorded
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.fake import concrete_size
 
-FEW = 1 << 20  # numbers in the windows of an item
+FEW = 1 << 20  # elements in the windows of one item
 
 
 @dataclass(frozen=True)
 class Conv1d(Pass):
-    """Replaces ``conv1d`` by products of windows, where ``what_pays`` says so.
+    """Replaces ``conv1d`` with matmuls of windows, when it is profitable.
 
-    Law: x: [batch, channels, length], one group, no dilation, as many zeros at both ends. Exactness: rounding-equal,
-    fp32 sums in another order, rounded once. The channels of a place lie side by side in the result.
+    Law: x: [batch, channels, length], one group, no dilation, symmetric zero padding. Exactness: rounding-equal, fp32
+    sums in another order, rounded once. The result is channels-last.
     """
 
     name: ClassVar[str] = "conv1d"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution of sequences."""
+        """Visit every one-dimensional convolution."""
         changes = []
         for node in gm.graph.nodes:
             given = _given(node)
@@ -59,7 +60,7 @@ class Conv1d(Pass):
 
 
 def _given(node: Node) -> tuple[Any, ...] | None:
-    """Return what ``conv1d_by_windows`` is to be called with; None where ``node`` stays."""
+    """Return the arguments of ``conv1d_by_windows``; None if ``node`` stays."""
     if node.target not in CALLS or names_of(node) != ("aten.conv1d",):
         return None
     if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
@@ -78,12 +79,12 @@ def _given(node: Node) -> tuple[Any, ...] | None:
 
 
 def _goes_by_rows(reader: Node) -> bool:
-    """Say whether ``reader`` would lay out what it is given so that the places of a channel are side by side."""
+    """Say whether ``reader`` would make its input contiguous, with adjacent places of a channel."""
     return any(name.endswith("_norm") and name != "aten.layer_norm" for name in names_of(reader))
 
 
 def _alone(sizes: Any) -> int | None:
-    """Return the one number that an argument says for a sequence; None where it says it in words."""
+    """Return an argument's single number for a sequence; None if it is a word."""
     if isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) == 1:
         (sizes,) = sizes
     return sizes if type(sizes) is int else None
@@ -94,9 +95,8 @@ def conv1d_by_windows(
 ) -> Tensor:
     """``F.conv1d(x, weight, bias, stride, padding)`` of bf16 CPU tensors.
 
-    x: [batch, channels, length]; weight: [outputs, channels, taps]; bias: [outputs] or None. ``in_rows``: the places of
-    a channel lie side by side in the result, otherwise the channels of a place; so they do in the gradient of an ``x``
-    where they did.
+    x: [batch, channels, length]; weight: [outputs, channels, taps]; bias: [outputs] or None. ``in_rows``: the result is
+    contiguous, otherwise channels-last. The gradient of ``x`` has the layout of ``x``.
     """
     if leaves_to_torch(x, weight, bias):
         return F.conv1d(x, weight, bias, stride, padding)
@@ -142,7 +142,7 @@ class _Windows(torch.autograd.Function):
 
 
 def _places(x: Tensor, padding: int) -> Tensor:
-    """Return ``x`` [batch, channels, length] as [batch, length and padding, channels], without gaps."""
+    """Return ``x`` [batch, channels, length] as contiguous [batch, padded length, channels]."""
     places = turned(x)
     return F.pad(places, (0, 0, padding, padding)) if padding else places
 
@@ -155,15 +155,15 @@ def _windows(places: Tensor, taps: int, stride: int) -> Tensor:
 
 
 def _taps(weight: Tensor) -> Tensor:
-    """Return ``weight`` [outputs, channels, taps] as a window lies: [outputs, taps * channels]."""
+    """Return ``weight`` [outputs, channels, taps] in the order of a window: [outputs, taps * channels]."""
     return weight.transpose(1, 2).flatten(1)
 
 
 def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None = None) -> Tensor:
     """Return ``windows @ right + bias``: [batch, windows, columns], or, ``in_rows``, [batch, columns, windows].
 
-    The first by oneDNN, which copies windows that overlap; the second, for which it takes three times as long, by
-    compiled C.
+    The first by oneDNN, which copies overlapping windows; the second by compiled C, because oneDNN takes three times as
+    long.
     """
     if in_rows:
         return _turned_products(windows, right.t(), bias)
@@ -179,14 +179,14 @@ def _products(windows: Tensor, right: Tensor, in_rows: bool, bias: Tensor | None
 
 
 def _are_few(windows: Tensor) -> bool:
-    """Say whether the windows of all items are rather copied at once: larger copies are memory that is mapped anew."""
+    """Say whether to copy the windows of all items at once: larger copies would be mapped anew at each call."""
     return len(windows) <= 1 or windows.shape[1] * windows.shape[2] <= FEW
 
 
 def _turned_products(windows: Tensor, left: Tensor, bias: Tensor | None) -> Tensor:
     if not len(windows):
         return left.new_empty((0, len(left), windows.shape[1]))
-    if is_recorded(left):  # no writes in a graph
+    if is_recorded(left):  # no in-place writes in a graph
         together = torch.stack([multiplied(left, one.t()) for one in windows])
         return together if bias is None else together + bias.unsqueeze(1)
     together = left.new_empty((len(windows), len(left), windows.shape[1]))
@@ -196,7 +196,7 @@ def _turned_products(windows: Tensor, left: Tensor, bias: Tensor | None) -> Tens
 
 
 def _of_weight(grad: Tensor, windows: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the taps [outputs, taps * channels], fp32 where ``wide``, and of the bias."""
+    """Return the gradients of the taps [outputs, taps * channels], fp32 if ``wide``, and of the bias."""
     if is_recorded(grad) or _are_few(windows):
         return gradients_of_linear(grad.flatten(0, 1), windows.flatten(0, 1), biased, wide)
     total, *others = [gradients_of_linear(g, w, False, True)[0].float() for g, w in zip(grad, windows, strict=True)]
@@ -208,11 +208,11 @@ def _of_weight(grad: Tensor, windows: Tensor, biased: bool, wide: bool) -> tuple
 def _gradient_of_places(grad: Tensor, weight: Tensor, stride: int, length: int, in_rows: bool) -> Tensor:
     """Return the gradient of ``length`` places or a few more: [batch, channels, length].
 
-    grad: [batch, windows, outputs]. Places that are ``stride`` apart are read by the same taps: their gradients are
-    products of windows of ``grad``, with sums in fp32, rounded once.
+    grad: [batch, windows, outputs]. The same taps read places that are ``stride`` apart: their gradients are matmuls of
+    windows of ``grad``, with fp32 sums, rounded once.
     """
     (batch, count, _), channels, taps = grad.shape, weight.shape[1], weight.shape[2]
-    most, rows = math.ceil(taps / stride), math.ceil(length / stride)  # windows that read a place; places of a phase
+    most, rows = math.ceil(taps / stride), math.ceil(length / stride)  # windows that read a place; places per phase
     padded = F.pad(grad, (0, 0, most - 1, rows - count)) if most > 1 or rows > count else grad
     by_taps = weight.permute(2, 0, 1)  # [taps, outputs, channels]
     phases = []

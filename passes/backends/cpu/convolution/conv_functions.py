@@ -1,10 +1,10 @@
-"""What converted graphs call for convolutions that train, of which the CPU's kernel is slow for one gradient.
+"""Convolutions in training for converted graphs, where the CPU kernel is slow for one of the gradients.
 
-Before: ``conv2d(x, w)``, whose kernel walks over the few places of a small image to sum up the gradient of ``w``; and
-``conv_transpose2d(x, w, b)``, whose kernel sums up that of ``b`` number by number. After: the same forwards.
-``conv2d_low(x, w)`` lays out the patches in rows in backward and multiplies them with the gradient (im2col: Chellapilla
-et al., "High Performance Convolutional Neural Networks for Document Processing", 2006). ``conv_transpose_low(x, w, b)``
-sums the gradient by torch's own ``sum``.
+Before: ``conv2d(x, w)``, whose kernel iterates over the few places of a small image to sum the gradient of ``w``; and
+``conv_transpose2d(x, w, b)``, whose kernel sums that of ``b`` element by element.
+After: the same forwards. The backward of ``conv2d_low(x, w)`` multiplies the patches, one per row, with the gradient
+(im2col: Chellapilla et al., "High Performance Convolutional Neural Networks for Document Processing", 2006).
+``conv_transpose_low(x, w, b)`` sums the gradient by torch's own ``sum``.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def depthwise_low(
     own_weight: bool,
     own_input: bool,
 ) -> Tensor:
-    """``F.conv2d`` with a group for each channel, of whose backward compiled C does some.
+    """``F.conv2d`` with a group for each channel, with parts of its backward in compiled C.
 
     x: [batch, channels, height, width], channels_last; weight: [channels, 1, kernel height, kernel width], of one
-    dtype, bf16 or fp16. Forward is torch's own. ``own_weight``: so are the gradients of weight and bias not;
-    ``own_input``: nor that of ``x``. Sums are fp32, rounded once.
+    dtype, bf16 or fp16. Forward is torch's own. ``own_weight``: the gradients of weight and bias are ours;
+    ``own_input``: so is that of ``x``. Sums are fp32, rounded once.
     """
     how = (tuple(stride), tuple(padding), (1, 1), False, (0, 0), x.shape[1])
     trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -190,7 +190,7 @@ def weight_gradient(
 ) -> Tensor:
     """Return the gradient of ``weight``, of its shape: patches of ``x`` times ``grad``, summed over all places.
 
-    Of the dtype of ``weight``; or ``wide``, cast to fp32 where that costs nothing.
+    In the dtype of ``weight``; or, if ``wide``, cast to fp32 where that is free.
     """
     out, channels, height, width = weight.shape
     product, _ = gradients_of_linear(rows(grad), _patches(x, (height, width), stride, padding), False, wide)
@@ -203,7 +203,7 @@ def rows(image: Tensor) -> Tensor:
 
 
 def _patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Return what the kernel sees at each place, one row a place: [batch * places, kernel * channels]."""
+    """Return the kernel's input at each place, one per row: [batch * places, kernel * channels]."""
     if any(padding):
         x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     if tuple(kernel) == (1, 1):

@@ -1,6 +1,7 @@
-"""Give convolutions of small images a weight gradient that is one product, where the kernel's own is slower.
+"""Compute the weight gradient of convolutions of small images as one matmul, where the kernel's own is slower.
 
-Before: ``conv2d(x, w, None, 2, 1)`` in bf16 on CPU. After: ``conv2d_low(x, w, None, (2, 2), (1, 1))``.
+Before: ``conv2d(x, w, None, 2, 1)`` in bf16 on CPU.
+After: ``conv2d_low(x, w, None, (2, 2), (1, 1))``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_pr
 
 @dataclass(frozen=True)
 class Convolution(Pass):
-    """Replaces ``conv2d`` with ``conv2d_low`` when its weight trains and ``what_pays`` says so.
+    """Replaces ``conv2d`` with ``conv2d_low`` when its weight trains and this is profitable.
 
-    Law: two dimensions, one group, no dilation, channels_last images. Exactness: forward and the gradients of input
-    and bias bit-exact; the weight's gradient rounding-equal, with the kernel's fp32 sums in another order.
+    Law: two dimensions, one group, no dilation, channels_last images. Exactness: forward and the gradients of input and
+    bias bit-exact; the weight's gradient rounding-equal, with the kernel's fp32 sums in another order.
     """
 
     name: ClassVar[str] = "convolution"
@@ -42,12 +43,12 @@ class Convolution(Pass):
                 continue
             node.target, node.kwargs = conv2d_low, {}
             node.args = (call.input, call.weight, call.bias, call.stride, call.padding)
-            changes.append(Change(self.name, "weight's gradient", node.name, "a product is faster over so few places"))
+            changes.append(Change(self.name, "weight's gradient", node.name, "a matmul is faster over so few places"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _why_not(call: ConvolutionCall) -> str:
-    """Return why a call stays as it is, "" where it does not."""
+    """Return why a call stays as it is, or ""."""
     if not call.trains:
         return "its weight has no gradient"
     x, channels, places = call.image, call.channels, call.places

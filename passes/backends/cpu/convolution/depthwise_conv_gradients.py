@@ -1,7 +1,7 @@
-"""Give depthwise convolutions gradients by compiled C, where the kernel's own are loops.
+"""Compute the gradients of depthwise convolutions with compiled C, where torch's kernel is a plain loop.
 
-Before: ``conv2d(x, w, b, 1, 3, 1, groups)`` with 7 x 7 places, in bf16 on CPU. After: ``depthwise_low(x, w, b, ...)``.
-Those of sequences become ``depthwise_rows(x, w, b, ...)``.
+Before: ``conv2d(x, w, b, 1, 3, 1, groups)`` with 7 x 7 places, in bf16 on CPU.
+After: ``depthwise_low(x, w, b, ...)``; for sequences, ``depthwise_rows(x, w, b, ...)``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CALLS = frozenset({torch.conv1d, torch.nn.functional.conv1d, SEQUENCES, torch.op
 
 @dataclass(frozen=True)
 class Depthwise(Pass):
-    """Replaces ``conv2d`` of as many groups as channels with ``depthwise_low`` when ``what_pays`` says so.
+    """Replaces ``conv2d`` with as many groups as channels with ``depthwise_low`` when it is profitable.
 
-    And ``conv1d`` with ``depthwise_rows``, also where nothing trains. Law: as many channels in the result, no dilation;
+    Also replaces ``conv1d`` with ``depthwise_rows``, even without training. Law: as many output channels, no dilation;
     images are channels_last. Exactness: forward bit-exact, of sequences rounding-equal; gradients rounding-equal, with
     fp32 sums in another order.
     """
@@ -59,26 +59,26 @@ class Depthwise(Pass):
             if isinstance(call, str):
                 continue
             weight, images = _is_profitable(call)
-            reason = _why_not(call) if weight or images else "the kernel has gradients of its own for this form"
+            reason = _why_not(call) if weight or images else "torch's kernel has optimized gradients for this form"
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
             node.target, node.kwargs = depthwise_low, {}
             node.args = (call.input, call.weight, call.bias, call.stride, call.padding, weight, images)
             what = " and ".join(["weight's gradient"] * weight + ["input's gradient"] * images)
-            changes.append(Change(self.name, what, node.name, "by compiled C, where the kernel has a loop"))
+            changes.append(Change(self.name, what, node.name, "compiled C instead of the kernel's plain loop"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _is_profitable(call: ConvolutionCall) -> tuple[bool, bool]:
-    """Say whether the gradients of weight and of input are better ours."""
+    """Say whether our gradients of weight and of input are faster."""
     x, wanted = call.image, is_trained(call.input)
     weight = call.trains and depthwise_weight_gradient_is_profitable(x.device.type, x.dtype, call.kernel)
     return weight, wanted and depthwise_input_gradient_is_profitable(x.device.type, x.dtype, call.stride)
 
 
 def _why_not(call: ConvolutionCall) -> str:
-    """Return why a call stays as it is, "" where it does not."""
+    """Return why a call stays as it is, or ""."""
     if not is_channels_last(call.image):
         return "its images are not channels_last"
     return _not_compiled(call.image.dtype)
@@ -93,7 +93,7 @@ def _not_compiled(low: torch.dtype) -> str:
 
 
 def _of_sequences(node: Node) -> tuple[Any, ...] | None:
-    """Return what ``depthwise_rows`` is to be called with, in the place of a ``conv1d``; None where that stays."""
+    """Return the arguments of ``depthwise_rows`` for a ``conv1d``; None if that stays."""
     if node.op != "call_function" or node.target not in CALLS or REGION in node.meta:
         return None
     if names_of(node) != ("aten.conv1d",):

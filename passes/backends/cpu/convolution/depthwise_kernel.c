@@ -1,10 +1,9 @@
-/* The gradients of a depthwise convolution of channels_last images, where oneDNN has no kernel of its own for them.
+/* The gradients of a depthwise convolution of channels_last images, where oneDNN has no optimized kernel for them.
 
-   Before: a loop of the reference's, number by number. After: `weight_gradient`, and `input_gradient` of strided ones,
-   with sixteen channels in a vector and each number of an image widened once.
-
-   jit_compiler.py compiles this file. A place of an image is a row of `channels` numbers. Sums are fp32: of the weight's
-   gradient over an image, then over images; threads share channels, so that nothing depends on how many there are. */
+   Before: oneDNN's reference loop, element by element. After: `weight_gradient`, and `input_gradient` of strided
+   convolutions, with sixteen channels in a vector, and each element of an image upcast once. jit_compiler.py compiles
+   this file. A place of an image is a row of `channels` numbers. Sums are fp32: the weight's gradient is summed over an
+   image, then over images; threads split channels, so that results do not depend on their number. */
 
 #include "low_precision.h"
 #include "thread_scratch.h"
@@ -27,17 +26,17 @@ INLINE Vector fused(Vector a, Vector b, Vector c) {
 #endif
 }
 
-/* Widens `count` places from `from` on, `channels` numbers apart, `n` of each. */
+/* Upcasts `count` places from `from` on, `channels` elements apart, `n` of each. */
 INLINE void widen_places(const Low* from, int64_t count, int64_t channels, int64_t n, Vector* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = read_low(from + i * channels, n);
 }
 
-/* Memory of the thread for so many vectors; null where there is none. */
+/* Scratch of this thread for `count` vectors; null if out of memory. */
 INLINE Vector* vectors(int64_t wanted) { return (Vector*)own_memory(wanted * (int64_t)(sizeof(Vector) / sizeof(Low))); }
 
 /* -- the weight's gradient -------------------------------------------------------------------------------------- */
 
-/* Adds what a row of the gradient and one of the input, with zeros beside it, have to say of `taps` places of the kernel. */
+/* Adds products of a row of the gradient and a zero-padded row of the input for `taps` places of the kernel. */
 INLINE void add_taps(const Vector* x, const Vector* grad, int64_t columns, int64_t right, const int taps, Vector* sums) {
   Vector own[7];
   for (int k = 0; k < taps; ++k) own[k] = sums[k];
@@ -56,8 +55,7 @@ static void add_row(const Vector* x, const Vector* grad, int64_t columns, int64_
   for (; k < wide; ++k) add_taps(x + k, grad, columns, right, 1, sums + k);
 }
 
-/* Of one image, `n` channels from `c` on. The input's last `high` rows are kept, widened, each in the place of the one
-   that is out of the kernel's sight. */
+/* For one image, `n` channels from `c` on. A ring buffer holds the input's last `high` rows, upcast. */
 static void sum_image(const Depthwise* d, int64_t image, int64_t c, int64_t n, Vector* room) {
   const int64_t long_row = d->width + 2 * d->beside, taps = d->high * d->wide;
   Vector *sums = room, *grad = sums + taps, *kept = grad + d->columns;
@@ -92,7 +90,7 @@ static void sum_channels(void* of, int64_t from, int64_t to) {
     d->failed = 1;
     return;
   }
-  for (int64_t image = 0; image < d->images; ++image) /* whose lines of memory hold more channels than a vector */
+  for (int64_t image = 0; image < d->images; ++image) /* whose cache lines hold more channels than a vector */
     for (int64_t c = from; c < to; c += WIDE) sum_image(d, image, c, to - c < WIDE ? to - c : WIDE, room);
 }
 
@@ -104,7 +102,7 @@ int weight_gradient(Depthwise* d, int64_t threads) {
 
 /* -- the input's gradient --------------------------------------------------------------------------------------- */
 
-/* Adds to a row of sums what `taps` places of the kernel gave to a row of the result. */
+/* Adds the contribution of a row of the result through `taps` places of the kernel to a row of sums. */
 INLINE void spread_taps(const float* weight, const Vector* grad, const Depthwise* d, int64_t n, const int taps, Vector* to) {
   Vector own[7];
   for (int k = 0; k < taps; ++k) own[k] = read_full(weight + k * d->channels, n);
@@ -120,7 +118,7 @@ static void spread(const float* weight, const Vector* grad, const Depthwise* d, 
   for (; k < d->wide; ++k) spread_taps(weight + k * d->channels, grad, d, n, 1, to + k);
 }
 
-/* A row of `n` channels from `c` on: every row of the result that has seen it adds its part. */
+/* A row of `n` channels from `c` on: every row of the result that read it adds its part. */
 static void spread_row(const Depthwise* d, int64_t image, int64_t y, int64_t c, int64_t n, Vector* room) {
   Vector *grad = room, *sums = grad + d->columns;
   memset(sums, 0, (d->width + 2 * d->beside) * sizeof(Vector));

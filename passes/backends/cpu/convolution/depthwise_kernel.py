@@ -1,7 +1,7 @@
-"""The operators of a depthwise convolution's backward, by names that graphs show, over compiled C.
+"""Operators of a depthwise convolution's backward over compiled C, named in graphs.
 
-Before: ``convolution_backward`` of as many groups as channels, a loop in oneDNN for some forms. After:
-``depthwise_weight_gradient``, and of strided convolutions ``depthwise_input_gradient``.
+Before: ``convolution_backward`` with as many groups as channels, a plain loop in oneDNN for some forms.
+After: ``depthwise_weight_gradient``, and for strided convolutions ``depthwise_input_gradient``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST = torch.channels_last
 
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return what is compiled for ``low``, bf16 or fp16. Raises CompilerError where that cannot be."""
+    """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
     found = load(SOURCE, MACROS[low])
     found.weight_gradient.argtypes = found.input_gradient.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
@@ -76,7 +76,7 @@ def _table(
     x: Tensor | None = None,
     dx: Tensor | None = None,
 ) -> array[int]:
-    """Return what the C code calls a Depthwise."""
+    """Return the C struct Depthwise."""
     places = (0 if t is None else address_of(t) for t in (x, grad, weight, dx))
     return array("q", (*size, *grad.shape[2:], *kernel, *stride, *padding, *places, 0))
 

@@ -1,6 +1,7 @@
-"""Let convolutions with a kernel of one place be matrix products, where those are faster.
+"""Lower convolutions with a 1 x 1 kernel to matmuls, where those are faster.
 
-Before: ``conv2d(x, w)``, ``w`` [out, in, 1, 1], on channels_last images. After: ``pointwise_conv(x, w)``.
+Before: ``conv2d(x, w)``, ``w`` [out, in, 1, 1], on channels_last images.
+After: ``pointwise_conv(x, w)``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 
 @dataclass(frozen=True)
 class LowerPointwiseConv(Pass):
-    """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and ``what_pays`` says so.
+    """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and this is profitable.
 
-    Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows as they lie.
-    Exactness: rounding-equal; sums are fp32 in another order. Runs before ``convolution``, which takes what is left.
+    Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows in memory.
+    Exactness: rounding-equal; sums are fp32 in another order. Runs before ``convolution``, which handles the rest.
 
-    ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which is worth more.
+    ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which saves more.
     """
 
     folds: bool = False
@@ -50,8 +51,8 @@ class LowerPointwiseConv(Pass):
             few = places <= FEW_PLACES
             node.target, node.kwargs = pointwise_conv, {}
             node.args = (call.input, call.weight, call.bias, call.stride, few)
-            what = "a product forward and backward" if few else "a product for the weight's gradient"
-            changes.append(Change(self.name, "as a product", node.name, f"{places} places: {what}"))
+            what = "a matmul forward and backward" if few else "a matmul for the weight's gradient"
+            changes.append(Change(self.name, "as a matmul", node.name, f"{places} places: {what}"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 

@@ -1,7 +1,7 @@
-"""A convolution with a kernel of one place, computed as the matrix product that it is.
+"""A convolution with a 1 x 1 kernel, computed as a matmul.
 
-Before: ``conv2d(x, w)`` with ``w`` [out, in, 1, 1]. After: ``rows(x) @ w.t()``, where ``rows`` [places, in] is a view
-of a channels_last ``x``.
+Before: ``conv2d(x, w)`` with ``w`` [out, in, 1, 1].
+After: ``rows(x) @ w.t()``, where ``rows`` [places, in] is a view of a channels_last ``x``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ own_functions(__name__)
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
     """Return ``F.conv2d(x, weight, bias, stride)`` for a ``weight`` [out, in, 1, 1] and channels_last ``x``.
 
-    The weight's gradient is a matrix product; with ``few`` places, the result and the gradient of ``x`` are, too.
-    Sums are fp32 in either, rounded once. Source: aten/src/ATen/native/mkldnn/Conv.cpp.
+    The weight's gradient is a matmul; with ``few`` places, the result and the gradient of ``x`` are, too. All sums are
+    fp32, rounded once. Source: aten/src/ATen/native/mkldnn/Conv.cpp.
     """
     if leaves_to_torch(x, weight):
         return F.conv2d(x, weight, bias, stride)
@@ -41,7 +41,7 @@ class _PointwiseConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.few = stride, few
-        # No view: what a function with a backward of its own returns as one may not be written in place (relu_).
+        # Not a view: views returned by a function with its own backward may not be written in place (relu_).
         return _forward(x, weight, bias, stride, few).detach()
 
     @staticmethod
@@ -70,7 +70,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, 
 
 
 def _spread(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) -> Tensor:
-    """Return the gradient of ``x``: a product at the places that were read, zero at the others."""
+    """Return the gradient of ``x``: a matmul at the places that were read, zero at the others."""
     found = _image(rows(grad) @ weight.flatten(1), grad)
     if stride == (1, 1):
         return found
@@ -86,7 +86,7 @@ def _torchs(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) ->
 
 
 def _read(x: Tensor, stride: tuple[int, int]) -> Tensor:
-    """Return what of ``x`` the kernel reads, with its places in rows."""
+    """Return the part of ``x`` that the kernel reads, one place per row."""
     if stride == (1, 1):
         return x
     return x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)

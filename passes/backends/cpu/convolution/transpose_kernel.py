@@ -1,6 +1,7 @@
-"""Turn matrices of 16-bit numbers in memory, by compiled C.
+"""Transpose matrices of 16-bit numbers in memory, with compiled C.
 
-Before: ``x.transpose(1, 2).contiguous()``. After: ``turned(x)``: the same in a tenth to a third of the time.
+Before: ``x.transpose(1, 2).contiguous()``.
+After: ``turned(x)``: the same in a tenth to a third of the time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ register_kernel("transpose", lambda _: library())
 
 
 def turned(x: Tensor) -> Tensor:
-    """Return ``x`` [batch, rows, columns] as [batch, columns, rows], without gaps."""
+    """Return ``x`` [batch, rows, columns] as contiguous [batch, columns, rows]."""
     found = x.transpose(1, 2)
     plain = x.device.type == "cpu" and x.dtype.itemsize == 2 and x.is_contiguous() and not is_seen(x)
     if not plain or found.is_contiguous() or library() is None:

@@ -1,6 +1,7 @@
-"""Give transposed convolutions a bias' gradient that is one sum, where the kernel's own is slower.
+"""Compute the bias gradient of transposed convolutions as one sum, where the kernel's own is slower.
 
-Before: ``conv_transpose2d(x, w, b, 2)`` in bf16 on CPU. After: ``conv_transpose_low(x, w, b, (2, 2), ...)``.
+Before: ``conv_transpose2d(x, w, b, 2)`` in bf16 on CPU.
+After: ``conv_transpose_low(x, w, b, (2, 2), ...)``.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ NUMBERS = ("stride", "padding", "output_padding", "dilation")
 
 @dataclass(frozen=True)
 class TransposedConvBiasGradient(Pass):
-    """Replaces ``conv_transpose2d``, 1d and 3d, with ``conv_transpose_low`` where ``what_pays`` says so.
+    """Replaces ``conv_transpose2d``, 1d and 3d, with ``conv_transpose_low`` when it is profitable.
 
-    Law: a bias that trains, batches, in no region whose precision the user set. Exactness: forward and the gradients of
-    input and weight bit-exact; the bias' gradient rounding-equal, with fp32 sums in another order.
+    Law: a bias that trains, batched input, in no region whose precision the user set. Exactness: forward and the
+    gradients of input and weight bit-exact; the bias' gradient rounding-equal, with fp32 sums in another order.
     """
 
     name: ClassVar[str] = "transposed-conv-bias-gradient"
@@ -70,12 +71,12 @@ class TransposedConvBiasGradient(Pass):
 
 
 def _why_not(given: dict[str, Any]) -> str:
-    """Return why a call stays as it is, "" where it does not."""
+    """Return why a call stays as it is, or ""."""
     x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
     if not isinstance(bias, Node) or not is_trained(bias):
         return "it has no bias with a gradient"
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != value(weight).dim():
-        return "it is not of a batch"
+        return "its input is not batched"
     device, dtype = value(x).device.type, value(x).dtype
     if not bias_gradient_by_sum_is_profitable(device, dtype):
         return f"the kernel's own sum is as fast in {dtype} on {device}"

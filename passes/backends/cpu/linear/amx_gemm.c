@@ -1,12 +1,9 @@
-/* Products of bf16 matrices by the CPU's matrix units (AMX): fp32 sums, rounded once behind a bias; and, where asked,
-   cast to fp32 again.
+/* bf16 GEMM on the CPU's matrix units (AMX): fp32 sums, rounded once, bias included; optionally cast to fp32 again.
 
-   Before: oneDNN's, whose call takes longer than a small product, and which turns what lies in columns first; and then
-   a cast. After: both operands in panels that tiles read line by line, on large pages; a panel of a stays in the first
-   cache, a block of b in the second; what is cast goes past the caches.
-
-   jit_compiler.py compiles this file. Blocks: Goto, van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
-   2008. */
+   Before: oneDNN's GEMM, whose call takes longer than a small matmul, and which transposes column-major operands first;
+   and then a cast. After: both operands in panels that tiles read sequentially, on huge pages; a panel of a stays in
+   the L1 cache, a block of b in L2; the cast uses non-temporal stores. jit_compiler.py compiles this file. Blocking:
+   Goto, van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008. */
 
 #include "low_precision.h"
 #define LARGE_PAGES
@@ -15,30 +12,30 @@
 
 #define SIDE 32            /* rows and columns whose sums the units hold at once: two tiles by two */
 #define STEP (SIDE * DEEP) /* elements of a panel for DEEP of the depth: two tiles */
-#define NEAR 256           /* of the depth at a time: a panel of a, 16 KiB */
-#define LOW_ROWS 128       /* rows whose sums wait for the rest of the depth */
+#define NEAR 256           /* depth of a block: a panel of a, 16 KiB */
+#define LOW_ROWS 128       /* rows whose partial sums are held between depth blocks */
 #define BLOCK 384          /* columns of b at a time */
-#define MOST_DEPTH 6144    /* that is laid out at once; of more, SOME_DEPTH and DEEP_ROWS */
+#define MOST_DEPTH 6144    /* packed at once; if there are more, SOME_DEPTH and DEEP_ROWS */
 #define SOME_DEPTH 2048
 #define DEEP_ROWS 256
-#define OF_A (1 << 22)     /* elements of a that are laid out at once */
-#define LARGE (1 << 18)    /* elements of a result: of fewer, caches keep them until they are read */
+#define OF_A (1 << 22)     /* elements of a that are packed at once */
+#define LARGE (1 << 18)    /* elements of a result: below this size, caches keep them until they are read */
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
 
-typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
+typedef struct { /* out [rows, columns], contiguous, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* bias: null for none */
   float *of_a;             /* written: [rows], what each row of a adds up to, where its columns lie in rows; or null.
                               Rounded once, too. */
-  void *out;               /* of fp32 where `wide`, with the numbers of bf16 that it has otherwise */
+  void *out;               /* fp32 if `wide`, with the values that it would have in bf16 */
   int64_t rows, columns, depth;
-  int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; one of the two of each is 1 */
+  int64_t a_row, a_column, b_row, b_column; /* strides in elements; one of the two of each is 1 */
   int64_t wide, threads;
 } Product;
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
 
-/* Lines of an operand whose depth is side by side, as panels of 32: tiles of 16 lines by 32 of the depth, turned where
-   they are columns of b, of which tiles hold pairs of the depth. */
+/* Rows of an operand with contiguous depth, as panels of 32: tiles of 16 rows by 32 of the depth, transposed if they
+   are columns of b, of which tiles hold pairs of the depth. */
 INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t depth, int turned, Low *to) {
   const int64_t steps = ROOMY(depth, DEEP) / DEEP;
   for (int64_t n = 0; n < ROOMY(lines, SIDE); n += 16)
@@ -54,8 +51,8 @@ INLINE void lay_lines(const Low *from, int64_t line, int64_t lines, int64_t dept
     }
 }
 
-/* The same of an operand whose lines are side by side: pairs of the depth, turned where they are rows of a. What each line
-   adds up to is added to `sums`, unless that is null. */
+/* The same for an operand whose rows are adjacent: pairs of the depth, transposed if they are rows of a. Adds the sum
+   of each row to `sums`, unless that is null. */
 INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_t depth, int turned, float *sums,
                       Low *to) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -86,7 +83,7 @@ INLINE void lay_depth(const Low *from, int64_t one_deeper, int64_t lines, int64_
     }
 }
 
-/* NEAR of the depth after NEAR of the depth, each with all of its panels. */
+/* Blocks of NEAR in depth, each with all of its panels. */
 INLINE void lay_out(const Low *from, int64_t line, int64_t one_deeper, int64_t lines, int64_t depth, int of_b,
                     float *sums, Low *to) {
   for (int64_t k = 0; k < depth; k += NEAR, to += NEAR * ROOMY(lines, SIDE)) {
@@ -100,8 +97,8 @@ INLINE void lay_out(const Low *from, int64_t line, int64_t one_deeper, int64_t l
 
 /* -- sums ---------------------------------------------------------------------------------------------------------- */
 
-/* Four tiles of sums, one after the other, of two panels; added to what is there unless they are `fresh`. `ahead` is read
-   into the second cache meanwhile. */
+/* Four consecutive tiles of sums, of two panels; added to the old sums unless `fresh`. `ahead` is prefetched into the
+   L2 cache meanwhile. */
 INLINE void sum_up(float *sums, const Low *a, const Low *b, int64_t steps, int fresh, const Low *ahead) {
   if (fresh) {
     _tile_zero(0);
@@ -139,7 +136,7 @@ INLINE __m512 widen_half(__m512i low, int half) {
   return (__m512)widen_all((Halves)part);
 }
 
-/* One row of sums, rounded and cast again; `past` the caches where it is whole lines. */
+/* One row of sums, rounded and cast again; non-temporal if `past` and in whole lines. */
 INLINE void put_wide(__m512i low, float *to, int64_t columns, int past) {
   const __m512 one = widen_half(low, 0), two = widen_half(low, 1);
   if (past && columns >= SIDE && !((uintptr_t)to % 64)) {
@@ -172,14 +169,14 @@ INLINE void put_out(const Product *p, const float *sums, int64_t row, int64_t co
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-typedef struct { /* a part of the product: what is laid out of a and b, and sums that wait */
+typedef struct { /* a part of the matmul: packed parts of a and b, and partial sums */
   const Product *p;
   int64_t row, rows, column, columns, from_depth, depth;
   const Low *a, *b;
   float *sums;
 } Block;
 
-/* Rows `from` on of a block, as many as their sums wait for; those of row `begin` are at the head of `sums`. */
+/* Rows `from` on of a block, as many as partial sums are held for; those of row `begin` come first in `sums`. */
 INLINE void multiply_rows(const Block *w, int64_t from, int64_t rows, int64_t begin) {
   const int64_t of_a = ROOMY(w->rows, SIDE), of_b = ROOMY(w->columns, SIDE);
   for (int64_t k = 0; k < w->depth; k += NEAR) {
@@ -243,7 +240,7 @@ static void some(void *of, int64_t from, int64_t to) {
     multiply(all, 0, all->p->rows, from, to);
 }
 
-/* Returns 1 where there is no memory. */
+/* Returns 1 if out of memory. */
 int product(const Product *p) {
   Shared all = {p, p->rows > p->columns, 0};
   do_parts(p->threads, all.by_rows ? p->rows : p->columns, SIDE, some, &all);

@@ -1,8 +1,8 @@
-"""Products of bf16 matrices by the matrix units of the CPU (AMX), in compiled C.
+"""bf16 matmuls on the matrix units of the CPU (AMX), in compiled C.
 
-Before: ``(grad.t() @ x).float()``, the gradient of a linear's weight, for which oneDNN turns ``grad`` first, at two
-thirds of the speed of the linear's other products; and which is then cast. After:
-``amx_product(grad.t(), x, wide=True)``.
+Before: ``(grad.t() @ x).float()``, the gradient of a linear's weight, for which oneDNN transposes ``grad`` first, at
+two thirds of the speed of the linear's other matmuls; followed by a cast.
+After: ``amx_product(grad.t(), x, wide=True)``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("amx_gemm.c")
-OF_AN_ELEMENT = 64  # multiplications in the time that one element of other kernels takes
+OF_AN_ELEMENT = 64  # multiply-adds in the time that other kernels take for one element
 
 
 @lru_cache
@@ -46,15 +46,15 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, ``biased``, what the columns of ``grad`` add up to.
+    """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, if ``biased``, the column sums of ``grad``.
 
-    grad: [rows, outputs], x: [rows, inputs]. By compiled C where ``what_pays`` says so; ``wide``: of which both are
-    cast to fp32, once they are rounded. Second derivatives and several gradients at once are torch's own.
+    grad: [rows, outputs], x: [rows, inputs]. By compiled C where that is profitable; ``wide``: cast both to fp32 after
+    rounding. Second derivatives and batched gradients are torch's own.
     """
     pays = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
-    calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # what a tracer sees, or the same at once
+    calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # an operator for tracers, or a direct call
     if not biased:
         return calls.amx_product(grad.t(), x, None, wide), None
     product, sums = calls.amx_product_and_sums(grad, x, wide)
@@ -62,9 +62,9 @@ def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tu
 
 
 def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias``, rounded once, of bf16 matrices on the CPU: [rows, columns]; ``wide``: cast to fp32.
+    """Return ``a @ b + bias``, rounded once, of bf16 CPU matrices: [rows, columns]; ``wide``: cast to fp32.
 
-    a: [rows, depth], b: [depth, columns], bias: [columns] or None, with memory of their own to read. Raises
+    a: [rows, depth], b: [depth, columns], bias: [columns] or None, with readable memory of their own. Raises
     MemoryError.
     """
     if library() is None or 0 in (*a.shape, *b.shape):
@@ -75,9 +75,9 @@ def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
 
 
 def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
-    """Return ``a.t() @ b`` as ``amx_product`` does, and the sums of the columns of ``a``, fp32 rounded once to bf16.
+    """Return ``a.t() @ b`` as ``amx_product`` does, and the column sums of ``a``, fp32 rounded once to bf16.
 
-    a: [depth, rows], b: [depth, columns]: all in one reading of ``a``. ``wide``: cast both to fp32. Raises MemoryError.
+    a: [depth, rows], b: [depth, columns]. Reads ``a`` once. ``wide``: cast both to fp32. Raises MemoryError.
     """
     dtype = torch.float32 if wide else a.dtype
     if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
@@ -87,7 +87,7 @@ def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
 
 
 def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-    """Write ``a @ b + bias`` to the rows of ``made``, bf16 or fp32, without gaps; and what rows of ``a`` sum up to."""
+    """Write ``a @ b + bias`` to contiguous rows of ``made``, bf16 or fp32; and the row sums of ``a``."""
     a, b, compiled, wide = side_by_side(a), side_by_side(b), library(), made.dtype == torch.float32
     assert compiled is not None, "asked where there is a kernel"
     (rows, columns), depth = made.shape, a.shape[1]
@@ -106,7 +106,7 @@ def room(a: Tensor, b: Tensor, wide: bool) -> Tensor:
 
 
 def side_by_side(t: Tensor) -> Tensor:
-    """Return ``t`` with elements that are neighbours in one direction at least."""
+    """Return ``t`` with contiguous elements in at least one direction."""
     return t if 1 in t.stride() else t.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Let the kernel of a product add the bias itself, in flat graphs: of whole steps, and for Inductor.
+"""Fuse the bias into the matmul kernel, in flat graphs: of whole steps, and for Inductor.
 
-Before: ``addmm(b, x, w.t())``, which copies ``b`` into every row of the result and then adds the product to it. After:
-``amp_graph::linear_bias(x, w, b)``, which is one call of oneDNN. A relu behind it stays: oneDNN's makes 0 of NaN.
+Before: ``addmm(b, x, w.t())``, which copies ``b`` into every row of the result and then adds the matmul to it.
+After: ``amp_graph::linear_bias(x, w, b)``, one call of oneDNN. A relu behind it stays: oneDNN's turns NaN into 0.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ATEN: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class FuseAddmmBias(Pass):
-    """Replaces ``addmm(b, x, w.t())`` with ``linear_bias(x, w, b)`` when ``what_pays`` says so.
+    """Replaces ``addmm(b, x, w.t())`` with ``linear_bias(x, w, b)`` when it is profitable.
 
-    Law: ``x`` and ``w`` lie in rows, in sizes known while it is traced. Exactness: rounding-equal; sums are fp32 in
-    another order, rounded once, with the bias in them.
+    Law: ``x`` and ``w`` are contiguous, of sizes known at trace time. Exactness: rounding-equal; sums are fp32 in
+    another order, rounded once, bias included.
     """
 
     name: ClassVar[str] = "fuse-addmm-bias"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product with a bias."""
+        """Visit every matmul with a bias."""
         changes = []
         for node in gm.graph.find_nodes(op="call_function", target=ATEN.addmm.default):
             weight = _weight(node)
@@ -53,7 +53,7 @@ class FuseAddmmBias(Pass):
 
 
 def _weight(node: Node) -> Node | None:
-    """Return the weight, [outputs, inputs], of a product that is a linear of rows; None for any other."""
+    """Return the weight, [outputs, inputs], of a matmul that is a linear of rows; None for any other."""
     bias, x, turned = node.args
     weight = turned.args[0] if isinstance(turned, Node) and turned.target in FLAT_TRANSPOSES else None
     if node.kwargs or not all(isinstance(n, Node) for n in (bias, x, weight)):

@@ -1,7 +1,8 @@
-"""Let small linears that train read their parameters themselves, and hand gradients back as those want them.
+"""Let small linears in training read their parameters directly, and return gradients in the parameters' dtype.
 
-Before: ``linear_low(x, weight_copy(w), weight_copy(b))``, for which autograd casts two gradients, by calls that take
-longer than they cast. After: ``linear_of_parameters(x, w, b)``, whose backward writes fp32.
+Before: ``linear_low(x, weight_copy(w), weight_copy(b))``, for which autograd casts two gradients, with calls that take
+longer than the casts.
+After: ``linear_of_parameters(x, w, b)``, whose backward writes fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _OfParameters(torch.autograd.Function):
         low = read(weight, bare=True)
         _, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, low if of_x else None)
-        ctx.weight = weight  # for second derivatives alone
+        ctx.weight = weight  # only for second derivatives
         return multiplied(x, low.t(), None if bias is None else read(bias, bare=True))
 
     @staticmethod
@@ -47,12 +48,12 @@ class _OfParameters(torch.autograd.Function):
 
 
 def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
-    """Return ``linear_low`` for fp32 parameters, of which ``read`` makes and keeps copies."""
+    """Return ``linear_low`` for fp32 parameters, whose copies ``read`` makes and caches."""
 
     def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if leaves_to_torch(x, weight, bias):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        # Reshaped out here: a view that a Function returns cannot be written in place.
+        # Reshaped outside: a view that a Function returns cannot be written in place.
         found: Tensor = _OfParameters.apply(read, as_rows(x), weight, bias)
         return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
 
@@ -63,7 +64,7 @@ def linear_of(read: WeightCopy) -> Callable[..., Tensor]:
 class FuseCastsIntoLinears(Pass):
     """Replaces ``linear_low`` of small weights' copies that nothing else reads with one that makes them itself.
 
-    Law: gradients are rounded to low precision, and widened, as by casts. Exactness: bit-exact.
+    Law: gradients are rounded to low precision and upcast, as by casts. Exactness: bit-exact.
     """
 
     copies: WeightCopies
@@ -82,10 +83,10 @@ class FuseCastsIntoLinears(Pass):
             for cast in casts:
                 if cast is not None:
                     gm.graph.erase_node(cast)
-            changes.append(Change(self.name, "casts inside", node.name, "autograd's take longer than they cast"))
+            changes.append(Change(self.name, "casts inside", node.name, "autograd's calls take longer than the casts"))
         return PassResult(gm, tuple(changes))
 
     def _is_read_alone(self, cast: Any) -> bool:
-        """Say whether ``cast`` is a copy that one linear reads, of a parameter whose gradient is small."""
+        """Say whether ``cast`` is a copy, read by one linear only, of a parameter whose gradient is small."""
         fits = isinstance(cast, Node) and cast.target is self.copies.read and cast.kwargs == {"once": True}
         return fits and len(cast.users) == 1 and value(cast).numel() < LARGE

@@ -1,6 +1,7 @@
-"""Let a product of a value with its own transpose have one product for its gradient, not two that are added.
+"""Use one matmul, instead of two and a sum, for the gradient of a gram matrix.
 
-Before: ``x @ x.mT``, whose gradient is ``g @ x + g.mT @ x``. After: ``own_product(x)``: ``(g + g.mT) @ x``.
+Before: ``x @ x.mT``, whose gradient is ``g @ x + g.mT @ x``.
+After: ``own_product(x)``, with the gradient ``(g + g.mT) @ x``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ PRODUCTS = {("aten.matmul",), ("aten.bmm",), ("aten.mm",)}
 
 @dataclass(frozen=True)
 class FuseGramMatrix(Pass):
-    """Replaces ``x @ x.mT`` that trains with ``own_product(x)``, where ``what_pays`` says so.
+    """Replaces ``x @ x.mT`` that trains with ``own_product(x)``, when it is profitable.
 
-    Law: both operands are the same memory, once turned: pairwise products of recommenders, Gram matrices. The gradient
-    is rounded once, and the sum of ``g`` and ``g.mT`` before it, where two were rounded and added. Exactness: forward
-    bit-exact, gradients rounding-equal.
+    Law: both operands are the same memory, one of them transposed: pairwise products of recommenders, gram matrices.
+    The gradient is rounded once, and the sum of ``g`` and ``g.mT`` before it, where two were rounded and added.
+    Exactness: forward bit-exact, gradients rounding-equal.
     """
 
     name: ClassVar[str] = "fuse-gram-matrix"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product of two operands."""
+        """Visit every matmul of two operands."""
         changes = []
         for node in list(gm.graph.nodes):
             rows = _own_rows(node)
@@ -52,7 +53,7 @@ class FuseGramMatrix(Pass):
 
 
 def _own_rows(node: Node) -> Node | None:
-    """Return ``x`` where ``node`` is ``x @ x.mT`` and that pays, else None."""
+    """Return ``x`` where ``node`` is ``x @ x.mT`` and this is profitable, else None."""
     if names_of(node) not in PRODUCTS or len(node.args) != 2 or node.kwargs or not calls_torch(node):
         return None
     if not is_trained(node):

@@ -1,7 +1,8 @@
-"""Multiply the rows of experts, of which there are others at each call, by compiled C that needs none made for them.
+"""Multiply the rows of experts, whose number changes at each call, with compiled C that needs no kernel per size.
 
-Before: ``grouped_mm_fallback(x, weight.mT, offs)`` in bf16 on CPU: a product an expert, for whose number of rows oneDNN
-compiles a kernel each time. After: ``grouped_product(x, weight, offs, True)``.
+Before: ``grouped_mm_fallback(x, weight.mT, offs)`` in bf16 on CPU: a matmul per expert; oneDNN compiles a kernel for
+each number of rows.
+After: ``grouped_product(x, weight, offs, True)``.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from amp_graph.passes.torch_compat.autograd import takes_fp32
 from amp_graph.passes.torch_compat.dispatch import is_seen
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
 
-# Operators that multiply rows of groups, which lie one behind the other, and their arguments in this order.
+# Operators that multiply consecutive groups of rows, and their arguments in this order.
 GROUPED = {
     "transformers.grouped_mm_fallback": ("input", "weight", "offs"),
     "aten._grouped_mm": ("self", "mat2", "offs"),
 }
 ONE_WEIGHT_GRADIENT.update(GROUPED)
-PLAIN = {"bias": None, "out_dtype": None}  # of the others, what is taken
+PLAIN = {"bias": None, "out_dtype": None}  # accepted values of the other arguments
 
 
 @dataclass(frozen=True)
 class GroupedGemm(Pass):
-    """Replaces products of groups of rows by compiled C, where ``what_pays`` says so.
+    """Replaces grouped matmuls with compiled C, when it is profitable.
 
     Law: x: [rows, depth], weight: [groups, depth, columns], bf16; ``offs``: where each group's rows end. The weight's
-    gradient is fp32 where its copy takes that. Exactness: rounding-equal, fp32 sums in another order, rounded once.
+    gradient is fp32 where its copy accepts that. Exactness: rounding-equal, fp32 sums in another order, rounded once.
     """
 
     name: ClassVar[str] = "grouped-gemm"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product of groups."""
+        """Visit every grouped matmul."""
         changes = []
         for node in list(gm.graph.nodes):
             given = _given(node)
@@ -66,7 +67,7 @@ class GroupedGemm(Pass):
 
 
 def _given(node: Node) -> tuple[Node, Node, Node] | None:
-    """Return what ``node`` multiplies, and the ends of its groups; None where it is left alone."""
+    """Return the operands of ``node``, and the ends of its groups; None if it stays."""
     names = names_of(node)
     if len(names) != 1 or names[0] not in GROUPED or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return None
@@ -83,10 +84,10 @@ def _given(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def grouped_product(x: Tensor, weight: Tensor, offs: Tensor, turned: bool) -> Tensor:
-    """Return the product of each row of ``x`` and its group's weight: [rows, columns]; zeros behind the last group.
+    """Return the product of each row of ``x`` and its group's weight: [rows, columns]; zeros after the last group.
 
     x: [rows, depth]; weight: [groups, depth, columns], or ``turned`` [groups, columns, depth]; all bf16 on the CPU.
-    offs: [groups], whole numbers that do not decrease: where the rows of each group end.
+    offs: [groups], non-decreasing integers: where the rows of each group end.
     """
     if leaves_to_torch(x, weight, offs):
         return _by_torch(x, weight, offs, turned)

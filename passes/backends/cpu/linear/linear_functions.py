@@ -1,8 +1,8 @@
-"""What converted graphs call for linears that train: compiled C, and oneDNN in the forms that it is fast for.
+"""Linears in training for converted graphs: compiled C, and oneDNN in the forms for which it is fast.
 
-Before: ``linear(x, w, b)``, and in backward three calls of a library that each take longer than they multiply; or a
-result that starts as copies of the bias, and a product with columns. After: ``linear_low(x, w, b)``, or
-``linear_trained(x, w, b)``.
+Before: ``linear(x, w, b)``, and in backward three library calls that each take longer than the matmul; or a result that
+starts as copies of the bias, and a matmul with a column-major operand.
+After: ``linear_low(x, w, b)``, or ``linear_trained(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from amp_graph.passes.torch_compat.onednn import linear_pointwise
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of bf16 CPU tensors that train, whose sums are rounded once, behind the bias.
+    """``F.linear`` of bf16 CPU tensors in training, whose sums are rounded once, bias included.
 
-    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. What has no memory to read goes to torch's.
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Tensors without readable memory use torch's.
     """
     if leaves_to_torch(x, weight, bias):
         return F.linear(x, weight, bias)
-    # Reshaped out here: a view that a Function returns cannot be written in place.
+    # Reshaped outside: a view that a Function returns cannot be written in place.
     found: Tensor = _Linear.apply(as_rows(x), weight, bias)
     return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
 
@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        # A small gradient is cast as fast by the engine.
+        # The engine casts a small gradient as fast.
         wide = x is not None and by_units(grad.numel() * x.shape[1]) and takes_fp32(ctx, 1)
         return gradients_of_low(grad, x, weight, ctx.needs_input_grad, wide)
 
@@ -65,7 +65,7 @@ def gradients_of_low(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of a linear's input rows ``x``, its ``weight`` and its bias: those that are ``needed``.
 
-    All bf16; ``wide``: that of the weight cast to fp32, but where it is torch's own.
+    All bf16; ``wide``: that of the weight cast to fp32, except where it is torch's own.
     """
     of_x, of_weight, of_bias = needed
     plain, rows, of_rows = is_plain(grad), as_rows(grad), None
@@ -81,9 +81,10 @@ def gradients_of_low(
 
 
 def linear_trained(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of bf16 CPU tensors that train, by oneDNN in the forms that it is fast for; the rest by compiled C.
+    """``F.linear`` of bf16 CPU tensors in training, by oneDNN in the forms for which it is fast, else by compiled C.
 
-    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Graphs, and what has no memory, get torch's.
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs] or None. Graphs, and tensors without readable memory,
+    use torch's.
     """
     if leaves_to_torch(x, weight, bias) or is_recorded(x):
         return F.linear(x, weight, bias)
@@ -104,9 +105,9 @@ class _Trained(torch.autograd.Function):
             found = multiplied(as_rows(x), weight.t(), bias)
         elif bias is None or linear_pointwise is None or not bias_in_trained_linear_is_profitable(*form):
             found = torch.mm(as_rows(x), weight.t()) if bias is None else torch.addmm(bias, as_rows(x), weight.t())
-        else:  # of a bias that is expanded oneDNN reads what lies behind
+        else:  # oneDNN reads beyond the memory of an expanded bias
             found = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
-        # No view, which could not be written in place.
+        # Not a view, which could not be written in place.
         return found if x.dim() == 2 else unsafe_view(found, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -126,14 +127,14 @@ def _form(x: Tensor, weight: Tensor) -> tuple[str, torch.dtype, int, int, int]:
 
 
 def _times(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return ``rows @ weight``, by compiled C where a thread of oneDNN's would idle."""
+    """Return ``rows @ weight``, by compiled C where one of oneDNN's threads would idle."""
     sizes = (len(rows), weight.shape[1], len(weight))
     own = not is_plain(rows) and one_of_two_threads_idles(rows.device.type, rows.dtype, *sizes)
     return multiplied(rows, weight) if own else torch.mm(rows, weight)
 
 
 def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """``product_low``: at once, or as one operator where a mode is to see it, a tracer say."""
+    """``product_low``: called directly, or as one operator if a mode, such as a tracer, observes it."""
     if is_seen(a):
         found: Tensor = OPS.product_low(a, b, bias, wide)
         return found
@@ -143,7 +144,7 @@ def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = Fa
 def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """Return ``a @ b + bias`` of bf16 matrices by compiled C, or without a kernel by torch, rounded once.
 
-    ``wide``: and then cast to fp32.
+    ``wide``: then cast to fp32.
     """
     if library() is None or by_units(a.numel() * b.shape[1]):
         return amx_gemm.amx_product(a, b, bias, wide)
@@ -151,7 +152,7 @@ def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
 
 
 def multiply_into(made: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write what ``product_low`` returns of matrices that are not empty to the rows of ``made``, without gaps."""
+    """Write what ``product_low`` returns for non-empty matrices to contiguous rows of ``made``."""
     if by_units(a.numel() * b.shape[1]):
         amx_gemm.multiply_into(made, a, b)
     elif library() is not None:
@@ -161,9 +162,9 @@ def multiply_into(made: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def by_units(multiplications: int) -> bool:
-    """Say whether a product of so many ``multiplications`` is for the matrix units' own kernel."""
+    """Say whether a matmul with this many ``multiplications`` uses the kernel for the matrix units."""
     return multiplications > MOST_OF_A_CALL and amx_gemm.library() is not None
 
 
-# An operator, so that a graph in which it is traced (TrainStep's) has one node.
+# An operator, so that a traced graph (TrainStep's) has one node.
 define_as_typed(product_low, lambda a, b, wide: room(a, b, wide))

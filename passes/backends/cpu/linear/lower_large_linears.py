@@ -1,6 +1,7 @@
-"""Let linears that train over many rows be multiplied in the forms that oneDNN is fast for, or by compiled C.
+"""Lower linears in training over many rows to the forms for which oneDNN is fast, or to compiled C.
 
-Before: ``linear(x, w, b)`` of 1,024 rows, in bf16 on CPU. After: ``linear_trained(x, w, b)``.
+Before: ``linear(x, w, b)`` of 1,024 rows, in bf16 on CPU.
+After: ``linear_trained(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from amp_graph.passes.profitability.gemm_thresholds import (
     training_by_function_is_profitable,
 )
 
-CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter of composites that were expanded
+CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter for composites that were expanded
 
 
 @dataclass(frozen=True)
 class LowerLargeLinears(Pass):
-    """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when ``what_pays`` says so.
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_trained(x, w, b)`` when it is profitable.
 
-    Law: the same products, the first and the gradient of ``x`` by oneDNN. The bias is given to the first, where torch
-    copies it into every row of the result beforehand; the weight's gradient is compiled C's.
-    Exactness: rounding-equal, fp32 sums in another order, rounded once, with the bias in them.
-    ``in_step``: whether the graph will be a step's, whose products are nodes, and not functions of autograd.
+    Law: the same matmuls; the first and the gradient of ``x`` by oneDNN. The first one takes the bias, where torch
+    first copies it into every row of the result; the weight's gradient is compiled C's. Exactness: rounding-equal, fp32
+    sums in another order, rounded once, bias included.
+
+    ``in_step``: whether the graph will be a step's, whose matmuls are nodes, and not autograd functions.
     """
 
     in_step: bool = False
@@ -49,9 +51,9 @@ class LowerLargeLinears(Pass):
             if not (self.in_step or training_by_function_is_profitable(*form[2:])):
                 continue
             biased = bias_of(node) is not None and bias_in_trained_linear_is_profitable(*form)
-            how = ["its bias in the product"] if biased else []
+            how = ["its bias in the matmul"] if biased else []
             how += ["its weight's gradient by C"] if amx_product_is_profitable(*form) and library() is not None else []
             if how:
                 node.target = computing_again(linear_trained) if again else linear_trained
-                changes.append(Change(self.name, "as it trains fast", node.name, ", ".join(how)))
+                changes.append(Change(self.name, "by its fast path for training", node.name, ", ".join(how)))
         return PassResult(gm, tuple(changes))

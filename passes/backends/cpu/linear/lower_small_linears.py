@@ -1,6 +1,7 @@
-"""Let linears that train over few rows be multiplied by compiled C.
+"""Lower linears in training over few rows to compiled C.
 
-Before: ``linear(x, w, b)`` of 32 rows, in bf16 on CPU. After: ``linear_low(x, w, b)``.
+Before: ``linear(x, w, b)`` of 32 rows, in bf16 on CPU.
+After: ``linear_low(x, w, b)``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from amp_graph.passes.profitability.gemm_thresholds import small_linear_is_profi
 
 @dataclass(frozen=True)
 class LowerSmallLinears(Pass):
-    """Replaces ``linear(x, w, b)`` that trains with ``linear_low(x, w, b)`` when ``what_pays`` says so.
+    """Replaces ``linear(x, w, b)`` that trains with ``linear_low(x, w, b)`` when it is profitable.
 
-    Law: the same product, and the same two in backward. Exactness: rounding-equal, fp32 sums in another order, rounded
-    once, with the bias in them.
+    Law: the same matmul, and the same two in backward. Exactness: rounding-equal, fp32 sums in another order, rounded
+    once, bias included.
     """
 
     name: ClassVar[str] = "lower-small-linears"
@@ -42,12 +43,12 @@ class LowerSmallLinears(Pass):
                 continue
             again = node.target is computing_again(F.linear)
             node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low
-            changes.append(Change(self.name, "own kernel", node.name, "calls of oneDNN take longer than they multiply"))
+            changes.append(Change(self.name, "own kernel", node.name, "oneDNN's calls take longer than the matmuls"))
         return PassResult(gm, tuple(changes))
 
 
 def linear_form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
-    """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None of anything else."""
+    """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None for anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
     if len(node.args) < 2 or arguments_of(node, torch.ops.aten.linear.default) is None:
@@ -68,5 +69,5 @@ def linear_form(node: Node) -> tuple[str, torch.dtype, int, int, int] | None:
 
 
 def bias_of(node: Node) -> Any:
-    """Return the bias that a linear is given, None where it has none."""
+    """Return the bias of a linear, None if it has none."""
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")

@@ -1,6 +1,7 @@
-"""Let compiled C make the gradients of weights and biases, in flat graphs: of whole steps, and for Inductor.
+"""Lower the gradients of weights and biases to compiled C, in flat graphs: of whole steps, and for Inductor.
 
-Before: ``mm(grad.t(), x)``, ``sum(grad, 0)``. After: ``amx_product_and_sums(grad, x)``.
+Before: ``mm(grad.t(), x)``, ``sum(grad, 0)``.
+After: ``amx_product_and_sums(grad, x)``.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ ATEN: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class LowerWeightGradients(Pass):
-    """Replaces ``mm`` whose first operand's columns lie in memory with ``amx_product``, when ``what_pays`` says so.
+    """Replaces ``mm`` with a column-major first operand with ``amx_product``, when it is profitable.
 
-    And sums over these columns, where a product reads them anyway; and ``mm`` and ``addmm`` for which oneDNN leaves one
-    of two threads idle. Law: bf16 matrices on the CPU, in sizes known while they are traced. Exactness: rounding-equal,
-    fp32 sums in another order.
+    Also replaces sums over these columns, if a matmul reads them anyway; and ``mm`` and ``addmm`` for which oneDNN
+    leaves one of two threads idle. Law: bf16 matrices on the CPU, of sizes known at trace time. Exactness:
+    rounding-equal, fp32 sums in another order.
     """
 
     name: ClassVar[str] = "lower-weight-gradients"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every product."""
+        """Visit every matmul."""
         changes = []
         for node in gm.graph.find_nodes(op="call_function", target=ATEN.mm.default):
             a, b = node.args
@@ -60,7 +61,7 @@ class LowerWeightGradients(Pass):
 
 
 def one_thread_idles(node: Node) -> bool:
-    """Say whether ``mm``, or ``addmm`` with a bias of its columns, leaves a thread idle where ours does not."""
+    """Say whether ``mm``, or ``addmm`` with a bias per column, leaves a thread of oneDNN idle, but none of ours."""
     given: list[Any] = [value(n) if isinstance(n, Node) else None for n in node.args]
     *bias, a, b = given
     if node.kwargs or not all(isinstance(t, Tensor) for t in (*bias, a, b)):
@@ -72,7 +73,7 @@ def one_thread_idles(node: Node) -> bool:
 
 
 def _added_up(product: Node, a: Node) -> Node | None:
-    """Return the node that adds up the columns of what ``a`` is the transpose of, behind ``product``; None without."""
+    """Return the node that sums the columns of the transpose of ``a`` after ``product``; None if there is none."""
     source = a.args[0] if a.target in FLAT_TRANSPOSES else None
     if not isinstance(source, Node) or value(source).dim() != 2:
         return None
@@ -81,7 +82,7 @@ def _added_up(product: Node, a: Node) -> Node | None:
 
 
 def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
-    """Put one call in the place of ``product`` and of the sums ``added``, a row where they keep that dimension."""
+    """Replace ``product`` and the sums ``added``, which may keep that dimension, with one call."""
     source = added.args[0]
     with gm.graph.inserting_before(product):
         both = gm.graph.call_function(OPS.amx_product_and_sums.default, (source, b, False))

@@ -1,8 +1,8 @@
-/* Products of bf16 matrices where a few rows, or columns, are all there is: fp32 sums, rounded once (or left) behind a bias
-   and, where asked, a relu that lets NaN through. On CPUs with AVX512_BF16; with MATRIX_UNITS on those of AMX.
+/* bf16 GEMM for few rows, or few columns: fp32 sums, rounded once (or not), with a bias and an optional relu that
+   propagates NaN. On CPUs with AVX512_BF16; with MATRIX_UNITS, on AMX.
 
-   Before: a call of a library, which looks itself up and lays out what it multiplies, for as long as it multiplies. After:
-   the product alone, of operands as they lie; or of one in panels (`lay_out`), where it is multiplied often. */
+   Before: a library call, whose dispatch and packing take as long as the matmul. After: only the matmul, of strided
+   operands; or of one in panels (`lay_out`), if it is multiplied often. */
 
 #include "low_precision.h"
 #include "thread_scratch.h"
@@ -10,29 +10,29 @@
 #ifdef MATRIX_UNITS
 #include "amx_tiles.h"
 #else
-#define TALL 4 /* few rows are what this is for */
+#define TALL 4 /* made for few rows */
 #include "gemm_tiles.h"
 int has_tiles(void) { return 1; } /* its own: registers */
 #endif
 
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
 
-typedef struct { /* out [rows, columns], in rows without gaps, = a [rows, depth] b [depth, columns] + bias [columns] */
+typedef struct { /* out [rows, columns], contiguous, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* b: in panels where `in_panels`; bias: null for none */
-  void *out;               /* bf16 where `kind` is ROUNDED, else fp32: as bf16 would be, or as it was summed */
+  void *out;               /* bf16 if `kind` is ROUNDED, else fp32: the rounded values, or the sums */
   int64_t rows, columns, depth;
-  int64_t a_row, a_column, b_row, b_column; /* elements from one to the next; of each operand, one of the two is 1 */
+  int64_t a_row, a_column, b_row, b_column; /* strides in elements; of each operand, one of the two is 1 */
   int64_t in_panels, relu, kind;
   int64_t threads;
 } Product;
 
 enum { ROUNDED, SUMS, WIDENED };
 
-/* Columns of a panel, and of the depth at a time. */
+/* Columns of a panel, and its step in depth. */
 int64_t panel(void) { return PANEL; }
 int64_t deep(void) { return DEEP; }
 
-/* One panel of b, zeros behind its last column and the last of the depth. */
+/* One panel of b, zero-padded in columns and depth. */
 INLINE void lay_panel(const Low *b, int64_t row, int64_t column, int64_t depth, int64_t columns, Low *to) {
   const int64_t whole = ROOMY(depth, DEEP), pairs = ROOMY(depth, 2);
   if (column == 1)
@@ -42,13 +42,13 @@ INLINE void lay_panel(const Low *b, int64_t row, int64_t column, int64_t depth, 
   memset(to + pairs * PANEL, 0, (whole - pairs) * PANEL * sizeof(Low));
 }
 
-/* A weight [outputs, inputs] without gaps, as panels of its outputs. */
+/* A contiguous weight [outputs, inputs] as panels of its outputs. */
 void lay_out(const Low *weight, int64_t outputs, int64_t inputs, Low *to) {
   for (int64_t n = 0; n < outputs; n += PANEL, to += ROOMY(inputs, DEEP) * PANEL)
     lay_panel(weight + n * inputs, 1, inputs, inputs, outputs - n, to);
 }
 
-/* Rows of a matrix whose columns are neighbours' neighbours: turned, 32 of its depth by 16 of its rows at a time. */
+/* Rows of a column-major matrix: transposed, 32 of its depth by 16 of its rows at a time. */
 static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t depth, int64_t row, Low *to) {
   for (int64_t n = 0; n < rows; n += 16)
     for (int64_t k = 0; k < depth; k += 32) {
@@ -66,7 +66,7 @@ static void turn_rows(const Low *from, int64_t column, int64_t rows, int64_t dep
     }
 }
 
-/* Rows of a as tiles read them, of a whole depth, and whole tiles of them where a tile reads these: where they lie, or in
+/* Rows of a in tile layout, padded in depth, and to whole tiles of rows if a tile reads these: in place, or copied to
    `own`. */
 static const Low *readable(const Product *p, Low *own, int64_t *row) {
   if (p->a_column == 1 && p->depth % DEEP == 0 && (DEEP == 2 || p->rows % 16 == 0)) return p->a;
@@ -115,7 +115,7 @@ static void multiply(void *of, int64_t from, int64_t to) {
   const Product *p = r->p;
   const Low *a = r->a;
   const int64_t whole = ROOMY(p->depth, DEEP), a_row = r->a_row;
-  Low *own = p->in_panels ? 0 : own_memory(whole * PANEL); /* what the caller has of it begins with as much */
+  Low *own = p->in_panels ? 0 : own_memory(whole * PANEL); /* what the caller has of it is aligned as much */
   if (!own && !p->in_panels) {
     r->failed = 1;
     return;
@@ -134,7 +134,7 @@ static void multiply(void *of, int64_t from, int64_t to) {
   return_tiles(&before);
 }
 
-/* Returns 1 where there is no memory. */
+/* Returns 1 if out of memory. */
 int product(const Product *p) {
   if (!p->rows) return 0;
   const int64_t of_a_panel = ROOMY(p->depth, DEEP) * PANEL;

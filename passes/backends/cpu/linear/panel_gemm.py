@@ -1,7 +1,8 @@
-"""Linears of bf16 over few rows on the CPU, without gradients, by compiled C.
+"""bf16 linears over few rows on the CPU, without gradients, by compiled C.
 
-Before: ``linear_of_packed_weight(x, packed, bias)``, a call of oneDNN. After: ``linear_by_panels(x, panels, bias)``, by
-``panel_gemm.c`` on the rows as they lie: three times as fast up to 32 rows of 64 x 64.
+Before: ``linear_of_packed_weight(x, packed, bias)``, a call of oneDNN.
+After: ``linear_by_panels(x, panels, bias)``, by ``panel_gemm.c`` on unpacked rows: three times as fast up to 32 rows of
+64 x 64.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 
-OF_AN_ELEMENT = 8  # multiplications in the time that one element of other kernels takes
+OF_AN_ELEMENT = 8  # multiply-adds in the time that other kernels take for one element
 SOURCE = Path(__file__).with_name("panel_gemm.c")
-ROUNDED, SUMS, WIDENED = range(3)  # how a product is handed over: bf16, or fp32 as summed, or as bf16 would be
+ROUNDED, SUMS, WIDENED = range(3)  # result formats: bf16, fp32 sums, or fp32 with the values of bf16
 
 
 @lru_cache
@@ -45,7 +46,7 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def panels_of(weight: Tensor) -> Tensor:
-    """Return a bf16 ``weight`` [outputs, inputs] as the kernel reads it: panels of its outputs, in one dimension."""
+    """Return a bf16 ``weight`` [outputs, inputs] in the kernel's layout: panels of its outputs, flattened."""
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
     weight = weight.contiguous()
@@ -68,9 +69,9 @@ def dense_of(panels: Tensor, outputs: int, inputs: int) -> Tensor:
 def linear_by_panels(
     x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool, outputs: int, wide: bool = False
 ) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, behind a relu where asked: [..., outputs], bf16; ``wide`` the fp32 sums.
+    """Return ``F.linear(x, weight, bias)``, with an optional relu: [..., outputs], bf16; ``wide`` the fp32 sums.
 
-    x: [..., inputs], bias: [outputs] or None, both bf16 with memory of their own to read. Raises MemoryError.
+    x: [..., inputs], bias: [outputs] or None, both bf16 with readable memory of their own. Raises MemoryError.
     """
     rows, made = as_rows(x), _room(x, outputs, wide)
     sizes = (len(rows), outputs, rows.shape[1])
@@ -83,23 +84,23 @@ def _room(x: Tensor, outputs: int, wide: bool) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias``, rounded once to bf16: [rows, columns]; ``wide``: and then cast to fp32.
+    """Return ``a @ b + bias``, rounded once to bf16: [rows, columns]; ``wide``: then cast to fp32.
 
-    a: [rows, depth], b: [depth, columns], with elements side by side in one direction; bias: [columns] or None, all
-    bf16 with memory of their own to read. Raises MemoryError.
+    a: [rows, depth], b: [depth, columns], contiguous in one direction; bias: [columns] or None, all bf16 with readable
+    memory of their own. Raises MemoryError.
     """
     return multiply_into(a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype), a, b, bias)
 
 
 def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Write ``a @ b + bias`` as ``product`` makes it to the rows of ``made``, without gaps."""
+    """Write the result of ``product`` to contiguous rows of ``made``."""
     kind = WIDENED if made.dtype == torch.float32 else ROUNDED
     _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False, kind)
     return made
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return ``x`` [..., width] as a matrix with the elements of a row side by side."""
+    """Return ``x`` [..., width] as a matrix with contiguous rows."""
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -1,5 +1,5 @@
-"""Rewrites to kernels for the CPU, one folder a kind of operator.
+"""Rewrites to CPU kernels, one folder per kind of operator.
 
-From the lowest: ``norm``, ``loss``; ``linear``, ``pointwise``; ``attention``, ``convolution``, ``inference``.
-Imports every core room; nothing of ``cuda``, ``inductor`` or ``recurrent``.
+From the lowest: ``norm``, ``loss``; ``linear``, ``pointwise``; ``attention``, ``convolution``, ``inference``. Imports
+every core room; nothing of ``cuda``, ``inductor`` or ``recurrent``.
 """

@@ -1,4 +1,4 @@
-"""Activations that are written over their input, on graphs without gradients."""
+"""In-place activations, for graphs without gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from amp_graph.passes.registry import own_functions
 
 own_functions(__name__)
 
-# As whole numbers the least of each precision whose sign bit is set, minus infinity; above it are NaNs, then zero.
+# As an integer, -inf is the least of each precision's negative numbers; above it are NaNs, then zero.
 _MINUS_INFINITY = {torch.bfloat16: -(1 << 7), torch.float16: -(1 << 10)}
 
 
 def relu_in_place(x: torch.Tensor) -> torch.Tensor:
     """``x.relu_()`` of a dense low-precision CPU tensor without gradient, on its bits: four times as fast.
 
-    torch widens, compares and rounds again; all that is negative lies up to minus infinity as 16-bit integers, too.
-    NaN stays NaN, which oneDNN's relu behind a product makes 0; -0 becomes 0.
+    torch upcasts, compares and rounds again; as 16-bit integers, all negative numbers are at most minus infinity. NaN
+    stays NaN, where oneDNN's fused relu gives 0; -0 becomes 0.
     """
     torch.threshold_(x.view(torch.int16), _MINUS_INFINITY[x.dtype], 0)
     return x
@@ -26,7 +26,7 @@ def relu_in_place(x: torch.Tensor) -> torch.Tensor:
 def activated(x: torch.Tensor, after: str, form: str = "none") -> torch.Tensor:
     """Return ``x`` through ``after``: "none", "relu", "silu", "hardswish", or "gelu" in ``form``.
 
-    By torch's operations, and written over ``x`` but by gelu.
+    By torch's operations, in place except for gelu.
     """
     if after == "relu":
         return x.relu_()

@@ -1,7 +1,7 @@
-"""Make large results of products in parts, each of which is widened while it is in cache; in graphs without gradients.
+"""Compute large matmul results in chunks, each upcast while it is in cache, in graphs without gradients.
 
-Before: ``y = widen_again(linear_of_packed(x, packed_weight(w), b), 0)``. After:
-``y = linear_widened(x, packed_parts(w, 2048), b, 0)``.
+Before: ``y = widen_again(linear_of_packed(x, packed_weight(w), b), 0)``.
+After: ``y = linear_widened(x, packed_parts(w, 2048), b, 0)``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 
 @dataclass(frozen=True)
 class ChunkUpcastLinears(Pass):
-    """Replaces a large result in kept memory, of a product that it alone reads, by ``linear_widened``.
+    """Replaces a large result in reused memory, of a matmul that it alone reads, with ``linear_widened``.
 
     Law: a packed weight that nothing else reads, no activation between. Exactness: rounding-equal, as by packing: the
     same rounding to low precision, of sums in another order.
@@ -33,7 +33,7 @@ class ChunkUpcastLinears(Pass):
     name: ClassVar[str] = "chunk-upcast-linears"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every result that is widened into kept memory."""
+        """Visit every result that is upcast into reused memory."""
         parts, product, changes = parts_reader(self.copies), widened_product(self.copies.results), []
         for node in gm.graph.find_nodes(op="call_function", target=self.copies.results.widen_again):
             linear, place = node.args
@@ -50,10 +50,10 @@ class ChunkUpcastLinears(Pass):
 
 
 def _weight_of(linear: Any) -> Node | None:
-    """Return the packed weight that ``linear``, which one node alone reads, multiplies with, alone too."""
+    """Return the packed weight of ``linear``, if each of the two has one reader."""
     if not isinstance(linear, Node) or linear.target is not linear_of_packed or len(linear.users) != 1:
         return None
-    if len(linear.args) != 3 or linear.kwargs:  # an activation is behind
+    if len(linear.args) != 3 or linear.kwargs:  # an activation is fused
         return None
     weight = linear.args[1]
     if not isinstance(weight, Node) or len(weight.users) != 1:

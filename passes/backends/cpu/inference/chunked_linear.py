@@ -1,6 +1,6 @@
-"""Products whose large results are wanted in fp32, made in parts that stay in cache until they are widened.
+"""Matmuls with large fp32 results, computed in chunks that stay in cache until they are upcast.
 
-Before: ``widen(linear_of_packed(x, packed_weight(weight), bias))``, with all of the result in low precision between.
+Before: ``widen(linear_of_packed(x, packed_weight(weight), bias))``, with the whole low-precision result in between.
 After: ``linear_widened(x, packed_parts(weight), bias, 0)``.
 """
 
@@ -28,7 +28,7 @@ Parts = tuple[Tensor, ...]
 def parts_reader(copies: WeightCopies) -> Callable[[Tensor, int], Tensor | Parts]:
     """Return what graphs call for a weight that only ``linear_widened`` reads: ``packed_parts(weight, outputs)``.
 
-    weight: [outputs, inputs]; outputs: how many each part has but the last. Packed from the first call on, as by
+    weight: [outputs, inputs]; outputs: how many each part has, except the last. Packed from the first call on, as by
     ``packed_weight``.
     """
     known = copies.packed[PARTS]

@@ -1,4 +1,4 @@
-"""Look once at what a graph without gradients computes on, and leave out what is there for NaN alone.
+"""Check once that the inputs of a graph without gradients are finite, and omit operations that only handle NaN.
 
 Before: ``y = convolution_with_norm(x, w, ..., "relu"); z = max_pool2d(y, 2)``; ``linear_of_packed(x, w, b, "relu")``.
 After: ``finite = all_finite((x,)); y = convolution_with_norm(..., finite=finite); z = max_pool_of_finite(y, ...)``;
@@ -32,7 +32,7 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.finite_check import AllFinite, all_finite_of, max_pool_of
 
-# What makes, in the range of fp32, nothing infinite and no NaN of finite values.
+# Operations that map finite values to finite ones, within the range of fp32.
 KEEPS_FINITE = frozenset(
     f"aten.{name}"
     for name in (
@@ -59,19 +59,19 @@ class Sources:
 
 @dataclass(frozen=True)
 class ElideNanHandling(Pass):
-    """Lets relus be oneDNN's, and maxima of images those of whole numbers, where all that they come from is finite.
+    """Lets relus be oneDNN's, and max pools of images use integer maxima, if all that they depend on is finite.
 
     Law: bf16 on the CPU, without gradients: relus of convolutions with folded norms and of linears with packed weights,
-    pools of maxima behind the first. What those come from is looked at, values at every call and parameters once an
-    update; where anything is infinite or NaN, all is computed as before. Of finite values NaN is made only beyond the
-    end of fp32's range. Where looking takes as long as what it spares, nothing changes. Exactness: bit-exact.
+    max pools behind the former. Their sources are checked, values at every call and parameters once per update; if
+    anything is infinite or NaN, everything is computed as before. Finite values give NaN only beyond the range of fp32.
+    If the check takes as long as what it saves, nothing changes. Exactness: bit-exact.
     """
 
     copies: WeightCopies
     name: ClassVar[str] = "elide-nan-handling"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution with a folded norm, every linear behind a relu, and every pool of maxima."""
+        """Visit every convolution with a folded norm, every linear with a relu, and every max pool."""
         told = [] if may_record_gradients(gm) else [n for n in gm.graph.nodes if is_folded(n) or _is_relu_linear(n)]
         if not told:
             return PassResult(gm)
@@ -90,24 +90,24 @@ class ElideNanHandling(Pass):
                 node.meta.pop(IDENTITY, None)
             elif not is_folded(node):
                 node.target, node.args = relu_linear, node.args[:3]
-            what = "maxima of whole numbers" if node in pools else "told that all is finite"
+            what = "integer maxima" if node in pools else "told that all is finite"
             changes.append(Change(self.name, what, node.name, f"if {flag.name} says so"))
         return PassResult(gm, tuple(changes))
 
 
 def _is_relu_linear(node: Node) -> bool:
-    """Say whether ``node`` is a linear of ours behind a relu, which oneDNN multiplies."""
+    """Say whether ``node`` is one of our linears with a relu, computed by oneDNN."""
     return node.target is linear_of_packed and node.args[3:] == ("relu",) and _is_noted(node)
 
 
 def _is_noted(linear: Node) -> bool:
-    """Say whether it is noted that the packed weight of ``linear`` is finite."""
+    """Say whether the packed weight of ``linear`` is known to be checked for finite values."""
     weight = linear.args[1]
     return isinstance(weight, Node) and bool(weight.meta.get(ASKED))
 
 
 def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:
-    """Return what must be finite for each value to be; None where that cannot be told from what comes before."""
+    """Return what must be finite for each value to be; None where the operations before it do not tell."""
     memory = observe(gm, marks(gm))
     found: dict[Node, Sources | None] = {}
     for node in gm.graph.nodes:
@@ -129,7 +129,7 @@ def _sources(gm: GraphModule, copied: Any) -> dict[Node, Sources | None]:
 
 
 def _keeps_finite(node: Node) -> bool:
-    """Say whether ``node`` makes nothing but finite values of such; casts and copies of ours do."""
+    """Say whether ``node`` maps finite values to finite ones; our casts and copies do."""
     if CAST in node.meta or (node.op, node.target) == ("call_method", "contiguous"):
         return True
     names, numbers = names_of(node), [*node.args, *node.kwargs.values()]
@@ -147,7 +147,7 @@ def _union(found: Iterable[Sources | None]) -> Sources | None:
 
 
 def _leaves_no_less_than_zero(node: Node) -> bool:
-    """Say whether a relu of ours has left what ``node`` is, which has no -0 then."""
+    """Say whether ``node`` holds the result of one of our relus, which has no -0."""
     if is_folded(node):
         return bool(node.args[3][-1] == "relu")  # type: ignore[index]
     keeps = names_of(node) in (("aten.max_pool2d",), ("aten.cat",))
@@ -155,7 +155,7 @@ def _leaves_no_less_than_zero(node: Node) -> bool:
 
 
 def _pools(gm: GraphModule) -> dict[Node, tuple[Node, int]]:
-    """Return the pools whose maxima are those of rows and columns, behind relus; and what each reads, and its size."""
+    """Return the max pools behind relus that can be split into rows and columns; and what each reads, and its size."""
     found = {}
     for node in gm.graph.nodes:
         if names_of(node) != ("aten.max_pool2d",) or REGION in node.meta or node.op != "call_function":
@@ -173,7 +173,7 @@ def _pools(gm: GraphModule) -> dict[Node, tuple[Node, int]]:
 
 
 def _worth_looking_at(spared: Iterable[Node], sources: dict[Node, Sources | None]) -> frozenset[Node]:
-    """Return the values that it takes less to look at than the passes over ``spared`` take that then need not be."""
+    """Return the values whose check takes less time than the passes over ``spared`` that it makes unnecessary."""
     gains: dict[Node, int] = {}
     for node in spared:
         found = sources[node]
@@ -188,7 +188,7 @@ def _size(node: Node) -> int:
 
 @dataclass
 class _Flags:
-    """The nodes of a graph that say whether values are finite, each of which looks at what no earlier one did."""
+    """The graph's nodes that say whether values are finite; each checks what no earlier one did."""
 
     gm: GraphModule
     ask: AllFinite
@@ -196,7 +196,7 @@ class _Flags:
     made: dict[Sources, Node] = field(default_factory=dict)
 
     def before(self, node: Node, sources: Sources | None) -> Node | None:
-        """Return what says, before ``node``, whether all the ``sources`` are finite; None where that does not pay."""
+        """Return the flag, computed before ``node``, that all ``sources`` are finite; None if it is not profitable."""
         if sources is None or not sources.values <= self.worth:
             return None
         if sources not in self.made:

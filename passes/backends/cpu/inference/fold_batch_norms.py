@@ -1,4 +1,4 @@
-"""Fold the batch norms of graphs without gradients into the convolutions before them, with what comes behind.
+"""Fold batch norms into the convolutions before them, with what follows, in graphs without gradients.
 
 Before: ``h = batch_norm(conv2d(x, weight_copy(w)), ...); h += s; y = relu(h)``.
 After: ``y = convolution_with_norm(x, w, ..., other=s)``.
@@ -39,7 +39,7 @@ NORM_DEFAULTS = (None, None, None, None, None, False, 0.1, 1e-5)
 
 @dataclass
 class Chain:
-    """A convolution, its norm, and what is folded with them, in order; ``other`` is what is added."""
+    """A convolution, its norm, and what is folded with them, in order; ``other`` is the summand."""
 
     nodes: list[Node]
     weight: Node
@@ -55,13 +55,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class FoldBatchNorms(Pass):
-    """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, by one convolution.
+    """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, with one convolution.
 
-    Law: evaluation without gradients, channels_last images, statistics that are given; nothing else reads what is
-    between. The sum over products, the norm, the sum with ``s`` and the relu, or a silu or hardswish where nothing is
-    added, are one kernel that rounds once; the weight is rounded when it has been scaled. Where ``s`` is such a result
-    itself, and nothing reads it later, the sum takes its place. Exactness: approximate, no more roundings than before,
-    of other values.
+    Law: evaluation without gradients, channels_last images, given statistics; nothing else reads the intermediate
+    values. The sum over products, the norm, the sum with ``s`` and the relu, or a silu or hardswish if nothing is
+    added, are one kernel that rounds once; the weight is rounded after scaling. If ``s`` is such a result itself, and
+    nothing reads it later, the sum is written over it. Exactness: approximate, no more roundings than before, of other
+    values.
     """
 
     copies: WeightCopies
@@ -90,7 +90,7 @@ class FoldBatchNorms(Pass):
             return None
         last = norm
         added = _added_to(last)
-        # The kernel with a sum knows no groups.
+        # The kernel with a sum does not support groups.
         if added is not None and found.shape.groups == 1 and added[1] not in found.nodes and _alike(added[1], norm):
             last, found.other = added
             found.nodes.append(last)
@@ -102,7 +102,7 @@ class FoldBatchNorms(Pass):
         return found if _reads_are_the_same(found, memory) else None
 
     def _folded(self, norm: Node) -> Chain | None:
-        """Return a norm in evaluation with the convolution before it; None where ``norm`` is none."""
+        """Return a norm in evaluation with the convolution before it; None if ``norm`` has none."""
         if names_of(norm) != ("aten.batch_norm",) or norm.target is not F.batch_norm or REGION in norm.meta:
             return None
         conv, mean, var, gamma, beta, training, _, eps = _arguments(norm, NORM_NAMES, NORM_DEFAULTS)
@@ -135,7 +135,7 @@ def _arguments(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) ->
 
 
 def _both(given: Any) -> tuple[int, ...] | None:
-    """Return a stride, a padding or a dilation for both directions; None for one that is named."""
+    """Return a stride, a padding or a dilation for both directions; None for a named one."""
     if type(given) is int:
         return (given, given)
     return tuple(given) if isinstance(given, (tuple, list)) and all(type(n) is int for n in given) else None
@@ -146,7 +146,7 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _added_to(node: Node) -> tuple[Node, Node] | None:
-    """Return the sum that alone reads ``node``, and what is added; a sum in place must be in the place of ``node``."""
+    """Return the sum that is the only reader of ``node``, and its other operand; in place only over ``node``."""
     add = _only_reader(node)
     if add is None or REGION in add.meta or len(add.args) != 2 or add.kwargs:
         return None
@@ -165,14 +165,14 @@ def _alike(other: Node, norm: Node) -> bool:
 
 
 def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:
-    """Say whether what the first nodes read is still there, unwritten, when the last one runs."""
+    """Say whether what the first nodes read is still unwritten when the last one runs."""
     last = chain.nodes[-1]
     reads = [(chain.x, chain.nodes[0]), *([(chain.other, chain.nodes[2])] if chain.other is not None else [])]
     return all(memory.epoch(source, reader) == memory.epoch(source, last) for source, reader in reads)
 
 
 def _is_last_reader(node: Node, other: Node) -> bool:
-    """Say whether ``node`` may write over ``other``: the result of a call like it, read only by such, before."""
+    """Say whether ``node`` may overwrite ``other``: the result of a similar call, read only by earlier ones."""
     readers = [user for user in other.users if user is not node]
     ours = all(n.op == "call_function" and n.target is node.target for n in (other, *readers))
     return ours and other is not node.args[0] and all(user < node for user in readers)

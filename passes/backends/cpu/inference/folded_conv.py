@@ -1,4 +1,4 @@
-"""Convolutions with the batch norm behind them folded into their weights, for graphs without gradients.
+"""Convolutions with the following batch norm folded into their weights, for graphs without gradients.
 
 Before: ``relu(batch_norm(conv2d(x, w, b), mean, var, gamma, beta))``, three passes over the images.
 After: ``convolution_with_norm(x, weight, b, mean, var, gamma, beta, ...)``, one.
@@ -26,7 +26,7 @@ own_functions(__name__)
 
 
 class Shape(NamedTuple):
-    """How a convolution goes over its images, and what comes behind its norm; in graphs a plain tuple."""
+    """The geometry of a convolution, and what follows its norm; in graphs a plain tuple."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -36,14 +36,14 @@ class Shape(NamedTuple):
     after: str  # "none", "relu", "silu" or "hardswish"
 
 
-# What oneDNN applies to its fp32 sums, and what it calls it. Its relu makes 0 of NaN: only where there can be none.
+# oneDNN's names of activations on its fp32 sums. Its relu turns NaN into 0: only for inputs known to be finite.
 KERNELS_OWN = {"silu": "swish", "hardswish": "hardswish"}
 _CALL = "convolution_with_norm_of.<locals>.convolution_with_norm"
 Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
 
 
 class Bias(NamedTuple):
-    """What is kept beside a folded weight: its bias in fp32 and in low precision, and what both were made of."""
+    """What is cached with a folded weight: its bias in fp32 and in low precision, and what both were made from."""
 
     full: Tensor
     low: Tensor
@@ -54,10 +54,11 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
     """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other, into, finite)``.
 
     x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
-    of ``Shape``; other: images of the result's shape and dtype that are added behind the norm, before the activation;
-    into: whether the result may take their place; finite: whether ``x`` and ``other`` are finite, if all weights are.
-    The norm is folded into a copy of the weight that outlives the call, from the first call on: two with the same
-    weights have the same bits. It is made anew when the weight, any element of the vectors or the norm's eps changed.
+    of ``Shape``; other: images of the result's shape and dtype, added after the norm and before the activation; into:
+    whether to write the result over them; finite: whether ``x`` and ``other`` are finite, if all weights are.
+
+    The norm is folded into a cached copy of the weight, from the first call on: two calls with the same weights have
+    the same bits. The copy is made anew when the weight, an element of the vectors, or the norm's eps changes.
     """
     known, weights = copies.packed[FOLDED], copies.finite
 
@@ -107,12 +108,12 @@ def is_folded(node: Node) -> bool:
 
 
 def _elements(vectors: Vectors, eps: float) -> list[bytes | float]:
-    """Return all that a norm is made of: statistics are written by kernels that move no version counter."""
+    """Return all that a norm is made of, by value: kernels that bypass the version counter write statistics."""
     return [eps, *(b"" if t is None else all_bytes_of(t) for t in vectors)]
 
 
 def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the weight in ``dtype`` and the bias in fp32 of the convolution that is its own norm."""
+    """Return the weight in ``dtype`` and the fp32 bias of the convolution that equals the folded one."""
     bias, mean, var, gamma, beta = vectors
     assert mean is not None, "a norm in evaluation has statistics"
     assert var is not None, "a norm in evaluation has statistics"
@@ -124,7 +125,7 @@ def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> 
 
 
 def _as_written(x: Tensor, low: Tensor, vectors: Vectors, shape: Shape, other: Tensor | None) -> Tensor:
-    """Return the same, operation by operation."""
+    """Return the same by separate operations."""
     bias, mean, var, gamma, beta = vectors
     bias = None if bias is None else bias.to(low.dtype)
     out = F.conv2d(x, low, bias, shape.stride, shape.padding, shape.dilation, shape.groups)

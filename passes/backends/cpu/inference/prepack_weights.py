@@ -1,7 +1,7 @@
-"""Let products without gradients read weights that are packed for the kernel: oneDNN's, or over few rows ours.
+"""Let matmuls without gradients read weights packed for the kernel: oneDNN's, or ours over few rows.
 
-Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``. After: ``w = packed_weight(weight);
-y = linear_of_packed(x, w, b, "gelu")``.
+Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``.
+After: ``w = packed_weight(weight); y = linear_of_packed(x, w, b, "gelu")``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Product:
-    """A linear in the graph: of what, by which weight, plus which bias; whether the weight is [inputs, outputs]."""
+    """A linear in the graph: its input, weight and bias; and whether the weight is [inputs, outputs]."""
 
     x: Any
     weight: Any
@@ -45,12 +45,12 @@ class Product:
 
 @dataclass(frozen=True)
 class PrepackWeights(Pass):
-    """Replaces products with ``weight_copy(w)`` by such with ``packed_weight(w)`` where no gradient is recorded.
+    """Replaces matmuls with ``weight_copy(w)`` by ones with ``packed_weight(w)`` where no gradient is recorded.
 
-    Law: the same product by the same library, which is spared laying out the weight at each call; or, over few rows,
-    where a call of it takes longer than what it multiplies, by compiled C. Each first call after an update reads a
-    plain copy. Exactness: rounding-equal, sums in another order. An activation that alone reads the product goes into
-    it; a gelu or a silu then, which oneDNN alone applies, sees the sum before its rounding: one rounding less.
+    Law: the same matmul by the same library, without packing the weight at each call; or, over few rows, where the
+    library's call takes longer than the matmul, by compiled C. The first call after an update reads a plain copy.
+    Exactness: rounding-equal, sums in another order. An activation that is the only reader is fused; a fused gelu or
+    silu, which only oneDNN supports, sees the sum before its rounding: one rounding less.
     """
 
     copies: WeightCopies
@@ -58,7 +58,7 @@ class PrepackWeights(Pass):
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every kept copy of a weight that nothing but products read."""
+        """Visit every cached copy of a weight that only matmuls read."""
         if may_record_gradients(gm):
             return PassResult(gm)
         either = (False, True)
@@ -83,7 +83,7 @@ class PrepackWeights(Pass):
 
 
 def _product(node: Node, weight: Node) -> Product | None:
-    """Read ``node`` as a linear with ``weight`` that pays to be packed; None where it is none."""
+    """Read ``node`` as a linear with ``weight`` that is worth packing; None if it is none."""
     names, args = names_of(node), node.args
     if len(names) != 1 or REGION in node.meta or set(node.kwargs) - {"bias"}:
         return None
@@ -113,7 +113,7 @@ def _is_profitable(node: Node, product: Product) -> bool:
 
 
 def _has_few_rows(node: Node, product: Product | None) -> bool:
-    """Say whether our kernel multiplies so few rows faster, even where a gelu or a silu behind is a call of its own."""
+    """Say whether our kernel is faster over so few rows, even with a separate call for a gelu or a silu."""
     assert product is not None, "asked of products"
     if any(type(size) is not int for size in (*value(product.x).shape, *value(node).shape)):
         return False
@@ -129,7 +129,7 @@ def _values(node: Node) -> Iterator[torch.Tensor]:
 
 
 def _as_matrix(copy: Node) -> Node:
-    """Return what alone reads a copy and makes [outputs, inputs] of a kernel's weight; or the copy itself."""
+    """Return the only reader of a copy, if it reshapes a kernel's weight to [outputs, inputs]; or the copy itself."""
     user = next(iter(copy.users)) if len(copy.users) == 1 else copy
     return user if (user.op, user.target, user.args[1:]) == ("call_method", "flatten", (1,)) else copy
 
@@ -169,13 +169,13 @@ def _absorb(gm: GraphModule, node: Node) -> None:
 
 
 def _is_widened(node: Node) -> bool:
-    """Say whether a cast of ours to fp32 alone reads ``node``."""
+    """Say whether the only reader of ``node`` is an inserted cast to fp32."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     return user is not None and CAST in user.meta and (user.op, user.target) == ("call_method", "float")
 
 
 def _activation(node: Node) -> tuple[str, ...] | None:
-    """Return what ``linear_of_packed`` calls the activation that alone reads ``node``; None where there is none."""
+    """Return ``linear_of_packed``'s name of the activation that is the only reader of ``node``; None without one."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     name = names_of(user)[0] if user is not None and len(names_of(user)) == 1 else ""
     if user is None or name not in ACTIVATIONS or REGION in user.meta or value(user).dtype != value(node).dtype:

@@ -1,7 +1,7 @@
-"""Weights in the layout that a kernel multiplies in, made once an update, for graphs without gradients.
+"""Weights in a kernel's own layout, packed once per update, for graphs without gradients.
 
-Before: ``linear(x, weight_copy(weight), bias)``, which lays the copy out anew at every call.
-After: ``linear_of_packed(x, packed_weight(weight), bias)``, with an activation behind it where that alone reads it; or,
+Before: ``linear(x, weight_copy(weight), bias)``, which packs the copy at every call.
+After: ``linear_of_packed(x, packed_weight(weight), bias)``, with a fused activation if that is the only reader; or,
 over few rows, ``linear_of_panels``, by a kernel of ours.
 """
 
@@ -27,7 +27,7 @@ own_functions(__name__, cached_weights=True)
 
 PackedWeight = Callable[[Tensor], Tensor]
 NOTED = "it is noted whether it is finite"
-LOOKED_AT = 3  # the read of one packed weight at which that is looked at
+LOOKED_AT = 3  # the read of one packed weight at which it is checked
 
 
 def packed_reader(
@@ -35,12 +35,13 @@ def packed_reader(
 ) -> PackedWeight:
     """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
 
-    ``transposed``: the weight is [inputs, outputs], and what is returned its transpose. ``in_panels``: that
-    ``linear_of_panels`` reads it instead. ``noted``: that ``copies.finite`` is told whether it is finite. That is
-    looked at from its third read on, for looking at a weight that is updated every few calls takes longer than it
-    spares; until then it passes for one that is not finite, which changes no number.
-    It is packed from the first call on: two calls with the same weights have the same bits, since sums in another order
-    have others. The plain copy that it is made of goes, unless others read it: memory is that of one.
+    ``transposed``: the weight is [inputs, outputs], and the result its transpose. ``in_panels``: ``linear_of_panels``
+    reads it instead. ``noted``: tell ``copies.finite`` whether it is finite. That is checked from the third read on,
+    because checking a weight that is updated every few calls takes longer than it saves; until then the weight counts
+    as not finite, which changes no number.
+
+    It is packed from the first call on: two calls with the same weights have the same bits, because sums in another
+    order would differ. The plain copy is freed unless others read it, so memory is that of one copy.
     """
     store = ((PACKED, TRANSPOSED), (PANELS, TRANSPOSED_PANELS))[in_panels][transposed]
     known = copies.packed[store]  # one dictionary for as long as the copies live
@@ -93,8 +94,8 @@ def linear_of_panels(
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` in panels or plain, through ``after``.
 
-    after: "none" or "relu", of which a NaN comes as one. outputs: how many the weight has. wide: in fp32, which with
-    panels was not rounded before.
+    after: "none" or "relu", which propagates NaN. outputs: the weight's number of outputs. wide: return fp32, which
+    with panels is not rounded before.
     """
     if weight.dim() == 2 or is_in_mode(x):
         dense = weight if weight.dim() == 2 else dense_of(weight, outputs, x.shape[-1])
@@ -102,7 +103,7 @@ def linear_of_panels(
         return found.float() if wide else found
     if not is_seen(x):
         return linear_by_panels(x, weight, bias, after == "relu", outputs, wide)
-    found = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs, wide)  # what a profile shows
+    found = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs, wide)  # the name in profiles
     return found
 
 
@@ -112,7 +113,7 @@ def linear_of_packed(
     """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` that is packed or plain, through ``after``.
 
     after: "none", "relu", "silu", or "gelu" in the ``form`` "none" or "tanh". The kernel applies the last two to its
-    fp32 sums; its relu would make 0 of NaN.
+    fp32 sums; its relu would turn NaN into 0.
     """
     if weight.layout is torch.strided:
         return activated(F.linear(x, weight, bias), after, form)

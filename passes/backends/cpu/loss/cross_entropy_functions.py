@@ -1,7 +1,8 @@
-"""What converted graphs call for the cross entropy of a language model: low-precision logits, taken row by row.
+"""The cross entropy of a language model for converted graphs: low-precision logits, processed row by row.
 
-Before: ``cross_entropy(logits.float(), target)``, which makes two fp32 tensors of the size of the logits, keeps one for
-backward, and makes two more there. After: ``cross_entropy_low(logits, target)``, which keeps the bf16 logits.
+Before: ``cross_entropy(logits.float(), target)``, which makes two fp32 tensors of the size of the logits, saves one for
+backward, and makes two more there.
+After: ``cross_entropy_low(logits, target)``, which saves the bf16 logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is
 
 own_functions(__name__)
 
-# Logits in fp32 in one go: few enough for a core's cache, many enough for the calls to cost nothing.
+# fp32 logits per block: few enough for a core's cache, enough to make the calls' cost negligible.
 CHUNK = 1 << 19
 
 
@@ -74,7 +75,7 @@ def _by_torch(
 
 
 def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, ignore: int, reduction: str) -> Tensor:
-    """Return the rows' losses, their sum, or their sum over the weight of the targets that count."""
+    """Return the rows' losses, their sum, or the sum over the weights of the counted targets."""
     if reduction == "none":
         return rows
     if reduction == "sum":
@@ -83,7 +84,7 @@ def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, ignore: int, r
 
 
 def _weights(target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """Return the weight of each row's target, fp32 [rows]: 0 for those that are ignored."""
+    """Return the weight of each row's target, fp32 [rows]: 0 for ignored ones."""
     counts = target != ignore
     if weight is None:
         return counts.float()
@@ -91,7 +92,7 @@ def _weights(target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
 
 
 def _places(target: Tensor, ignore: int) -> Tensor:
-    """Return the class that each row reads: its target, or any where that is ignored."""
+    """Return the class that each row reads: its target, or any if that is ignored."""
     return target.masked_fill(target == ignore, 0)
 
 
@@ -140,7 +141,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ig
 
 
 def _parts(flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of at most ``CHUNK`` numbers, or of one row, with those rows in fp32, in memory that is reused."""
+    """Yield slices of at most ``CHUNK`` numbers, or of one row, with those rows in fp32, in reused memory."""
     rows, classes = flat.shape
     at_once = min(rows, max(1, CHUNK // max(1, classes)))
     scratch = torch.empty(at_once, classes, dtype=torch.float32, device=flat.device)
@@ -162,8 +163,9 @@ def cross_entropy_backward(
 ) -> Tensor:
     """Return the gradient of the logits, of their dtype and shape, for the gradient ``grad`` of the rows' losses.
 
-    ``grad_wide`` (fp32, shape of the logits) is what other readers of the widened logits add, before the one rounding.
-    ``made``: where to write it, contiguous. It may be the logits: each row is read before it is written.
+    ``grad_wide`` (fp32, shape of the logits) is the gradient of other readers of the upcast logits, added before the
+    single rounding. ``made``: where to write it, contiguous. It may be the logits: each row is read before it is
+    written.
     """
     made = empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
     flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
@@ -190,9 +192,9 @@ def cross_entropy_backward_(grad: Tensor, logits: Tensor, *given: Any) -> Tensor
 def _coefficients(
     grad: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smooth: float, classes: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return, each [rows, 1], what multiplies a row's softmax, is added at its target, and is taken from each class."""
+    """Return, each [rows, 1], the factor of a row's softmax, the term at its target, and the term of every class."""
     counts = target != ignore
-    grad = torch.where(counts, grad, 0.0)  # not a product: where no row counts, its gradient is 0 / 0
+    grad = torch.where(counts, grad, 0.0)  # not a product: if no row counts, its gradient is 0 / 0
     own = grad * _weights(target, weight, ignore) * (1 - smooth)
     if not smooth:
         return own.unsqueeze(1), -own.unsqueeze(1), None
@@ -209,7 +211,7 @@ def _fake_backward(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-# Operators, so that a graph in which they are traced (TrainStep's) has one node each and not the loop.
+# Operators, so that a traced graph (TrainStep's) has one node each and not the loop.
 define_operator(
     "cross_entropy_rows(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float smoothing) -> Tensor",
     cross_entropy_rows,

@@ -1,18 +1,16 @@
-/* The cross entropy of rows of low-precision logits, and its gradient, each row while it is in the first caches.
+/* The cross entropy of rows of low-precision logits, and its gradient, each row while it is in the L1 cache.
 
-   Before: logits widened, log_softmax, gather; in backward softmax, a product, scatter_add, a cast, each over memory.
-   After: `rows`, and `backward`, which read a row twice and write it once. All is fp32, sums over 4,096 classes are added
-   up in fp64, and the gradient is rounded once.
-
-   jit_compiler.py compiles this file. */
+   Before: logits upcast, log_softmax, gather; in backward softmax, a product, scatter_add, a cast, each over memory.
+   After: `rows`, and `backward`, which read a row twice and write it once. All is fp32, partial sums of 4,096 classes
+   are added up in fp64, and the gradient is rounded once. jit_compiler.py compiles this file. */
 
 #include "vector_rows.h"
 
 typedef struct {
   int64_t rows, classes;
   Rows logits, out; /* out: the gradient, written; it may be the logits */
-  const int64_t* target; /* one that is no class counts for nothing */
-  const float *whole, *at_target; /* of a gradient: what multiplies a row's chances, and is added at its target */
+  const int64_t* target; /* a target that is no class is ignored */
+  const float *whole, *at_target; /* of a gradient: the factor of a row's softmax, and the term at its target */
   const float* others; /* added to the gradient; null for none */
   float* losses; /* written by `rows` */
 } Entropy;
@@ -29,7 +27,7 @@ INLINE float largest(const Rows* row, int64_t classes) {
   return found;
 }
 
-/* The sum of the exponentials of what a row is from its largest, and these, where there is room for them. */
+/* The sum of exp(x - maximum) over a row, and these values, if there is memory for them. */
 INLINE double sum_of_exponentials(const Rows* row, int64_t classes, float most, const Rows* room) {
   double total = 0;
   for (int64_t c = 0; c < classes; c += PART) {
@@ -74,7 +72,7 @@ INLINE void gradient_row(const Entropy* e, int64_t row, Rows room, const float* 
   store(&out, e->target[row], 1, left + load(&more, e->target[row], 1));
 }
 
-/* A row that counts for nothing has no gradient, whatever its logits are. */
+/* An ignored row has no gradient, whatever its logits are. */
 INLINE void no_gradient(const Entropy* e, int64_t row, const float* others) {
   const Rows made = {e->out.at, LOW}, other = {(void*)others, others ? FULL : NONE};
   const Rows out = row_of(&made, row, e->classes), more = row_of(&other, row, e->classes);

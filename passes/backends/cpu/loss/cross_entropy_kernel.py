@@ -1,7 +1,7 @@
 """The cross entropy of low-precision logits, and its gradient, by compiled C on the CPU.
 
-Before: some rows widened, ``log_softmax``, ``gather``. After: ``losses_of_rows(flat, target)``, one pass of C; None
-where there is no compiler or the logits are elsewhere.
+Before: some rows upcast, ``log_softmax``, ``gather``.
+After: ``losses_of_rows(flat, target)``, one pass of C; None without a compiler, or if the logits are not on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
-LOW, NONE = 2, 0  # what C calls low precision, and nothing
+LOW, NONE = 2, 0  # the kernel's codes for low precision, and for none
 
 
 @lru_cache
@@ -80,13 +80,13 @@ def _library(flat: Tensor) -> ctypes.CDLL | None:
 
 
 def _are_classes(target: Tensor, ignore: int, classes: int) -> bool:
-    """Say whether every target that counts is a class; what is none raises where torch looks it up."""
+    """Say whether every counted target is a class; others raise where torch looks them up."""
     counted = target[target != ignore]
     return not counted.numel() or (0 <= int(counted.min()) and int(counted.max()) < classes)
 
 
 def _places(target: Tensor, ignore: int) -> Tensor:
-    """Return the targets, -1 for those that are ignored."""
+    """Return the targets, -1 for ignored ones."""
     return target.masked_fill(target == ignore, -1).contiguous()
 
 

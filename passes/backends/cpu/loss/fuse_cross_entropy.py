@@ -1,8 +1,8 @@
-"""Compute a language model's loss from the low-precision logits that its last linear leaves, a few rows at a time.
+"""Compute a language model's loss from the low-precision logits of its last linear, a few rows at a time.
 
-Before: ``logits = linear(h, w).float(); loss = cross_entropy(logits.view(-1, V), labels)``. After: ``loss =
-cross_entropy_low(linear(h, w), labels)``, and ``loss, logits = cross_entropy_and_logits(...)`` where the logits are
-returned too.
+Before: ``logits = linear(h, w).float(); loss = cross_entropy(logits.view(-1, V), labels)``.
+After: ``loss = cross_entropy_low(linear(h, w), labels)``, and ``loss, logits = cross_entropy_and_logits(...)`` where
+the logits are returned too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")
 REDUCTIONS = ("none", "mean", "sum")
-# What only selects rows, or lays them out anew; the first three keep them all, in order.
+# Operations that only select rows, or change the layout; the first three keep all rows, in order.
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
 SELECTIONS = RESHAPES | {"aten.slice", "aten.clone"}
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a loss reads: the cast that widens the logits, and what selects rows of it, from the cast on."""
+    """What a loss reads: the cast that upcasts the logits, and what selects rows of it, from the cast on."""
 
     cast: Node
     path: tuple[Node, ...]
@@ -58,17 +58,17 @@ class Logits:
 class FuseCrossEntropy(Pass):
     """Replaces ``cross_entropy(logits.float(), labels)`` with ``cross_entropy_low(logits, labels)`` when it trains.
 
-    The logits stay whole, in low precision: making them again in backward, or multiplying by chunks of tokens, which
+    The logits stay whole, in low precision: recomputing them in backward, or multiplying by chunks of tokens, which
     sums the weight's gradient chunk by chunk, took longer than what it saves. Law: labels are class indices, with any
-    ignore_index, class weights, label smoothing and reduction. Logits with other readers are widened for those;
-    their gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the
-    gradient of the logits is fp32, rounded once, as that of ``float()`` is.
+    ignore_index, class weights, label smoothing and reduction. Logits with other readers are upcast for those; their
+    gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the gradient of the
+    logits is fp32, rounded once, as that of ``float()`` is.
     """
 
     name: ClassVar[str] = "fuse-cross-entropy"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every cross entropy that trains on widened logits."""
+        """Visit every cross entropy that trains on upcast logits."""
         mode, memory = fake_mode_of(gm), observe(gm, marks(gm))
         changes, skips = [], []
         for node in list(gm.graph.nodes):
@@ -106,7 +106,7 @@ def _arguments(node: Node, mode: FakeTensorMode) -> dict[str, Any] | None:
 
 
 def _logits(node: Node) -> Logits | None:
-    """Follow what a loss reads back to the cast that widens it; None where there is none."""
+    """Follow what a loss reads back to the cast that upcasts it; None if there is none."""
     path: list[Node] = []
     while not _widens(node):
         if not names_of(node) or not SELECTIONS.issuperset(names_of(node)) or not isinstance(node.args[0], Node):
@@ -127,20 +127,20 @@ def _widens(node: Node) -> bool:
 
 
 def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -> str:
-    """Return why a loss stays as it is, "" where it does not."""
+    """Return why a loss stays as it is, or ""."""
     used = (found.low, found.cast, *found.path, node, given["target"])
     if any(REGION in n.meta or TRANSFORM in n.meta or CHECKPOINT in n.meta for n in (found.cast, *found.path, node)):
-        return "inside of a region that has a say in what is computed or saved"
+        return "inside a region that affects what is computed or saved"
     if any(memory.is_written(n) for n in used):
         return "its logits or labels are written in place"
     low, logits, target = value(found.low), value(given["self"]), value(given["target"])
     if logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
-        return "its labels are not one class index a row"
+        return "its labels are not one class index per row"
     if isinstance(given["weight"], Node) and (is_trained(given["weight"]) or _dtype(given["weight"]) != torch.float32):
         return "its class weights are trained, or not fp32"
     others = _others(node, found)
     if others and not found.keeps_rows:
-        return "its logits are cut for the loss and read elsewhere too: gradients would be added in low precision"
+        return "its logits are sliced for the loss and read elsewhere too: gradients would be added in low precision"
     if any(memory.order[n] < memory.order[node] for n in others):
         return f"its logits are read before the loss, by {others[0].name}"
     rows, classes = (concrete_size(n) for n in logits.shape)
@@ -157,7 +157,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _others(node: Node, found: Logits) -> list[Node]:
-    """Return who but the loss ``node`` reads the values of the wide logits; who asks for sizes does not."""
+    """Return the readers of the wide logits' values other than the loss ``node``; readers of sizes do not count."""
     readers = [n for one in (found.cast, *found.path) for n in one.users if n is not node and n not in found.path]
     return [n for n in readers if n.op == "output" or tensors(value(n))]
 
@@ -179,7 +179,7 @@ def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, 
 
 
 def _narrowed(found: Logits, mode: FakeTensorMode) -> Node:
-    """Select rows of the low-precision logits instead: a cast commutes with that."""
+    """Select rows of the low-precision logits instead, because a cast commutes with that."""
     found.path[0].replace_input_with(found.cast, found.low)
     for node in found.path:
         set_value(node, run_node(node, mode))
@@ -196,6 +196,6 @@ def _hand_out(gm: GraphModule, node: Node, found: Logits) -> None:
     give_value(node, (value(loss), value(wide)))
     found.cast.replace_all_uses_with(wide)
     before = wide
-    for one in found.path:  # other readers of these stand behind the loss, and so must they
+    for one in found.path:  # other readers of these follow the loss, so these must too
         before.append(one)
         before = one

@@ -1,7 +1,7 @@
 """Write the gradient of a loss's logits over the logits, in flat graphs of whole steps.
 
-Before: ``g = cross_entropy_backward(grad, logits, ...)``, a second tensor of the size of the logits. After: ``g =
-cross_entropy_backward_(grad, logits, ...)``: the logits' own memory.
+Before: ``g = cross_entropy_backward(grad, logits, ...)``, a second tensor of the size of the logits.
+After: ``g = cross_entropy_backward_(grad, logits, ...)``: the logits' own memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 class LogitsGradientInPlace(Pass):
     """Replaces ``cross_entropy_backward`` with ``cross_entropy_backward_`` when it is the last to read its logits.
 
-    Law: the graph made the logits, whole and contiguous, and reads their memory nowhere behind. Exactness: bit-exact.
-    Saves their size while the head's gradients are made, and what the system takes to map it: of 32 MiB or more glibc
-    maps a new tensor page by page at each step. For graphs that run as they are: a compiler places memory itself.
+    Law: the graph made the logits, whole and contiguous, and does not read their memory later. Exactness: bit-exact.
+    Saves their size while the head's gradients are made, and the time to map it: glibc maps a new tensor of 32 MiB or
+    more page by page at each step. For graphs that run as they are: a compiler plans memory itself.
     """
 
     name: ClassVar[str] = "logits-gradient-in-place"

@@ -1,7 +1,7 @@
-"""What converted graphs call for a residual sum, the norm behind it, and the casts around both.
+"""A residual sum, the following norm, and the casts around both, for converted graphs.
 
-Before: ``s = x + branch; n = layer_norm(s, ...); a, b = shared_cast(n, bf16, 2, False)``. After:
-``s, a, b = add_norm(x, branch, ...)``: one pass over memory, and one in backward.
+Before: ``s = x + branch; n = layer_norm(s, ...); a, b = shared_cast(n, bf16, 2, False)``.
+After: ``s, a, b = add_norm(x, branch, ...)``: one pass over memory, and one in backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_to
 
 own_functions(__name__)
 
-# The place of the norm's first alias in low precision: behind the sum, and the norm in fp32.
+# Index of the norm's first low-precision alias: after the sum, and the norm in fp32.
 LOWS = 2
 
 
@@ -40,9 +40,9 @@ def add_norm(
 ) -> tuple[Tensor, ...]:
     """Return ``s = x + branch``, its norm over ``shape`` in fp32, and ``low`` aliases of that norm in ``dtype``.
 
-    x, branch: CPU tensors of one shape, fp32 or ``dtype``; weight, bias: of ``shape``, fp32 or ``dtype``. Of the
-    results the first is there with ``keep``, for whoever else reads the sum (or ``x``), the second with ``full``.
-    Statistics are fp32, and what is low is rounded once. Backward adds the gradients of all readers in fp32, and gives
+    x, branch: CPU tensors of one shape, fp32 or ``dtype``; weight, bias: of ``shape``, fp32 or ``dtype``. The first
+    result is returned with ``keep``, for other readers of the sum (or ``x``), the second with ``full``. Statistics are
+    fp32, and low-precision results are rounded once. Backward adds the gradients of all readers in fp32, and gives
     ``x`` and ``branch`` each theirs in its own dtype. ``centered``: a layer norm, else an RMS norm.
     """
     given, form = (x, branch, weight, bias), Form(tuple(shape), eps, dtype, low, full, keep, centered)
@@ -53,7 +53,7 @@ def add_norm(
 
 
 class Form(NamedTuple):
-    """What ``add_norm`` is asked for beside tensors."""
+    """The arguments of ``add_norm`` besides tensors."""
 
     shape: tuple[int, ...]
     eps: float
@@ -67,12 +67,12 @@ class Form(NamedTuple):
 def _results(
     x: Tensor, branch: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the statistics, and what ``add_norm`` returns, with None for what is not wanted."""
+    """Return the statistics, and the results of ``add_norm``, with None for unwanted ones."""
     kernel = OPS.residual_norm.default if is_seen(x) else residual_norm
     wants = (form.low > 0, form.full, form.centered)
     stats, *made = kernel(x, branch, weight, bias, math.prod(form.shape), form.eps, form.dtype, *wants)
     rest = iter(made)
-    # A sum is a result even where nobody reads it: second derivatives reach x and the branch by way of it.
+    # A sum is a result even without readers: second derivatives reach x and the branch through it.
     total = next(rest) if branch is not None else x.view_as(x) if form.keep else None
     cast = next(rest) if form.low else None
     wide = next(rest) if form.full else None
@@ -81,7 +81,7 @@ def _results(
 
 
 def normed_again(total: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
-    """Return the norm in low precision of what ``add_norm`` normed once more: the same bits."""
+    """Recompute the low-precision norm of ``add_norm``: the same bits."""
     alone = form._replace(low=1, full=False, keep=False)
     found: Any = _results(total, None, weight, bias, alone)[1][LOWS]
     return found
@@ -118,7 +118,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_sum: Tensor | None, grads: list[Tensor]) -> Gradients:
-    """Return what gives the sum's gradient in a dtype, and the gradients of weight and bias."""
+    """Return a function for the sum's gradient in a dtype, and the gradients of weight and bias."""
     total, stats, weight, bias = ctx.saved_tensors
     form, need = ctx.form, ctx.needs_input_grad
     wanted = {dtype for dtype, needed in zip(ctx.dtypes, need, strict=False) if needed}

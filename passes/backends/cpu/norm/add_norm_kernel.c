@@ -1,18 +1,17 @@
-/* A residual sum and the norm behind it, forward and backward, in one pass over memory each.
+/* A residual sum and the following norm, forward and backward, in one pass over memory each.
 
-   Before: add, layer_norm, a cast for the products behind it; in backward casts, sums, layer_norm's backward, a cast.
-   After: `forward` and `backward`, which read and write every row once. What casts did happens in registers.
-
-   jit_compiler.py compiles this file with the macros LOW_FP16 (else bf16) and BACKWARD (else forward alone). A row is gone
-   through twice or three times while it is in the first cache.
-   Source of the formulas: aten/src/ATen/native/cpu/layer_norm_kernel.cpp; statistics here are of two passes. */
+   Before: add, layer_norm, a cast for the next matmuls; in backward casts, sums, layer_norm's backward, a cast. After:
+   `forward` and `backward`, which read and write every row once. Casts happen in registers. jit_compiler.py compiles
+   this file with the macros LOW_FP16 (else bf16) and BACKWARD (else only forward). A row is read two or three times
+   while it is in the L1 cache. Source of the formulas: aten/src/ATen/native/cpu/layer_norm_kernel.cpp; statistics here
+   take two passes. */
 
 #include "vector_rows.h"
 
 /* -- what is given ---------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  int64_t rows, width, centered; /* centered: a layer norm; else the mean is taken to be zero, as RMS norms do */
+  int64_t rows, width, centered; /* centered: a layer norm; else the mean is taken to be zero, as in RMS norms */
   Rows x, branch, weight, bias, sum, low, full; /* the last three are written */
   float *mean, *rstd;
 } Forward;
@@ -29,7 +28,7 @@ typedef struct {
 
 #ifndef BACKWARD
 
-/* Writes the sum, where there is a branch, and returns the row that is normed, in fp32, and its total. */
+/* Writes the sum, if there is a branch, and returns the row to normalize, in fp32, and its total. */
 INLINE double add_row(const Forward* f, int64_t row, Rows* room, Rows* seen) {
   const Rows x = row_of(&f->x, row, f->width), branch = row_of(&f->branch, row, f->width);
   const Rows sum = row_of(&f->sum, row, f->width);
@@ -86,7 +85,7 @@ INLINE void forward_rows(const Share* mine, const Forward* f) {
   }
 }
 
-/* The usual kinds are told to the compiler, which takes half the time for them. */
+/* The usual kinds are compile-time constants, which halves the time. */
 INLINE void usual_forward(const Share* mine, Forward f, Kind x, Kind branch, Kind full) {
   f.x.kind = x;
   f.weight.kind = f.bias.kind = FULL;
@@ -111,7 +110,7 @@ static void* forward_share(void* given) {
   return 0;
 }
 
-/* Python calls it, and `backward`: they return 0, or 1 where there is no memory. */
+/* Entry points for Python, this and `backward`: return 0, or 1 if out of memory. */
 int forward(const Forward* f, double eps, int64_t threads) {
   double* room;
   threads = in_shares((Share){.given = f, .eps = eps, .to = f->rows}, f->width, threads, &room, forward_share);

@@ -1,7 +1,7 @@
-"""The operators of a residual sum and the norm behind it, by names that graphs show, over compiled C.
+"""Operators of a residual sum and the following norm over compiled C, named in graphs.
 
-Before: ``add``, ``native_layer_norm`` and ``_to_copy``, each over all of memory. After: ``residual_norm``, and in
-backward ``residual_norm_backward``: one pass each, with what casts did in registers.
+Before: ``add``, ``native_layer_norm`` and ``_to_copy``, each over all of memory.
+After: ``residual_norm``, and in backward ``residual_norm_backward``: one pass each, with casts in registers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("add_norm_kernel.c")
 
 @lru_cache
 def library(low: torch.dtype, backward: bool = False) -> ctypes.CDLL:
-    """Return what is compiled for ``low``, bf16 or fp16, one direction. Raises CompilerError where that cannot be."""
+    """Return the library for ``low``, bf16 or fp16, one direction. Raises CompilerError if it cannot be compiled."""
     return load(SOURCE, (*MACROS[low], *PARTS[backward]))
 
 
@@ -110,7 +110,7 @@ def _run(function: Any, table: array[int], *options: Any) -> None:
 
 
 def _rows(*tensors: Tensor | None) -> list[int]:
-    """Return what C calls Rows of each: two words."""
+    """Return the C struct Rows of each: two words."""
     found: list[int] = []
     for t in tensors:
         found += (0, 0) if t is None else (address_of(t), 1 if t.dtype == torch.float32 else 2)

@@ -1,7 +1,7 @@
-"""A residual sum with the norm behind it, whose norm in low precision is computed again in backward.
+"""A residual sum with the following norm, whose low-precision norm is recomputed in backward.
 
-Before: ``s, a = add_norm(x, branch, ...); y = linear(a, w)``, which keeps ``s`` and ``a``. After:
-``s, a = add_norm_computed_again(x, branch, ...); y = computing_again(linear)(a, w)``, which keeps ``s`` alone.
+Before: ``s, a = add_norm(x, branch, ...); y = linear(a, w)``, which saves ``s`` and ``a``.
+After: ``s, a = add_norm_computed_again(x, branch, ...); y = computing_again(linear)(a, w)``, which saves only ``s``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADD_NORM = "_AddNormBackward"  # the node of autograd
 
 
 def add_norm_computed_again(x: Tensor, branch: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    """``add_norm`` whose norm in low precision can be computed again; the sum is kept."""
+    """``add_norm`` whose low-precision norm can be recomputed; the sum is saved."""
     made = add_norm(x, branch, *given)
     node: Any = made[-1].grad_fn
     if node is not None and node.name() == ADD_NORM:  # else torch's own, in a transform
@@ -40,7 +40,7 @@ def _saves(call: Node, source: Node) -> bool:
 
 
 def _lows(call: Node) -> tuple[Node, ...]:
-    """Return the parts of a call that are in low precision: those behind the sum, and the norm in fp32."""
+    """Return the low-precision results of a call: those after the sum, and the norm in fp32."""
     parts: list[Any] = list(call.users)
     full, keep = map(bool, call.args[8:10])
     return tuple(part for part in parts if part.args[1] >= full + keep)

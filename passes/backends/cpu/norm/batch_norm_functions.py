@@ -1,7 +1,7 @@
-"""What converted graphs call for a batch norm that trains and the relu behind it, or behind a sum with others.
+"""Batch norms in training for converted graphs, with the following relu, or sum and relu.
 
-Before: ``relu(batch_norm(x, ...))``. After: ``norm_and_relu(x, ...)``, which saves ``x`` and its statistics alone, as
-``norm_alone`` does where there is no relu.
+Before: ``relu(batch_norm(x, ...))``.
+After: ``norm_and_relu(x, ...)``, which saves only ``x`` and its statistics, as does ``norm_alone`` without a relu.
 ``relu(batch_norm(x, ...) + other)`` becomes ``norm_add_relu(x, other, ...)``, which saves its result, too.
 """
 
@@ -39,11 +39,11 @@ def norm_and_relu(
     eps: float = 1e-5,
     relu: bool = True,
 ) -> Tensor:
-    """Return ``F.relu(F.batch_norm(x, ..., training=True))``, without the relu where that is not wanted.
+    """Return ``F.relu(F.batch_norm(x, ..., training=True))``, without the relu if it is not wanted.
 
-    x: bf16 or fp16 images on the CPU, channels_last; weight, bias, running statistics: fp32 [channels], the last
-    written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one place a channel,
-    as torch does.
+    x: bf16 or fp16 images on the CPU, channels_last; weight, bias, running statistics: fp32 [channels], the latter are
+    written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one value per
+    channel, as torch does.
     """
     return _made(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
 
@@ -75,8 +75,8 @@ def norm_add_relu(
 ) -> Tensor:
     """Return ``F.relu(F.batch_norm(x, ..., training=True) + other)``, rounded once.
 
-    other: of the shape and dtype of ``x``; ask: who has the result for backward, which then is not saved, given
-    autograd's node; all else as for ``norm_and_relu``.
+    other: of the shape and dtype of ``x``; ask: returns the result in backward, given autograd's node, so that it is
+    not saved; all else as for ``norm_and_relu``.
     """
     return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True, ask)
 
@@ -95,7 +95,7 @@ def _made(
 ) -> Tensor:
     if x.numel() and x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    # Torch's leaves the running statistics alone where there are no values.
+    # Torch leaves the running statistics unchanged if there are no values.
     if not x.numel() or leaves_to_torch(x, other, weight, bias):
         plain = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
         plain = plain if other is None else plain + other
@@ -107,7 +107,7 @@ def _made(
 
 
 def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-    """Return the result and the statistics; behind a sum there is always a relu."""
+    """Return the result and the statistics; after a sum there is always a relu."""
     found: tuple[Tensor, Tensor]
     if other is None:
         found = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, *given)
@@ -119,9 +119,9 @@ def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tenso
 def normed_again(
     x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None
 ) -> Tensor:
-    """Return the result of ``norm_and_relu``, or with ``other`` of ``norm_add_relu``, once more.
+    """Recompute the result of ``norm_and_relu``, or with ``other`` of ``norm_add_relu``.
 
-    By its statistics, or by taking them again.
+    With its statistics, or by computing them again.
     """
     if stats is None:
         return _normed(x, other, None, None, weight, bias, 0.0, eps, relu)[0]
@@ -150,7 +150,7 @@ class _NormAndRelu(torch.autograd.Function):
 
 
 def _result(ctx: Any, saved: Tensor | None) -> Tensor | None:
-    """Return the result behind a sum, whose sign is the relu's mask; None where there is no sum."""
+    """Return the result after a sum, whose sign is the relu's mask; None without a sum."""
     found: Tensor | None = ctx.ask(ctx) if ctx.adds and saved is None else saved
     return found
 

@@ -1,13 +1,11 @@
-/* A batch norm in training and the relu behind it, or behind a sum with others, forward and backward, over channels_last
-   images.
+/* A batch norm in training with the following relu, or sum and relu, forward and backward, over channels_last images.
 
    Before: batch_norm, which reads its input three times, and relu; in backward threshold_backward and batch_norm's own.
    After: `forward`, which reads it twice and writes the relu's result, and `backward`, which reads input and gradient
-   twice. The relu's mask is computed again from the input, so that the result need not be saved; `again` computes that.
-   Behind a sum the mask is read off the result, and the gradient past it is what the others get.
-
+   twice. The relu's mask is recomputed from the input, so that the result need not be saved; `again` recomputes the
+   result. After a sum, the mask is read from the result, and the gradient behind the mask is that of the other summand.
    jit_compiler.py compiles this file. A row is a place of an image, of `width` channels. Sums are fp32 over a block of
-   rows, and fp64 over blocks; variances are of differences from the first row, which is as near as any to the mean.
+   rows, and fp64 over blocks; variances are of differences from the first row, which is as close to the mean as any.
    Source of the formulas: aten/src/ATen/native/cpu/batch_norm_kernel.cpp. */
 
 #include "vector_rows.h"
@@ -30,7 +28,8 @@ typedef struct {
   Rows out, masked; /* behind a sum: the result, and the gradient past the relu, which is written */
 } Backward;
 
-/* Goes through rows and channels as they lie: `tall` rows from `row` on, and of each a vector of `n` from channel `i`. */
+/* Iterates over rows and channels in memory order: `tall` rows from `row` on, and of each a vector of `n` from channel
+   `i`. */
 #define EACH_PLACE(begin, end, width, ...)                                                               \
   do {                                                                                                   \
     int64_t row = (begin);                                                                               \
@@ -38,7 +37,7 @@ typedef struct {
     for (; row < (end); ++row) { enum { tall = 1 }; EACH(0, width, __VA_ARGS__); }                       \
   } while (0)
 
-/* The row, of which the processor is told to fetch what is read `TALL` rows on: it sees no stream in so many short ones. */
+/* The row; prefetches `TALL` rows ahead, because the CPU detects no stream in so many short ones. */
 INLINE Rows next_row(const Rows* all, int64_t row, int64_t width, int64_t i) {
   const Rows found = row_of(all, row, width);
   __builtin_prefetch((const char*)found.at + 2 * (i + TALL * width));
@@ -50,7 +49,7 @@ INLINE Vector floats(const float* from, int64_t i, int64_t n) {
   return load(&row, i, n);
 }
 
-/* Zero where `y` is not above it; a NaN stays, as in torch's relu. */
+/* Zero where `y` is not positive; a NaN stays, as in torch's relu. */
 INLINE Vector above_zero(Vector given, Vector y) {
 #if defined(__AVX512F__)
   const __mmask16 above = _mm512_cmp_ps_mask((__m512)y, _mm512_setzero_ps(), _CMP_NLE_UQ);
@@ -77,7 +76,7 @@ INLINE void add_to(const Rows* block, int64_t i, int64_t n, Vector given) {
   store(block, i, n, load(block, i, n) + given);
 }
 
-typedef struct { /* what turns a vector of the input into one of the result: (x - mean) * scale + bias */
+typedef struct { /* maps a vector of the input to the result: (x - mean) * scale + bias */
   Vector mean, scale, bias;
 } Norm;
 
@@ -125,7 +124,7 @@ INLINE void norm_rows(const Share* mine, Forward f) {
   });
 }
 
-/* That all is low precision, and whether there is a relu or a sum, is told to the compiler. */
+/* Compile-time constants: all is low precision, and whether there is a relu or a sum. */
 INLINE Forward low(const Forward* given, int relu, Kind other) {
   Forward f = *given;
   f.x.kind = f.out.kind = LOW;
@@ -165,13 +164,13 @@ static void take_statistics(const Forward* f, const double* room, int64_t thread
     f->mean[i] = (float)mean;
     f->invstd[i] = (float)(1.0 / sqrt(spread / f->rows + eps));
     move(f->running_mean, i, mean, momentum);
-    move(f->running_var, i, spread / (f->rows - 1), momentum); /* that of a sample, as torch keeps it */
+    move(f->running_var, i, spread / (f->rows - 1), momentum); /* the unbiased variance, as torch stores it */
   }
 }
 
 /* -- backward --------------------------------------------------------------------------------------------------- */
 
-/* The gradient that reaches the norm, of an input so far `away` from its mean; behind a sum it is written down, too. */
+/* The gradient that reaches the norm, for an input `away` from its mean; written as well after a sum. */
 INLINE Vector past_relu(const Backward* b, const Rows* grad, Norm norm, Vector away, int64_t row, int64_t i, int64_t n) {
   const Vector given = load(grad, i, n);
   if (b->out.kind) {
@@ -237,7 +236,7 @@ static void* sum_gradients_share(void* given) {
 static void* gradients_share(void* given) {
   const Share* mine = given;
   const Backward* b = mine->given;
-  if (b->out.kind) { /* what the sums were of is past the relu */
+  if (b->out.kind) { /* the sums were over what is behind the relu's mask */
     Backward past = *b;
     past.grad = b->masked;
     write_gradients(mine, low_gradients(&past, 0, NONE));

@@ -1,7 +1,7 @@
-"""The operators of a batch norm in training and the relu behind it, by names that graphs show, over compiled C.
+"""Operators of a batch norm in training with the following relu over compiled C, named in graphs.
 
-Before: ``native_batch_norm`` and ``relu``, four times over memory. After: ``batch_norm_relu``, which reads its input
-twice, and in backward ``batch_norm_relu_backward``.
+Before: ``native_batch_norm`` and ``relu``, four passes over memory.
+After: ``batch_norm_relu``, which reads its input twice, and in backward ``batch_norm_relu_backward``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAST = torch.channels_last
 
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return what is compiled for ``low``, bf16 or fp16. Raises CompilerError where that cannot be."""
+    """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
     found = load(SOURCE, MACROS[low])
     number, real, table = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
     found.forward.argtypes = (table, real, real, number)
@@ -62,9 +62,9 @@ def batch_norm_relu(
 def batch_norm_relu_again(
     x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool
 ) -> Tensor:
-    """Return what ``batch_norm_relu`` made of ``x`` with the statistics that it returned, bit for bit.
+    """Return the result of ``batch_norm_relu`` for ``x`` with the statistics that it returned, bit for bit.
 
-    other: what ``batch_norm_add_relu`` added, or None.
+    other: the summand of ``batch_norm_add_relu``, or None.
     """
     x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
     out = empty_like(x)
@@ -129,7 +129,7 @@ def _table(
 
 
 def _places(given: Tensor) -> int:
-    """Return where the numbers of a parameter or of running statistics lie, one behind the other."""
+    """Return the address of a contiguous parameter or running statistic."""
     if not given.is_contiguous() or given.dtype != torch.float32:
         raise ValueError(f"batch_norm_relu: {given.dtype} of strides {given.stride()}; legal: contiguous fp32")
     return address_of(given)

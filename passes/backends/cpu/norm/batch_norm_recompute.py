@@ -1,7 +1,7 @@
-"""A batch norm with the relu behind it whose result is computed again in backward, where nobody saves it.
+"""A batch norm with the following relu whose result is recomputed in backward if nothing saves it.
 
-Before: ``conv2d(norm_and_relu(x, ...), w)``, which keeps the relu's result. After:
-``computing_again(conv2d)(norm_and_relu_computed_again(x, ...), w)``, which keeps ``x`` alone.
+Before: ``conv2d(norm_and_relu(x, ...), w)``, which saves the relu's result.
+After: ``computing_again(conv2d)(norm_and_relu_computed_again(x, ...), w)``, which saves only ``x``.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ own_functions(__name__)
 
 
 def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:
-    """``norm_and_relu`` whose result can be computed again."""
+    """``norm_and_relu`` whose result can be recomputed."""
     return marked(norm_and_relu(x, *given), (x, *_parameters(given)))
 
 
 def norm_alone_computed_again(x: Tensor, *given: Any) -> Tensor:
-    """``norm_alone`` whose result can be computed again."""
+    """``norm_alone`` whose result can be recomputed."""
     return marked(norm_alone(x, *given), (x, *_parameters(given)))
 
 
 def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tensor:
-    """``norm_add_relu`` that saves ``x`` alone where ``other`` can be computed again, or is kept by who made it."""
+    """``norm_add_relu`` that saves only ``x`` if ``other`` can be recomputed, or is saved by its producer."""
     before = other.grad_fn
     if not may_hook() or not is_known(before):
         return norm_add_relu(x, other, *given)
@@ -58,13 +58,13 @@ def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tenso
 
 
 def norm_add_relu_kept(x: Tensor, other: Tensor, *given: Any) -> Tensor:
-    """``norm_add_relu``, from whose saved result others can be computed."""
+    """``norm_add_relu`` whose saved result others can be recomputed from."""
     out = norm_add_relu(x, other, *given)
     return out if outer_saved_tensors_hooks() is None else marked(out, (out.detach(),))
 
 
 def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return weight and bias, which are behind the running statistics."""
+    """Return weight and bias, which follow the running statistics."""
     return given[2:4]
 
 

@@ -1,7 +1,8 @@
-"""Let a residual sum, the layer norm behind it and the casts of both be one pass over memory, and one in backward.
+"""Fuse a residual sum, the following layer norm and the casts of both into one pass over memory, and one in backward.
 
-Before: ``s = branch + x; n = layer_norm(s, ...); c = n.bfloat16()``, whose gradients are widened, normed back, added to
-those of ``s`` and lowered for the branch. After: ``s, c = add_norm(x, branch, ...)``.
+Before: ``s = branch + x; n = layer_norm(s, ...); c = n.bfloat16()``, whose gradients are upcast, sent back through the
+norm, added to those of ``s`` and cast for the branch.
+After: ``s, c = add_norm(x, branch, ...)``.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ NORMS: dict[Any, OpOverload] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm, layer_norm_low), LAYER_NORM),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), RMS_NORM),
 }
-LEFT_BEHIND = (*OWN, CAST)  # the rest of a node's meta is copied to what takes its place
+LEFT_BEHIND = (*OWN, CAST)  # the rest of a node's meta is copied to its replacement
 
 
 @dataclass(frozen=True)
 class FuseAddNorm(Pass):
-    """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, by one ``add_norm``.
+    """Replaces ``layer_norm(x + branch)`` or ``rms_norm`` in fp32, and the casts of its result, with one ``add_norm``.
 
-    Law: what is normed is fp32, on the CPU, and a low-precision branch is added to it, or a cast lowers the norm; or it
-    is low, and normed by an RMS norm, which torch computes by way of two casts, or by a layer norm that trains. Nobody
-    writes to sum or norm; all is in one checkpoint, and in no region of the user's. Without a sum of its own, what else
-    reads the normed value joins in, so that gradients meet in the kernel. Exactness: rounding-different; the sum is
-    bit-exact, norm and gradients are fp32 inside and rounded once, at most in the last place from torch's fp32 norm and
-    cast. Only where C can be compiled, and from a size on that pays.
+    Law: the norm's input is fp32, on the CPU, and a low-precision branch is added to it, or the norm is cast to low
+    precision; or the input is low precision, of an RMS norm, which torch computes with two casts, or of a layer norm
+    that trains. Nothing writes to sum or norm; all is in one checkpoint, and in no region of the user's. Without a sum
+    of its own, other readers of the norm's input join in, so that gradients meet in the kernel. Exactness:
+    rounding-different; the sum is bit-exact, norm and gradients are fp32 inside and rounded once, at most in the last
+    place from torch's fp32 norm and cast. Only where C can be compiled, and above a profitable size.
     """
 
     name: ClassVar[str] = "fuse-add-norm"
@@ -78,7 +79,7 @@ class FuseAddNorm(Pass):
 
 @dataclass(frozen=True)
 class Found:
-    """A norm, what it reads, and who reads it; ``casts`` and what else goes makes way for one ``add_norm``."""
+    """A norm, its input, and its readers; one ``add_norm`` replaces ``casts`` and other nodes."""
 
     norm: Node
     x: Node
@@ -90,26 +91,26 @@ class Found:
 
     @property
     def total(self) -> Node:
-        """What is normed: the sum, or ``x``."""
+        """The norm's input: the sum, or ``x``."""
         return self.arguments["input"]
 
     @property
     def low(self) -> tuple[Node, ...]:
-        """The values in low precision, one a reader whose gradient is its own; the norm itself where that is low."""
+        """The low-precision values, one per reader with a gradient of its own; the norm itself if it is one."""
         if value(self.norm).dtype == self.dtype:
             return (self.norm,)
         return tuple(part for cast in self.casts for part in _parts(cast)[0])
 
     @property
     def full(self) -> tuple[Node, ...]:
-        """The values of the norm in fp32, where somebody reads them: the norm, or a part of a shared cast."""
+        """The values of the norm in fp32, if anything reads them: the norm, or a part of a shared cast."""
         read = any(user not in self.casts for user in self.norm.users)
         own = [self.norm] if read and value(self.norm).dtype == torch.float32 else []
         return (*own, *(part for cast in self.casts for part in _parts(cast)[1]))
 
     @property
     def kept(self) -> tuple[Node, ...]:
-        """Who else reads the sum; of ``x``, whose gradients come by here."""
+        """The other readers of the sum; or of ``x``, whose gradients pass through here."""
         users = [user for user in self.total.users if user is not self.norm]
         if self.branch is not None:
             return tuple(users)
@@ -119,18 +120,18 @@ class Found:
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """All that makes way, readers first."""
+        """All replaced nodes, readers first."""
         parts = [part for cast in self.casts if cast.target is shared_cast for one in _parts(cast) for part in one]
         return (*parts, *self.casts, self.norm, *([self.total] if self.branch is not None else []))
 
     def told(self) -> str:
-        """Say what becomes one pass."""
+        """Describe what becomes one pass."""
         what = "norm" if self.branch is None else "sum and norm"
         return f"{what} of {tuple(value(self.norm).shape)} in one pass, for {len(self.low)} readers in low precision"
 
 
 def _found(node: Node) -> Found | None:
-    """Return what there is to fuse around ``node``, None where that is no norm with a cast or a sum beside it."""
+    """Return what there is to fuse around ``node``, None unless it is a norm with a cast or a sum next to it."""
     op = NORMS.get(node.target) if node.op == "call_function" else None
     if op is None or names_of(node) != (str(op).rsplit(".", 1)[0],):
         return None
@@ -150,7 +151,7 @@ def _found(node: Node) -> Found | None:
 
 
 def _summands(node: Node, given: dict[str, Any]) -> tuple[Node, Node | None]:
-    """Return the fp32 and the other part of the sum that is normed; that alone where it is no sum to fuse."""
+    """Return the fp32 and the other part of the norm's input; only the input if it is no sum to fuse."""
     total = given["input"]
     parts = [a for a in total.args if isinstance(a, Node)]
     if names_of(total) != ("aten.add",) or len(parts) != 2 or len(total.args) != 2 or total.kwargs:
@@ -185,15 +186,15 @@ def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _is_large(node: Node) -> bool:
-    """Say whether one pass over the value of ``node`` pays."""
+    """Say whether one pass over the value of ``node`` is profitable."""
     return norm_in_one_pass_is_profitable(value(node).device.type, numel(value(node)))
 
 
 def _why_not(found: Found, memory: Memory) -> str:
-    """Return why a norm stays as it is, "" where it does not."""
+    """Return why a norm stays as it is, or ""."""
     weights = [found.arguments[name] for name in ("weight", "bias")]
     if REGION in found.norm.meta:
-        return "inside of a region that has a say in what is computed"
+        return "inside a region that affects what is computed"
     if memory.is_written(found.total) or memory.is_written(found.norm):
         return "the sum or the norm is written in place"
     if not all(isinstance(n, int) for n in found.arguments["normalized_shape"]):
@@ -211,7 +212,7 @@ def _why_not(found: Found, memory: Memory) -> str:
 
 
 def _rewrite(gm: GraphModule, found: Found) -> Node:
-    """Put one call in the place of all that was found; return it."""
+    """Replace all that was found with one call; return it."""
     lows, fulls, kept = found.low, found.full, found.kept
     shape, weight, bias, eps = (found.arguments[name] for name in ("normalized_shape", "weight", "bias", "eps"))
     keep = found.branch is not None or bool(kept)
@@ -220,7 +221,7 @@ def _rewrite(gm: GraphModule, found: Found) -> Node:
     options += () if found.centered else (False,)
     with gm.graph.inserting_after(found.norm if found.branch is None else found.total):
         fused = gm.graph.call_function(add_norm, (found.x, found.branch, *options))
-    # What passes x on belongs to where the norm is, a checkpoint maybe, and not to where x was made.
+    # The node that passes x on belongs to the norm's region, maybe a checkpoint, and not to that of x.
     likes = [(found.norm if found.branch is None else found.total, value(found.total))] if keep else []
     likes += [(like, value(like)) for like in fulls[:1]] + [(low, value(lows[0])) for low in lows]
     take_over(fused, found.norm, tuple(val for _, val in likes), LEFT_BEHIND)

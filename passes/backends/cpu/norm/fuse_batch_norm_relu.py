@@ -1,8 +1,8 @@
-"""Let a batch norm that trains, and a relu behind it, be one operation, which saves nothing but the norm's input.
+"""Fuse a batch norm in training with the following relu into one operation, which saves only the norm's input.
 
-Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``. After:
-``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``. At the end of a residual block, ``h = relu(n + other)``
-becomes ``norm_add_relu(x, other, ...)``; with neither behind it, the norm becomes ``norm_alone(x, ...)``.
+Before: ``n = batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5); h = relu(n)``.
+After: ``h = norm_and_relu(x, mean, var, weight, bias, 0.1, 1e-5)``. At the end of a residual block, ``h = relu(n +
+other)`` becomes ``norm_add_relu(x, other, ...)``; with neither, the norm becomes ``norm_alone(x, ...)``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm:
 class FuseBatchNormRelu(Pass):
     """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
 
-    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. Where others
-    than a relu, or than the sum that it alone reads, read the norm, the norm alone is replaced, by ``norm_alone``.
+    Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. If the norm has
+    readers other than a relu, or a sum that is its only reader, only the norm is replaced, with ``norm_alone``.
     Exactness: rounding-equal, of a sum one rounding less; statistics and gradients are summed in fp32 by blocks and in
     fp64 over them, and the result and the input's gradient are computed in fp32 and rounded once, as torch's are. Only
-    where C can be compiled, and from a size on that pays.
+    where C can be compiled, and above a profitable size.
     """
 
     name: ClassVar[str] = "fuse-batch-norm-relu"
@@ -74,13 +74,13 @@ def _is_trained_batch_norm(node: Node) -> bool:
 
 
 def _why_not(node: Node, given: dict[str, Any]) -> str:
-    """Return why a norm stays as it is, "" where it does not."""
+    """Return why a norm stays as it is, or ""."""
     x, parameters = value(given["input"]), [given["weight"], given["bias"]]
     running = [given["running_mean"], given["running_var"]]
     if REGION in node.meta:
-        return "inside of a region that has a say in what is computed"
+        return "inside a region that affects what is computed"
     if given["training"] is not True or not isinstance(given["momentum"], float):
-        return "its statistics are not those of the batch, or move in another way"
+        return "its statistics are not those of the batch, or are updated in another way"
     if not all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters):
         return "it has no weight and bias in fp32"
     if any(isinstance(r, Node) and value(r).dtype != torch.float32 for r in running):
@@ -98,7 +98,7 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Behind:
-    """What comes behind a norm: a relu, and before that perhaps a sum with ``other``."""
+    """What follows a norm: a relu, and before that perhaps a sum with ``other``."""
 
     relu: Node
     total: Node | None = None
@@ -106,7 +106,7 @@ class Behind:
 
 
 def _relu_behind(node: Node) -> Behind | None:
-    """Return the relu that alone reads ``node``, or that alone reads the sum that alone does."""
+    """Return the relu that is the only reader of ``node``, or of the sum that is the only reader."""
     user = _only_reader(node)
     if user is None:
         return None
@@ -125,7 +125,7 @@ def _relu_behind(node: Node) -> Behind | None:
 
 
 def _only_reader(node: Node) -> Node | None:
-    """Return who alone reads ``node``, where that trains in the same place and precision."""
+    """Return the only reader of ``node``, if it trains in the same place and precision."""
     user = next(iter(node.users), None)
     if len(node.users) != 1 or user is None or user.op == "output" or REGION in user.meta:
         return None
@@ -136,14 +136,14 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _alone(node: Node, given: dict[str, Any]) -> Node:
-    """Put a call of ours in the place of a norm; return it."""
+    """Replace a norm with a call of ours; return it."""
     node.target, node.kwargs = norm_alone, {}
     node.args = tuple(given[name] for name in ARGUMENTS if name != "training")
     return node
 
 
 def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:
-    """Put one call in the place of a norm and what is behind it; return it."""
+    """Replace a norm and what follows it with one call; return it."""
     x, *rest = (given[name] for name in ARGUMENTS if name != "training")
     args = (x, *rest) if found.other is None else (x, found.other, *rest)
     with gm.graph.inserting_after(found.relu):

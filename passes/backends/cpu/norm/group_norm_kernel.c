@@ -1,11 +1,9 @@
 /* The gradients of a group norm of channels_last images.
 
-   Before: native_group_norm_backward, which goes over such images channel by channel. After: `backward`, which reads input
-   and gradient twice, place by place.
-
-   jit_compiler.py compiles this file. A row is a place of an image, of `width` channels. Sums are fp32 over a block of rows,
-   and fp64 over blocks; threads share images, so that nothing depends on how many there are. Source of the formulas:
-   aten/src/ATen/native/cpu/group_norm_kernel.cpp. */
+   Before: native_group_norm_backward, which processes such images channel by channel. After: `backward`, which reads
+   input and gradient twice, place by place. jit_compiler.py compiles this file. A row is a place of an image, of
+   `width` channels. Sums are fp32 over a block of rows, and fp64 over blocks; threads split images, so that results do
+   not depend on their number. Source of the formulas: aten/src/ATen/native/cpu/group_norm_kernel.cpp. */
 
 #include "vector_rows.h"
 
@@ -37,7 +35,7 @@ static void sum_image(const GroupNorm* g, int64_t image, double* sums, float* bl
   }
 }
 
-/* What the gradient is multiplied with, and the input, and what is added, for each channel. */
+/* For each channel: the factors of the gradient and of the input, and the constant term. */
 static void take_slopes(const GroupNorm* g, int64_t image, const double* sums, float* slopes) {
   const int64_t deep = g->width / g->groups;
   for (int64_t group = 0; group < g->groups; ++group) {

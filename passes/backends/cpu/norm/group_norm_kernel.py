@@ -1,7 +1,8 @@
-"""A group norm of channels_last images whose gradients are compiled C's, and its operator.
+"""A group norm of channels_last images with gradients in compiled C, and its operator.
 
-Before: ``group_norm(x, 8, weight, bias)``. After: ``group_norm_low(x, 8, weight, bias, 1e-5)``: the same forward, and
-in backward ``amp_graph::group_norm_backward``.
+Before: ``group_norm(x, 8, weight, bias)``.
+After: ``group_norm_low(x, 8, weight, bias, 1e-5)``: the same forward, and in backward
+``amp_graph::group_norm_backward``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOW = 2  # what C calls low precision
 
 @lru_cache
 def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return what is compiled for ``low``, bf16 or fp16. Raises CompilerError where that cannot be."""
+    """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
     found = load(SOURCE, MACROS[low])
     found.backward.argtypes, found.backward.restype = (ctypes.c_void_p, ctypes.c_int64), None
     return found
@@ -52,7 +53,7 @@ def group_norm_low(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: fl
 
 
 def _by_torch(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the same by torch's own operations, whose derivatives in a batch want images that are contiguous."""
+    """Return the same by torch's own operations, whose batched derivatives need contiguous images."""
     special = leaves_to_torch(x, weight, bias) or torch.is_grad_enabled()
     return F.group_norm(x.contiguous() if special else x, groups, weight, bias, eps)
 

@@ -1,6 +1,7 @@
-"""Let a group norm of channels_last images that trains have its gradients by compiled C.
+"""Compute the gradients of a group norm of channels_last images with compiled C.
 
-Before: ``group_norm(x, 8, weight, bias)``. After: ``group_norm_low(x, 8, weight, bias, 1e-5)``.
+Before: ``group_norm(x, 8, weight, bias)``.
+After: ``group_norm_low(x, 8, weight, bias, 1e-5)``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMES = ("input", "num_groups", "weight", "bias", "eps")
 
 @dataclass(frozen=True)
 class LowerGroupNorm(Pass):
-    """Replaces ``group_norm`` with ``group_norm_low`` when it trains and ``what_pays`` says so.
+    """Replaces ``group_norm`` with ``group_norm_low`` when it trains and this is profitable.
 
     Law: low-precision channels_last images on the CPU, fp32 parameters, in no region whose precision the user set.
     Exactness: forward bit-exact; gradients rounding-equal, with sums in another order.
@@ -45,7 +46,7 @@ class LowerGroupNorm(Pass):
             if node.target is not F.group_norm or names_of(node) != ("aten.group_norm",) or not is_trained(node):
                 continue
             given = node_info.schema_arguments(SCHEMA, node.args, dict(node.kwargs))
-            reason = "inside of a region that has a say in what is computed" if REGION in node.meta else _why_not(given)
+            reason = "inside a region that affects what is computed" if REGION in node.meta else _why_not(given)
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
@@ -55,7 +56,7 @@ class LowerGroupNorm(Pass):
 
 
 def _why_not(given: dict[str, Any]) -> str:
-    """Return why a norm stays as it is, "" where it does not."""
+    """Return why a norm stays as it is, or ""."""
     x, parameters = value(given["input"]), [given["weight"], given["bias"]]
     if not all(isinstance(p, Node) and value(p).dtype == torch.float32 for p in parameters):
         return "it has no weight and bias in fp32"

@@ -1,8 +1,9 @@
-"""What converted graphs call for dropout on the CPU: the draws of torch's generator, of which a bit each is kept.
+"""CPU dropout for converted graphs: the draws of torch's generator, of which one bit per element is saved.
 
-Before: ``dropout(x, 0.1)``: a double drawn for each number, 5 ns on any number of threads, and noise of the size of
-``x`` that is stored, divided, multiplied by and saved. After: ``dropout_in_bits(x, 0.1)``: the same draws by vectors,
-and an eighth of a byte saved for each. Bit for bit torch's, values, gradients and what the generator draws next.
+Before: ``dropout(x, 0.1)``: a double drawn per element, 5 ns on any number of threads, and noise of the size of ``x``
+that is stored, divided, multiplied by and saved.
+After: ``dropout_in_bits(x, 0.1)``: the same draws, vectorized, and one bit saved per element. Bit for bit torch's:
+values, gradients and the generator's next draws.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("dropout_kernel.c")
 STATE = 5056  # bytes of what ``torch.Generator.get_state`` returns; 2.11 - 2.13
-PADDING = 16  # bytes behind the bits, of which some are read with the last
+PADDING = 16  # padding bytes after the bits, some of which are read with the last
 _drawing = [threading.Lock()]  # two threads do not draw the same numbers
-if hasattr(os, "register_at_fork"):  # a child of a fork has no other thread, which may have held it
+if hasattr(os, "register_at_fork"):  # a forked child has no other thread, which may have held it
     os.register_at_fork(after_in_child=lambda: _drawing.__setitem__(0, threading.Lock()))
 
 
 @lru_cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the compiled kernel for ``dtype``; None where nothing can be compiled, or torch draws otherwise."""
+    """Return the compiled kernel for ``dtype``; None where nothing can be compiled, or torch draws differently."""
     if dtype not in (torch.float32, *MACROS):
         return None
     found = load_if_possible(SOURCE, MACROS.get(dtype, ()))
@@ -54,12 +55,12 @@ register_kernel("dropout", lambda low: library(low))
 
 
 def _draws_as_torch(found: ctypes.CDLL) -> bool:
-    """Say whether draws are those of this build of torch, which has other ones for some CPUs (MKL's, on Intel's)."""
+    """Say whether draws equal those of this torch build, which uses others for some CPUs (MKL's, on Intel's)."""
     with torch.inference_mode(False), torch.no_grad():
         theirs, ours = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
         if ours.get_state().numel() != STATE:
             return False
-        for count in (1001, 4099):  # through several refills of the state, from the middle of one
+        for count in (1001, 4099):  # through several refills of the state, starting in the middle of one
             drawn = torch.empty(count, device="cpu").bernoulli_(0.7, generator=theirs).to(torch.bool)
             if not torch.equal(drawn, kept_of(_drawn(found, count, 0.7, ours), count)):
                 return False
@@ -67,7 +68,7 @@ def _draws_as_torch(found: ctypes.CDLL) -> bool:
 
 
 def _drawn(found: ctypes.CDLL, count: int, p: float, generator: torch.Generator) -> Tensor:
-    """Return which of ``count`` numbers are kept with probability ``p``: a bit each, uint8 [count / 8], and padding."""
+    """Return which of ``count`` elements are kept with probability ``p``: bits, uint8 [count / 8], and padding."""
     kept = torch.zeros(-(-count // 8) + PADDING, dtype=torch.uint8, device="cpu")
     with _drawing[0]:
         state = generator.get_state()
@@ -77,22 +78,22 @@ def _drawn(found: ctypes.CDLL, count: int, p: float, generator: torch.Generator)
 
 
 def kept_of(bits: Tensor, count: int) -> Tensor:
-    """Return ``count`` bits as truth values: bool [count]."""
+    """Return ``count`` bits as booleans: bool [count]."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits[:, None] >> places & 1).flatten()[:count].to(torch.bool)
 
 
 @lru_cache(maxsize=256)
 def _scale_of(p: float, dtype: torch.dtype) -> float:
-    """Return what torch makes of a kept number's noise: 1 / (1 - p), rounded to ``dtype``."""
+    """Return torch's noise for a kept element: 1 / (1 - p), rounded to ``dtype``."""
     with torch.inference_mode(False), torch.no_grad():
         return float(torch.ones(1, dtype=dtype, device="cpu").div_(1 - p))
 
 
 def dropout_bits(x: Tensor, p: float, keys: int = 1) -> Tensor:
-    """Return which numbers of ``x``, in memory's order, a dropout of ``p`` keeps: a bit each, and padding: uint8.
+    """Return which elements of ``x``, in memory order, a dropout of ``p`` keeps: bits, and padding: uint8.
 
-    ``keys``: as many for each of them, as attention has probabilities, of a contiguous [*x.shape, keys].
+    ``keys``: this many bits per element, as for attention probabilities, of a contiguous [*x.shape, keys].
     """
     found = library(x.dtype)
     assert found is not None, "asked where there is a kernel"
@@ -135,12 +136,12 @@ class _InBits(torch.autograd.Function):
 
 
 def _calls(x: Tensor) -> Any:
-    """Return what has the two functions: as operators, where a tracer or a profiler sees them."""
+    """Return the two functions: as operators, if a tracer or a profiler observes them."""
     return OPS if is_seen(x) else sys.modules[__name__]
 
 
 def dropout_in_bits(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """``F.dropout`` that trains, not in place, on the CPU. Under transforms it is torch's own."""
+    """``F.dropout`` in training, not in place, on the CPU. Under transforms, torch's own."""
     if leaves_to_torch(input):
         return F.dropout(input, p, training)
     found: Tensor = _InBits.apply(input, p)

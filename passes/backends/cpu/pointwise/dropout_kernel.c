@@ -1,14 +1,12 @@
-/* Dropout of numbers in memory: the draws of torch's generator, a bit each, and what they make of values and gradients.
+/* Dropout of elements in memory: the draws of torch's generator, one bit each, applied to values and gradients.
 
-   Before: a double drawn for each number, one after another, and compared; the noise that they make stored, divided,
-   multiplied by and kept for backward. After: the same draws, as many at once as a vector holds, and a bit of each kept.
+   Before: a double drawn per element, one after another, and compared; the resulting noise stored, divided, multiplied
+   by and saved for backward. After: the same draws, a vector at a time, and one bit of each saved. The generator is
+   mt19937 as in torch (aten/src/ATen/core/MT19937RNGEngine.h); an element is kept if 53 bits of two words are below its
+   probability (uniform_real and bernoulli, aten/src/ATen/core/TransformationHelper.h). jit_compiler.py compiles this
+   file. */
 
-   The generator is mt19937 as torch has it (aten/src/ATen/core/MT19937RNGEngine.h); a number is kept where 53 bits of two
-   words are below its probability (uniform_real and bernoulli, aten/src/ATen/core/TransformationHelper.h).
-
-   jit_compiler.py compiles this file. */
-
-#define LOW_NAN 0xffffu /* what torch makes of NaN */
+#define LOW_NAN 0xffffu /* what torch turns NaN into */
 #include "low_precision.h"
 
 #define WORDS 624 /* of the generator's state */
@@ -41,7 +39,8 @@ static void temper(const uint32_t* from, int64_t count, uint32_t* to) {
   }
 }
 
-/* Which of eight numbers are kept: a bit each. The first word of a number is the upper half of what is compared. */
+/* Which of eight elements are kept: one bit each. The first word of an element is the upper half of the number
+   compared. */
 INLINE uint8_t kept_of(const uint32_t* words, uint64_t below) {
   const uint64_t some = ((uint64_t)1 << 53) - 1;
 #if defined(__AVX512F__)
@@ -55,7 +54,7 @@ INLINE uint8_t kept_of(const uint32_t* words, uint64_t below) {
 #endif
 }
 
-/* Draws for `count` numbers, of which one is kept where 53 bits are below `below`: a bit each, zeros behind the last. */
+/* Draws for `count` elements, each kept if 53 bits are below `below`: one bit each, then zeros. */
 void draw(Generator* g, uint64_t below, int64_t count, uint8_t* kept) {
   uint32_t state[WORDS], words[OF_A_BYTE + WORDS];
   for (int i = 0; i < WORDS; ++i) state[i] = (uint32_t)g->words[i];
@@ -86,7 +85,7 @@ typedef struct {
   float scale;
 } Work;
 
-/* `scale` where a number is kept, else 0: what torch's noise is, which a number is multiplied by, NaN too. */
+/* `scale` where an element is kept, else 0: torch's noise, by which an element is multiplied, NaN included. */
 INLINE Vector noise_at(const Work* w, int64_t i) {
   const Bits place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   uint16_t kept;

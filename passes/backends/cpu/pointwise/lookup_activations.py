@@ -1,6 +1,7 @@
-"""Let activations of bf16 on the CPU be looked up, where computing them takes longer.
+"""Compute bf16 activations on the CPU with lookup tables, where those are faster.
 
-Before: ``gelu(x, approximate="tanh")``. After: ``gelu_by_table(x, approximate="tanh")``.
+Before: ``gelu(x, approximate="tanh")``.
+After: ``gelu_by_table(x, approximate="tanh")``.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ TABLED: dict[tuple[str, ...], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class LookupActivations(Pass):
-    """Replaces ``gelu``, ``silu`` and ``mish`` by ones that look their values up, where ``what_pays`` says so.
+    """Replaces ``gelu``, ``silu`` and ``mish`` with lookups in tables, when it is profitable.
 
-    Law: bf16 in the CPU's memory, by torch's functions called as such, not in place. Exactness: forward bit-exact, and
-    gradients of GELUs; of others rounding-equal: fp32 products in another order, rounded once. GELUs of images in
-    channels_last are rounding-equal: torch's own differ from those of contiguous ones.
+    Law: bf16 CPU tensors, torch's functions, called directly and not in place. Exactness: forward bit-exact, and
+    gradients of GELUs; of others rounding-equal: fp32 products in another order, rounded once. GELUs of channels_last
+    images are rounding-equal: torch's own differ from those of contiguous ones.
     """
 
     name: ClassVar[str] = "lookup-activations"
@@ -51,7 +52,7 @@ class LookupActivations(Pass):
 
 
 def form_of(node: Node) -> str:
-    """Return the name that ``by_table.FORMS`` has for an activation."""
+    """Return the name of an activation in ``by_table.FORMS``."""
     (name,) = names_of(node)
     return "gelu by tanh" if "tanh" in (*node.args[1:], *node.kwargs.values()) else name.removeprefix("aten.")
 

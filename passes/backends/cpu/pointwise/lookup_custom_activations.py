@@ -1,7 +1,7 @@
-"""Let activations that are ``autograd.Function``s of the user's be looked up: bf16 on the CPU.
+"""Compute bf16 activations that are the user's ``autograd.Function``s with lookup tables on the CPU.
 
-Before: ``forward(x)`` of ten operations, and ``backward(grad, x)`` of twenty, on every element of a bf16 tensor. After:
-``activated(x, form)``: 65,536 numbers and as many slopes, computed by those bodies once a process.
+Before: ``forward(x)`` of ten operations, and ``backward(grad, x)`` of twenty, on every element of a bf16 tensor.
+After: ``activated(x, form)``: 65,536 values and slopes, computed by those bodies once per process.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 @dataclass(frozen=True)
 class LookupCustomActivations(Pass):
-    """Replaces custom functions of one number each by look-ups, where ``what_pays`` says so.
+    """Replaces custom elementwise functions with lookups in tables, when it is profitable.
 
-    Law: of bf16 in the CPU's memory, in bf16, or in fp32 between casts; the result is that of pointwise operations on
-    one tensor, which is all that is saved; the gradient is the incoming one times what pointwise operations make of
-    that tensor. Exactness: bit-exact, values and gradients.
+    Law: bf16 CPU tensors, computed in bf16, or in fp32 between casts; the result comes from pointwise operations on one
+    tensor, the only one saved; the gradient is the incoming one times the result of pointwise operations on that
+    tensor. Exactness: bit-exact, values and gradients.
     """
 
     name: ClassVar[str] = "lookup-custom-activations"
@@ -56,14 +56,14 @@ class LookupCustomActivations(Pass):
 
 
 class _Site(NamedTuple):
-    """Where a look-up may be: the bf16 tensor that it reads, and the ones that it is to be read as."""
+    """Where a lookup may replace nodes: the bf16 tensor that it reads, and the tensors that it replaces."""
 
     x: Node
     results: list[Node]
 
 
 def _site(node: Node) -> _Site | None:
-    """Return where ``node``, a custom function of one tensor, begins and ends in bf16; None where it does not."""
+    """Return where ``node``, a custom function of one tensor, begins and ends in bf16; None if it does not."""
     if not is_custom_function(node) or len(node.args) != 3 or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return None
     x, results = node.args[2], [node] if isinstance(value(node), Tensor) else list(node.users)
@@ -81,7 +81,7 @@ def _site(node: Node) -> _Site | None:
 
 
 def _looked_up(gm: GraphModule, site: _Site, form: str, mode: FakeTensorMode) -> Node:
-    """Put the look-up in the place of a custom function, its casts included."""
+    """Replace a custom function, its casts included, with the lookup."""
     with gm.graph.inserting_before(min(site.results)):
         made = gm.graph.call_function(lookup_table.activated, (site.x, form))
     made.meta = {k: v for k, v in site.results[0].meta.items() if k not in (CAST, IDENTITY)}
@@ -92,7 +92,7 @@ def _looked_up(gm: GraphModule, site: _Site, form: str, mode: FakeTensorMode) ->
 
 
 def _erase(gm: GraphModule, node: Node, instead: Node) -> None:
-    """Take ``node`` out, and what only it has read, up to what ``instead`` reads."""
+    """Erase ``node`` and what only it has read, up to what ``instead`` reads."""
     node.replace_all_uses_with(instead)
     while node is not instead.args[0] and not node.users:
         source = node.args[2] if is_custom_function(node) else node.args[0]
@@ -101,7 +101,7 @@ def _erase(gm: GraphModule, node: Node, instead: Node) -> None:
 
 
 def form_of_function(gm: GraphModule, node: Node) -> str:
-    """Return the name in ``by_table.FORMS`` of what ``node``, a custom function, does to each number; "" where none."""
+    """Return the key in ``by_table.FORMS`` of ``node``, an elementwise custom function; "" if it is none."""
     bodies = bodies_of(gm, node)
     if bodies is None:
         return ""
@@ -144,7 +144,7 @@ def _first(made: Any) -> Any:
 
 
 class _Body:
-    """A body's operations, by what they are made of."""
+    """A body's operations, and their operands."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.nodes = list(gm.graph.nodes)
@@ -155,12 +155,12 @@ class _Body:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What a forward computes in."""
+        """The dtype of a forward's computation."""
         found = [t.dtype for t in tensors(value(self.given[0]))] if self.given else []
         return found[0] if found else None
 
     def signature(self) -> list[tuple[str, ...]]:
-        """Return what the body computes, whatever its nodes are called, and wherever functions lie in memory."""
+        """Return what the body computes, independent of node names and of the addresses of functions."""
         places = {node: f"%{i}" for i, node in enumerate(self.nodes)}
         return [
             (n.op, _target(n), *(repr(map_arg(given, places.__getitem__)) for given in (n.args, n.kwargs)))
@@ -168,12 +168,12 @@ class _Body:
         ]
 
     def is_pointwise(self, x: Node, dtype: torch.dtype | None) -> bool:
-        """Say whether every result is made, element by element, of tensors like ``x``, which is of ``dtype``."""
+        """Say whether every result is made elementwise from tensors like ``x``, which has ``dtype``."""
         like = value(x)
         return isinstance(like, Tensor) and like.dtype == dtype and all(self._is_like(n, like) for n in self.calls)
 
     def operations(self, node: Node) -> tuple[str, ...]:
-        """Return the names of what ``node`` calls; none for what runs no operations of torch's."""
+        """Return the names of the operators that ``node`` calls; none if it runs no torch operation."""
         found = identify(node, self.mode) if self.mode is not None and is_tensor_call(node) else ""
         pure = isinstance(found, Identity) and all(_is_pure(o.op) for o in found.operations)
         return found.names if isinstance(found, Identity) and (pure or found.names in CONVERSIONS) else ()
@@ -184,7 +184,7 @@ class _Body:
 
 
 def _target(node: Node) -> str:
-    """Return what a node calls, in words: torch's by its name, another's by what it is as well."""
+    """Return what a node calls, in words: torch's functions by name, others with their content as well."""
     target: Any = node.target
     if node.op != "call_function":
         return str(target) if node.op == "call_method" else ""
@@ -200,7 +200,7 @@ def _is_pure(op: OpOverload) -> bool:
 
 
 def _is_of_one_number(body: _Body, dtype: torch.dtype | None) -> bool:
-    """Say whether a forward makes one tensor of ``dtype``, or what is read of it, of the one that it saves."""
+    """Say whether a forward makes one tensor of ``dtype``, or a view of it, from the one that it saves."""
     if len(body.given) != 1 or not isinstance(body.returned, (tuple, list)) or len(body.returned) != 2:
         return False
     (x,), made, saved = body.given, _first(body.returned[0]), body.returned[1]
@@ -209,7 +209,7 @@ def _is_of_one_number(body: _Body, dtype: torch.dtype | None) -> bool:
 
 
 def _is_slope_times_gradient(body: _Body, dtype: torch.dtype | None) -> bool:
-    """Say whether a backward is the product of the incoming gradient and what is made of what was saved."""
+    """Say whether a backward is the product of the incoming gradient and a function of the saved tensor."""
     if len(body.given) < 2 or not body.is_pointwise(body.given[-1], dtype):
         return False
     (grad, *unread, _), made = body.given, _first(body.returned)

@@ -1,10 +1,10 @@
-"""Activations of bf16 on the CPU by tables of all numbers that there are, with their gradients, by compiled C.
+"""bf16 activations on the CPU by tables of all 65,536 values, with their gradients, in compiled C.
 
-Before: ``F.gelu(x, approximate="tanh")``, which widens each number and takes a hyperbolic tangent of it. After:
-``gelu_by_table(x, "tanh")``: what torch computes and rounds for each of 65,536 numbers, once a process, looked up. The
+Before: ``F.gelu(x, approximate="tanh")``, which upcasts each element and computes a hyperbolic tangent.
+After: ``gelu_by_table(x, "tanh")``: looks up what torch computes and rounds for each bf16 value, once per process. The
 same bits in a half to a sixteenth of the time; the gradient is the incoming one times a slope in fp32, rounded once.
 
-Torch's GELU of images in channels_last is another library's, and apart by one rounding in some 10,000 numbers.
+Torch's GELU of channels_last images is another library's, and differs by one rounding in some 10,000 elements.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SOURCE = Path(__file__).with_name("lookup_table_kernel.c")
 
 
 class Form(NamedTuple):
-    """A function of a number, and its gradient.
+    """An elementwise function, and its gradient.
 
-    ``twice``: the gradient has itself one. ``rounds``: it is computed in bf16 also where it could be in fp32.
+    ``twice``: the gradient is differentiable itself. ``rounds``: it is computed in bf16 even where fp32 is possible.
     """
 
     function: Callable[..., Tensor]
@@ -48,7 +48,7 @@ class Form(NamedTuple):
     rounds: bool = False
 
 
-# By name, as torch has them; passes add those of users.
+# By name, as in torch; passes add those of users.
 FORMS: dict[str, Form] = {
     "gelu": Form(F.gelu, ATEN.gelu_backward),
     "gelu by tanh": Form(
@@ -74,14 +74,14 @@ register_kernel("lookup_table", lambda _: library())
 
 @lru_cache
 def _values(form: str) -> Tensor:
-    """Return what ``form`` makes of each bf16, by its bits: bf16 [65,536], and two more, as pairs are read."""
+    """Return ``form`` of each bf16 value, indexed by its bits: bf16 [65,536], and two more, because pairs are read."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.cat([FORMS[form][0](numbers := _numbers()), numbers[:2]])
 
 
 @lru_cache
 def _slopes(form: str) -> Tensor:
-    """Return the slope of ``form`` at each bf16, by its bits: fp32 [65,536]."""
+    """Return the slope of ``form`` at each bf16 value, indexed by its bits: fp32 [65,536]."""
     with torch.inference_mode(False), torch.no_grad():
         numbers = _numbers() if FORMS[form].rounds else _numbers().float()
         return FORMS[form].gradient(torch.ones_like(numbers), numbers).float()
@@ -92,7 +92,7 @@ def _numbers() -> Tensor:
 
 
 def activation_by_table(x: Tensor, form: str) -> Tensor:
-    """Return ``form`` of each number of ``x``, bf16 on the CPU, in its layout."""
+    """Return ``form`` of each element of ``x``, bf16 on the CPU, in its layout."""
     found = library()
     if found is None or not _has_memory(x):
         return FORMS[form][0](x)
@@ -145,7 +145,7 @@ class _ByTable(torch.autograd.Function):
 
 
 def value_of(x: Tensor, form: str) -> Tensor:
-    """Return ``form`` of ``x`` without gradients: at once, or as one operator where a tracer or a profiler sees it."""
+    """Return ``form`` of ``x`` without gradients: directly, or as one operator if a tracer or profiler observes it."""
     if is_seen(x):
         found: Tensor = OPS.activation_by_table(x, form)
         return found
@@ -153,7 +153,7 @@ def value_of(x: Tensor, form: str) -> Tensor:
 
 
 def activated(x: Tensor, form: str) -> Tensor:
-    """Return ``form`` of ``x``; torch's own under transforms and of what has no memory to read."""
+    """Return ``form`` of ``x``; torch's own under transforms and for tensors without readable memory."""
     if leaves_to_torch(x):
         return FORMS[form][0](x)
     if not (torch.is_grad_enabled() and x.requires_grad):

@@ -1,11 +1,9 @@
-/* Functions of one low-precision number by tables of all 65,536 of them, and their gradients.
+/* Elementwise functions of low precision by tables of all 65,536 values, and their gradients.
 
-   Before: each number widened, an error function or a hyperbolic tangent of it, and the result rounded. After: what was
-   computed and rounded once for every number that there is, looked up.
+   Before: each element upcast, an error function or a hyperbolic tangent of it, and the result rounded. After: a lookup
+   of what was computed and rounded once for every value. jit_compiler.py compiles this file. */
 
-   jit_compiler.py compiles this file. */
-
-#define LOW_NAN 0xffffu /* what torch makes of NaN */
+#define LOW_NAN 0xffffu /* what torch turns NaN into */
 #include "low_precision.h"
 
 typedef struct {

@@ -1,7 +1,7 @@
-"""An activation that was looked up, and is looked up again in backward, where nobody saves it.
+"""A lookup-table activation that is looked up again in backward if nothing saves it.
 
-Before: ``h = gelu_by_table(x); y = linear(h, w)``, which keeps ``x`` and ``h``. After:
-``h = tabled_computed_again(x, "gelu"); y = computing_again(linear)(h, w)``, which keeps ``x`` alone.
+Before: ``h = gelu_by_table(x); y = linear(h, w)``, which saves ``x`` and ``h``.
+After: ``h = tabled_computed_again(x, "gelu"); y = computing_again(linear)(h, w)``, which saves only ``x``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amp_graph.passes.registry import Recomputable, declare
 
 
 def tabled_computed_again(x: Tensor, form: str) -> Tensor:
-    """An activation by a table whose result can be looked up again."""
+    """A lookup-table activation whose result can be looked up again."""
     return marked(lookup_table.activated(x, form), (x,))
 
 

@@ -1,6 +1,7 @@
-"""Let dropout on the CPU draw by vectors, and keep a bit for each number.
+"""Let dropout on the CPU draw by vectors, and save one bit per element.
 
-Before: ``dropout(x, 0.1, training=True)``. After: ``dropout_in_bits(x, 0.1, training=True)``.
+Before: ``dropout(x, 0.1, training=True)``.
+After: ``dropout_in_bits(x, 0.1, training=True)``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from amp_graph.passes.profitability.thresholds import dropout_in_bits_is_profita
 
 @dataclass(frozen=True)
 class LowerDropout(Pass):
-    """Replaces ``dropout`` that trains by compiled C, where ``what_pays`` says so.
+    """Replaces ``dropout`` that trains with compiled C, when it is profitable.
 
     Law: the same draws of torch's default generator, in the same order, of which a bit is saved instead of the noise.
-    Exactness: bit-exact, values, gradients, and what is drawn after it.
+    Exactness: bit-exact, values, gradients, and later draws.
     """
 
     name: ClassVar[str] = "lower-dropout"
@@ -38,7 +39,7 @@ class LowerDropout(Pass):
                 continue
             x, p = given[:2]
             node.target, node.args, node.kwargs = dropout_in_bits, (x, p), {}
-            changes.append(Change(self.name, "drawn by vectors", node.name, "as torch draws, and a bit saved for each"))
+            changes.append(Change(self.name, "drawn by vectors", node.name, "torch's draws, one bit saved for each"))
         return PassResult(gm, tuple(changes))
 
 

@@ -37,7 +37,7 @@ MOST = 25 << 20
 
 @dataclass(frozen=True)
 class BatchWeightCasts(Pass):
-    """Casts parameters together, and in backward their gradients, when ``what_pays`` says so.
+    """Casts parameters together, and in backward their gradients, when it is profitable.
 
     Law: the graph neither writes to these parameters, nor returns a cast, nor switches gradients on or off; the members
     of a group get gradients from the same outputs. Exactness: bit-exact, gradients included. In backward, a group's

@@ -1,10 +1,11 @@
 /* An LSTM layer in training, forward and backward: bf16 matmuls with fp32 sums, gates and cells in fp32.
 
-   Before: oneDNN's layer, whose backward takes three times as long as its forward, and reads back what that computed. After:
-   `forward`, which runs a GEMM and the gates per step, and saves the gates' sums and the cells; and `backward`,
+   Before: oneDNN's layer, whose backward takes three times as long as its forward, and reads back what that computed.
+   After: `forward`, which runs a GEMM and the gates per step, and saves the gates' sums and the cells; and `backward`,
    likewise, which leaves the gradients of the weights and of x to GEMMs over all steps at once. Gates are i, f, g and
-   o, as in torch. Only where the CPU has AVX512_BF16; with MATRIX_UNITS, on AMX. Source of the formulas: Hochreiter and
-   Schmidhuber, "Long Short-Term Memory", 1997; torch.nn.LSTM. */
+   o, as in torch. Only where the CPU has AVX512_BF16; with MATRIX_UNITS, on AMX.
+
+   Source of the formulas: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; torch.nn.LSTM. */
 
 #include "vector_rows.h"
 #ifdef MATRIX_UNITS

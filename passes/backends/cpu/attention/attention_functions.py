@@ -54,8 +54,8 @@ def attention_low(
     query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
     masked = attn_mask is not None and attn_mask.requires_grad
     trains = torch.is_grad_enabled() and (masked or any(t.requires_grad for t in inputs))
-    pays = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
-    if not _kernels_take(inputs, attn_mask, enable_gqa) or not pays:
+    profitable = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
+    if not _kernels_take(inputs, attn_mask, enable_gqa) or not profitable:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
         # torch's kernel has no forward-mode derivative, unlike attention that was written out.

@@ -51,8 +51,8 @@ def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tu
     grad: [rows, outputs], x: [rows, inputs]. By compiled C where that is profitable; ``wide``: cast both to fp32 after
     rounding. Second derivatives and batched gradients are torch's own.
     """
-    pays = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
-    if not pays or torch.is_grad_enabled() or is_batched(grad) or library() is None:
+    profitable = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
+    if not profitable or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
     calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # an operator for tracers, or a direct call
     if not biased:

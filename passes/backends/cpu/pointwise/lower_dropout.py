@@ -49,5 +49,5 @@ def _fits(node: Node, x: Any, p: Any, trains: Any, in_place: bool) -> bool:
     made, source = value(node), value(x)
     if not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta) or not isinstance(made, torch.Tensor):
         return False
-    pays = made.dtype == source.dtype and dropout_in_bits_is_profitable(made.device.type, made.numel())
-    return pays and library(made.dtype) is not None
+    profitable = made.dtype == source.dtype and dropout_in_bits_is_profitable(made.device.type, made.numel())
+    return profitable and library(made.dtype) is not None

@@ -114,7 +114,7 @@ def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _key(source: Path, options: tuple[str, ...]) -> str:
-    """Return the cache key of ``source``: a hash of its whole text, and of the CPU and flags that it is built for."""
+    """Return the cache key of ``source``: a hash of its text, the headers, the options and the platform."""
     headers = [header.read_text() for header in sorted(HEADER.parent.glob("*.h"))]
     own = compiler_words()[1:]  # CC="gcc -march=native", say, whose code another CPU may not run
     options = (*options, *own, *(_cpu() if own else ()))

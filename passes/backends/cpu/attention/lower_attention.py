@@ -65,7 +65,7 @@ class Attention(Pass):
                 continue
             target: Callable[..., Any] = by_formula if reason else attention_low
             if reason:
-                action, reason = "written out again", "its mask hides whole rows, which torch's backward gets wrong"
+                action, reason = "written out again", "its mask may hide rows, where torch's backward is inexact"
             else:
                 action = "own kernel" if _by_ours(node) else "explicit backward"
                 reason = "torch's CPU kernel is slower in bf16"

@@ -225,7 +225,7 @@ def test_those_that_pay_are_replaced(name):
 
 
 LEFT_ALONE = {
-    "3x3": (block(3, 1, 1), "gradients of its own"),
+    "3x3": (block(3, 1, 1), "optimized gradients"),
     "dilation": (block(5, 1, 4, dilation=2), None),
     "no gradient": (lambda s, x: F.conv2d(F.conv2d(x, s.w).detach(), s.v7.detach(), s.b.detach(), groups=32), None),
 }

@@ -77,7 +77,7 @@ class _Package(ModuleType):
 
 def _moved(name: str) -> Any:
     new = f"amp_graph.{_MOVED[name]}.{name}"
-    warnings.warn(f"amp_graph.{name} is now {new}, and will go from here", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"amp_graph.{name} is now {new}; the old name will be removed", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(f"amp_graph.{_MOVED[name]}"), name)
 
 

@@ -1,4 +1,4 @@
-"""The verb: convert a model in place, and undo it.
+"""Converts a model in place to mixed precision, and reverts it.
 
 Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, the same object otherwise.
 """
@@ -43,24 +43,23 @@ def convert(
     O3 the same Parameter objects hold low precision, and ``state_dict`` stays fp32; ``step()`` of any torch optimizer
     over them, built before or after, updates their fp32 masters (O2).
 
-    Calls of one captured graph on the same input and weights have the same bits, the first included, whatever other
-    models do. Calls with gradients may have others: they read weights as they lie, where without gradients, on a CPU
-    that multiplies bf16, weights are packed and batch norms folded. ``skip=prepack_weights|fold_batch_norms`` leaves
-    that out.
+    Repeated calls of one captured graph on the same input and weights return the same bits, from the first call on.
+    Calls with and without gradients may differ in rounding: without gradients, on a CPU with bf16 instructions,
+    weights are packed and batch norms folded. ``skip=prepack_weights|fold_batch_norms`` disables that.
 
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
     dynamic: as in torch.compile; None makes sizes symbolic once they are seen to change.
-    strict: raise CaptureError instead of warning where a call ran without any captured graph.
+    strict: raise CaptureError instead of warning when a call ran without any captured graph.
     sample: for a policy whose accuracy is a number, a function that calls the model once and returns the loss, such as
-    ``lambda model: loss_fn(model(x), y)``. It is called now, in fp32, and its gradients say what each rounding would
-    do to the loss; without it, and in graphs of other operations, that is estimated by rule. Changes no gradient,
+    ``lambda model: loss_fn(model(x), y)``. It is called now, in fp32; its gradients measure how much each rounding
+    changes the loss. Without it, and in graphs of other operations, rules estimate that. It changes no gradient,
     buffer or random state.
-    max_graphs: how many graphs are kept of the same code, whose calls differ in sizes or in values that no graph can
-    take for an input. Large graphs are captured at most a few times, until calls have earned more. Calls without a
-    graph then run as code that escapes capture, with a warning that says what changes.
+    max_graphs: the most graphs kept per code object, for calls that differ in sizes or in values that cannot be graph
+    inputs. Large graphs are recaptured only after many calls. Calls without a graph run as code that escapes
+    capture, with a warning that says what changes.
 
-    Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then as it was.
+    Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then unchanged.
     """
     if isinstance(model, WRAPPERS):
         _refuse_level_of_wrapped(model, Policy.parse(policy))
@@ -82,14 +81,14 @@ def convert(
     _refuse_part_of_converted(model)
     refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
-        wanted.op_list(device)  # a bad list is an error now, not at the first step
+        wanted.op_list(device)  # a bad list raises here, not at the first step
     _warn_of_unmatched_modules(model, wanted)
     measured = _measured(model, wanted, sample, dynamic)
     wrapped = model.__dict__.get("forward")
     made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs)
     if compile == "eager" and wanted.level != "O0":
         compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
-    # Up to here nothing of the model has changed; what follows is undone where a line of it raises.
+    # Nothing of the model has changed so far; what follows is undone if it raises.
     if wanted.level in HELD_LOW:
         let_optimizers_update_masters()
         with lower_parameters(model, wanted):
@@ -102,12 +101,12 @@ def convert(
 def _measured(
     model: torch.nn.Module, policy: Policy, sample: Sample | None, dynamic: bool | None
 ) -> tuple[Measured, ...]:
-    """Return what ``sample`` shows of the influence of roundings; refuse it where nothing asks for that."""
+    """Return the rounding sensitivities that ``sample`` measures; refuse it without an error budget."""
     if sample is None or policy.level == "O0":
         return ()
     if policy.budget is None:
         raise PolicyError(
-            f"convert: sample= measures errors, and accuracy={policy.accuracy} plans by none\n"
+            f"convert: sample= is for an error budget, and accuracy={policy.accuracy} has none\n"
             "  legal: sample= with an error budget\n  fix:   amp_graph.convert(model, 'bf16,accuracy=1.5', sample=...)"
         )
     return tuple(found.measured for found in measure(model, policy, sample, dynamic))
@@ -125,7 +124,7 @@ def revert(model: Model) -> Model:
     if present is not found:
         raise CaptureError(
             "revert: model.forward was replaced after amp_graph.convert, by "
-            f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted one\n"
+            f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted forward\n"
             "  fix:   undo that replacement first, then amp_graph.revert(model)"
         )
     with restore_parameters(model):
@@ -152,25 +151,25 @@ def _refuse_level_of_wrapped(model: torch.nn.Module, policy: Policy) -> None:
     if policy.level in HELD_LOW:
         kind = type(model).__name__
         raise CaptureError(
-            f"convert: {kind} has made its buckets for fp32 gradients, and level {policy.level} changes parameters\n"
+            f"convert: {kind} has built its buckets for fp32 gradients; level {policy.level} lowers parameters\n"
             f"  fix:   {kind}(amp_graph.convert(model, '{policy}'))"
         )
 
 
 def _refuse_part_of_converted(model: torch.nn.Module) -> None:
-    """Raise CaptureError where ``model`` is inside of a converted one, whose graphs would end at it."""
+    """Raise CaptureError if ``model`` is a submodule of a converted model: it would break that model's graphs."""
     if found := whole_of(model):
         whole, path = found
         kind, outer = type(model).__name__, type(whole).__name__
         raise CaptureError(
-            f"convert: this {kind} is the part {path!r} of a converted {outer}, whose graphs hold it already\n"
-            f"  fix:   leave it out: converting the {outer} converts its parts. To convert parts alone, "
+            f"convert: this {kind} is submodule {path!r} of a converted {outer}, whose graphs contain it already\n"
+            f"  fix:   do not convert it: converting the {outer} converts its submodules. To convert submodules only, "
             f"amp_graph.revert the {outer} first"
         )
 
 
 def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> None:
-    """Raise CaptureError where ``model`` cannot run under ``policy``."""
+    """Raise CaptureError if ``model`` cannot run under ``policy``."""
     if compiled_in_place(model):
         raise CaptureError(
             "convert: the model was compiled in place by model.compile()\n"
@@ -179,8 +178,8 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     inside = [name for name, part in model.named_modules() if part is not model and conversion_of(part) is not None]
     if inside:
         raise CaptureError(
-            f"convert: {len(inside)} of the model's parts are already converted: {_few(inside)}\n"
-            f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); converting the model converts its parts"
+            f"convert: {len(inside)} of its submodules are converted already: {_few(inside)}\n"
+            f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); that converts its submodules, too"
         )
     named = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in named if t.is_meta]
@@ -193,8 +192,8 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     if lazy:
         raise CaptureError(
             f"convert: level {policy.level} changes parameters, and {len(lazy)} are not initialized: {_few(lazy)}\n"
-            "  fix:   call the model once on a batch before amp_graph.convert(model), as lazy modules want it; level "
-            "O1 takes them as they are"
+            "  fix:   call the model once on a batch before amp_graph.convert(model), to initialize them; level "
+            "O1 accepts them"
         )
     half = [name for name, p in model.named_parameters() if p.dtype in HALVES]
     if half and policy.level == "O1":
@@ -205,12 +204,12 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
 
 
 def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
-    """Say where ``keep_fp32`` matches no module: what should have been kept will not be."""
+    """Warn if ``keep_fp32`` matches no module, so that it keeps nothing in fp32."""
     if policy.keep_fp32 and not any(matches(policy.keep_fp32, name) for name, _ in model.named_modules()):
         paths = [name for name, part in model.named_modules() if name and not list(part.children())]
         warn(
-            f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so nothing is "
-            f"kept by it\n  legal: a regular expression that matches a whole path, such as {_few(paths)}",
+            f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so it keeps "
+            f"nothing in fp32\n  legal: a regular expression that matches a whole path, such as {_few(paths)}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Which device a graph or a model computes on.
+"""Finds the device that a graph or a model computes on.
 
 Before: a graph whose values are on "cpu" and "cuda". After: "cuda".
 """
@@ -18,6 +18,6 @@ def device_of(gm: GraphModule) -> str:
 
 
 def device_of_model(model: torch.nn.Module) -> str | None:
-    """Return the type of the device that the model's parameters are on: the first but the CPU; None for that."""
+    """Return the type of the first device but the CPU that holds a parameter; None if all are on the CPU."""
     found = {p.device.type for p in model.parameters()}
     return next(iter(sorted(found - {"cpu"})), None)

@@ -1,4 +1,4 @@
-"""The errors and the warning of amp_graph, in one place to import from.
+"""All errors and the warning class of amp_graph.
 
 Each message says what, where (node, module path, the user's line), what is legal, and the fix as code.
 """
@@ -23,8 +23,8 @@ class CaptureError(AmpGraphError):
 
 
 class ScaleError(AmpGraphError, RuntimeError):
-    """Loss scaling used out of order, with options that make no sense, or with state that is not its own."""
+    """Loss scaling called out of order, with invalid options, or with the state of another object."""
 
 
 class AllocatorError(AmpGraphError, ValueError):
-    """Thresholds of the memory allocator that it cannot have."""
+    """An invalid threshold for the memory allocator."""

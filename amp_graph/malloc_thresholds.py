@@ -1,7 +1,7 @@
-"""Let the C library keep the memory that a training step frees, for the next step.
+"""Makes the C library keep the memory that a training step frees, for the next step.
 
-Before: each large tensor is new memory from the system, whose pages are cleared at the first write to each. After
-``raise_malloc_thresholds()``: it is what an earlier tensor left.
+Before: each large tensor is new memory from the system, with a page fault at the first write to each page. After
+``raise_malloc_thresholds()``: it reuses the memory of an earlier tensor.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from amp_graph.errors import AllocatorError
 from amp_graph.passes.native.jit_compiler import of_c_library
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGEST = 2**31 - 1  # what mallopt takes: an int
-NEVER = -1  # as a trim threshold: nothing is given back
+LARGEST = 2**31 - 1  # mallopt's argument is an int
+NEVER = -1  # as a trim threshold: never return memory
 
 
 def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
-    """Have glibc's ``malloc`` reuse freed memory for blocks of up to ``bytes``; True if it will, else False.
+    """Make glibc's ``malloc`` reuse freed memory for blocks of up to ``bytes``; return True if it accepts.
 
-    By default glibc maps every large block anew (from a threshold on that moves by itself, between 128 KiB and 32 MiB)
-    and unmaps it when it is freed, so that large activations, gradients and temporaries cost a page fault for every
-    4 KiB. Raised, such blocks come from the heap, which is never given back: the process stays as large as it once was.
-    For the whole process and for good, whether anything is converted or not; ``torch.autocast`` gains by it as well.
-    Call it before the first step. On other devices than the CPU it changes nothing that matters.
+    By default glibc maps every large block (above a dynamic threshold between 128 KiB and 32 MiB) and unmaps it when it
+    is freed. So large activations, gradients and temporaries cost a page fault for every 4 KiB. With raised thresholds
+    such blocks come from the heap, which never shrinks: the process keeps its peak size. This holds for the whole
+    process until it ends, converted or not; ``torch.autocast`` gets faster as well. Call it before the first step. It
+    does not matter for devices other than the CPU.
 
     bytes: from 1 to 2**31 - 1; larger blocks stay mapped. False: the C library has no ``mallopt`` (musl, macOS,
-    Windows) or would not, and allocates as before. True says nothing of an allocator that stands in for glibc's
-    (jemalloc). Raises AllocatorError for another number of bytes. Source: mallopt(3).
+    Windows) or refused, and allocates as before. True does not mean that a replacement allocator (jemalloc) follows.
+    Raises AllocatorError for another number of bytes. Source: mallopt(3).
     """
     if not isinstance(bytes, int) or isinstance(bytes, bool) or not 1 <= bytes <= LARGEST:
         raise AllocatorError(
@@ -39,5 +39,5 @@ def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
 
 
 def _mallopt() -> Callable[[int, int], int] | None:
-    """Return the C library's ``mallopt``, or None where it has none."""
+    """Return the C library's ``mallopt``, or None."""
     return of_c_library("mallopt")

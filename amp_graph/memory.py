@@ -1,8 +1,8 @@
-"""The memory that amp_graph and the C library hold: what gives it back, and what makes them keep more for speed.
+"""Controls the memory that amp_graph and the C library hold: freeing it, or keeping more of it for speed.
 
-``drop_weight_copies(model)`` gives back what a converted model keeps between calls. ``keep_heap()`` lets converted
-models keep the memory that a step frees for the next step; ``raise_malloc_thresholds()`` makes glibc reuse what any
-tensor frees, for the whole process. Both cost memory and are never done for you.
+``drop_weight_copies(model)`` frees what a converted model keeps between calls. ``keep_heap()`` lets converted models
+keep the memory that a step frees for the next step. ``raise_malloc_thresholds()`` makes glibc reuse the memory that
+any tensor frees, in the whole process. The last two cost memory and are opt-in.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["drop_weight_copies", "keep_heap", "raise_malloc_thresholds"]
 
 
 def drop_weight_copies(model: torch.nn.Module) -> int:
-    """Forget the low-precision copies of the weights of a converted ``model``; the next call makes them anew.
+    """Empty the weight cache of a converted ``model``; the next call casts the weights again.
 
-    Three reasons to call it. To free the memory of the copies, with that kept for gradients of tables and for large
-    results. After a write that Python cannot see, by a C extension that holds a parameter's address. And to say that
-    nobody writes any longer to an address that ``data_ptr()`` gave out: until then the parameter is cast at each call.
-    Returns how many bytes all that had. Raises CaptureError if ``model`` is not converted.
+    Call it to free the memory of the low-precision copies, and the buffers for embedding gradients and large results.
+    Call it after a write that Python cannot see, by a C extension that holds a parameter's address. And call it once
+    nobody writes any longer through an address that ``data_ptr()`` returned: until then the parameter is cast at each
+    call. Returns the number of freed bytes. Raises CaptureError if ``model`` is not converted.
     """
     found = conversion_of(model)
     if found is None:
@@ -35,17 +35,17 @@ def drop_weight_copies(model: torch.nn.Module) -> int:
 
 
 def keep_heap(on: bool = True) -> bool:
-    """Let graphs that are captured from now on keep the memory that a step or a call frees for the next one.
+    """Make graphs captured from now on keep the memory that a step or a call frees, for the next one.
 
-    For the CPU, glibc and the main thread: without it glibc may give the end of its heap back to the system after each
-    step, and the next step gets it as new pages. It costs resident memory between steps: up to three times what a step
-    has alive at once stays reserved, and what steps have written to stays resident. Steps of many large, short-lived
-    tensors gain most; those of transformers often nothing (docs/memory.md). Results are the same bit for bit.
+    It acts on the CPU, with glibc, in the main thread: without it glibc may return the top of its heap to the system
+    after each step, and the next step gets new pages. It costs resident memory between steps: up to three times a
+    step's peak stays reserved, and all that steps have written to stays resident. Steps with many large, short-lived
+    tensors gain most, transformers often nothing (docs/memory.md). Results are bit-identical.
 
-    It is what the policy word ``keep_memory=true`` does for one model, and ``keep_memory=false`` excepts a model from
-    it. The memory of a model goes back to the system once the model is reverted or gone. ``on=False`` is for graphs
-    captured afterwards. Returns False where the C library is not glibc: others keep memory by themselves. ``torch``
-    under autocast, and whatever is not converted, gains by ``raise_malloc_thresholds`` instead.
+    The policy word ``keep_memory=true`` does the same for one model; ``keep_memory=false`` excludes a model. A model's
+    memory returns to the system once the model is reverted or deleted. ``on=False`` affects graphs captured
+    afterwards. Returns False if the C library is not glibc: others keep memory anyway. For torch.autocast and
+    unconverted models use ``raise_malloc_thresholds``.
     """
     HEAP.by_default = bool(on)
     return glibc() is not None

@@ -1,7 +1,7 @@
-"""Modules under the paths that they had before there were folders: pickles name them, and so may users' imports.
+"""Keeps former module paths importable, for pickles and users' imports.
 
-Before: ``pickle.load`` of a model that was converted by an earlier version, a ModuleNotFoundError. After: it loads, and
-is saved under the new path. A module is imported when something of it is asked for.
+Before: ``pickle.load`` of a model that an earlier version converted raises ModuleNotFoundError. After: it loads, and is
+saved under the new path. A module is imported at the first access to one of its attributes.
 """
 
 import importlib
@@ -23,14 +23,14 @@ HOMES = {
 
 class _Moved(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # who goes through all modules imports none by it
+        if name.startswith("__"):  # code that iterates over all modules must not import them
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         home = HOMES[self.__name__.removeprefix("amp_graph.")]
         return getattr(importlib.import_module(f"amp_graph.{home}"), name)
 
 
 def keep_old_paths() -> None:
-    """Let ``amp_graph.conversion`` and the others be imported, as what they are now."""
+    """Make ``amp_graph.conversion`` and the other former paths importable."""
     for name, home in HOMES.items():
         path = f"amp_graph.{name}"
         sys.modules.setdefault(path, _Moved(path, f"See amp_graph.{home}."))

@@ -1,4 +1,4 @@
-"""What to convert to: a frozen value with a text form.
+"""The conversion policy: a frozen value with a text form.
 
 ``"bf16"``, ``"fp16-O1,accuracy=fast"``, ``"bf16,keep_fp32=lm_head|.*norm,lists=my.toml"``.
 """
@@ -34,7 +34,7 @@ HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
-BOOLEAN_WORDS = ("keep_memory", "skip_unprofitable")  # fields of words that may be given as True or False
+BOOLEAN_WORDS = ("keep_memory", "skip_unprofitable")  # fields of words that accept True and False
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -44,32 +44,32 @@ ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 class Policy:
     """How a model is converted; every field has a word in the text form.
 
-    dtype: "bf16", "fp16", or "auto" (bf16 where the device computes in it, else fp16; and fp32 where neither pays).
-    level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision but for those
-    of norms, with fp32 masters that optimizers update) or "O3" (all parameters in low precision, no masters).
+    dtype: "bf16", "fp16", or "auto" (bf16 if the device computes in it, else fp16; fp32 for calls where that is not
+    profitable).
+    level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision except those
+    of norms, with fp32 master weights that optimizers update) or "O3" (all parameters in low precision, no masters).
     accuracy: "autocast" (mixed operands promote, as torch.autocast does), "fast" (low-precision streams), or a number
-    above 0, an error budget: the fastest plan whose predicted error is at most so many times that of "autocast".
-    lists: names of built-in lists or paths of TOML files, later ones over earlier ones.
-    allow, deny, fp32_inside, follow, neutral, opaque: operations put into that class, over any list.
-    remove: operations that no list is to speak of.
+    above 0, an error budget: the fastest plan whose predicted error is at most that multiple of "autocast"'s error.
+    lists: names of built-in lists or paths of TOML files; later ones override earlier ones.
+    allow, deny, fp32_inside, follow, neutral, opaque: operations in that class; they override the lists.
+    remove: operations whose list entries are ignored.
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
-    keep_outputs: give outputs their captured dtype back (true), or leave them as computed.
-    weight_copies: cast a parameter once an update and keep the copy (true), or at each call; see docs/policy.md.
-    keep_memory: keep the memory that a step, or a call without gradients, frees in the process for the next one
-    ("true"), or not ("false"); empty for what ``amp_graph.memory.keep_heap`` was told, and "false" without it.
+    keep_outputs: cast outputs back to their captured dtype (true), or leave them as computed.
+    weight_copies: cast each weight once per optimizer step and cache it (true), or at each call; see docs/policy.md.
+    keep_memory: keep in the process the memory that a step, or a call without gradients, frees ("true"), or not
+    ("false"); empty: as set by ``amp_graph.memory.keep_heap``, by default "false".
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
-    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; dashes are as good as underscores) or by
-    group (``backend``: all that only one device or compiler needs); ``amp-graph passes`` lists both.
-    recompute: what backward computes again instead of saving it: "some" (what costs little time), "all" that a kernel
-    computes anew, or "most" of that, but for what would be seen in the time of small networks; empty for "most" with
-    accuracy "fast", else for "some". See docs/policy.md.
-    planner: "mincut" (the least cost on this machine) or "paint" (by what comes before and after, a yardstick); empty
-    for "mincut". Lists that reproduce torch.autocast are painted always.
-    skip_unprofitable: leave a model in fp32 for calls of which low precision would make nothing faster ("graphs"), or
-    single products whose casts cost more than they gain ("true"), or nothing ("false"); empty for "graphs" where the
-    dtype is "auto", which leaves the choice to the plan, and for "false" where it is named.
-    escaped: code that escapes capture runs under "autocast" to the policy's dtype, or in "fp32"; empty for "autocast",
-    and for "fp32" where the policy has what autocast does not know: lists in files, ``deny`` or ``opaque``.
+    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
+    group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
+    recompute: what backward recomputes instead of saving: "some" (what costs little time), "all" that a kernel can
+    recompute, or "most" (all but what would slow small networks noticeably); empty: "most" with accuracy "fast", else
+    "some". See docs/policy.md.
+    planner: "mincut" (the least predicted time on this machine) or "paint" (by neighboring operations, as a baseline);
+    empty: "mincut". Lists that reproduce torch.autocast always use "paint".
+    skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
+    matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
+    escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
+    "fp32" if the policy has what autocast cannot express: lists in files, ``deny`` or ``opaque``.
     """
 
     dtype: str = "auto"
@@ -113,8 +113,8 @@ class Policy:
         _check("escaped", self.escaped, ("", *ESCAPED))
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
-                f"policy: planner=paint with accuracy={self.accuracy:g}: painting counts no errors\n"
-                f"  legal: planner=mincut, which a number implies\n  fix:   Policy(accuracy={self.accuracy:g})"
+                f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"
+                f"  legal: planner=mincut, the default\n  fix:   Policy(accuracy={self.accuracy:g})"
             )
         try:
             check_pattern(self.keep_fp32)
@@ -127,39 +127,39 @@ class Policy:
 
     @property
     def budget(self) -> float | None:
-        """The error budget, where ``accuracy`` is a number."""
+        """The error budget if ``accuracy`` is a number, else None."""
         return None if isinstance(self.accuracy, str) else self.accuracy
 
     @property
     def recomputes(self) -> str:
-        """How much backward computes again: ``recompute``, or what an empty one stands for."""
+        """How much backward recomputes: ``recompute``, or its default."""
         return self.recompute or ("most" if self.accuracy == "fast" else "some")
 
     @property
     def runs_escaped(self) -> str:
-        """How code that escapes capture runs: ``escaped``, or what an empty one stands for."""
+        """How code that escapes capture runs: ``escaped``, or its default."""
         own = self.deny or self.opaque or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether memory is kept between steps, now: by ``keep_memory``, or what an empty one stands for."""
+        """Whether memory is kept between steps: ``keep_memory``, or its current default."""
         asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
         return asked and self.level != "O0"
 
     @property
     def plans_by(self) -> str:
-        """The planner in force: ``planner``, or what an empty one stands for."""
+        """The planner in force: ``planner``, or its default."""
         return self.planner or "mincut"
 
     @property
     def leaves(self) -> str:
-        """What stays fp32 where low precision does not pay: ``skip_unprofitable``, or what an empty one stands for."""
+        """What stays fp32 if low precision is not profitable: ``skip_unprofitable``, or its default."""
         return self.skip_unprofitable or ("graphs" if (self.dtype, self.level) == ("auto", "O1") else "false")
 
     @staticmethod
     def parse(text: str | Policy | None) -> Policy:
-        """Return the policy that ``text`` names. Raises PolicyError for a word it does not know."""
+        """Parse a policy's text form. Raises PolicyError for an unknown word."""
         if isinstance(text, Policy):
             return text
         if text is None:
@@ -175,8 +175,8 @@ class Policy:
             found = _field(word, text)
             for name in found.keys() & fields.keys():
                 raise PolicyError(
-                    f"policy: {shortened(text)} says {name} twice, {shortened(fields[name])} and "
-                    f"{shortened(found[name])}\n  fix:   one of them"
+                    f"policy: {shortened(text)} sets {name} twice, {shortened(fields[name])} and "
+                    f"{shortened(found[name])}\n  fix:   keep one of them"
                 )
             fields.update(found)
         return Policy(**fields)
@@ -195,7 +195,7 @@ class Policy:
                     else value
                 )
                 word = f"{field.name}={shown}".replace(",", "\\,")
-                words.append(f"{word} " if word.endswith("\\") else word)  # lest it hides the comma behind it
+                words.append(f"{word} " if word.endswith("\\") else word)  # it would hide the comma after it
         return ",".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Policy:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Policy:
-        """Return the policy of ``to_dict``. Raises PolicyError for an unknown field, or a value of another type."""
+        """Return the policy of a ``to_dict`` result. Raises PolicyError for an unknown field or a wrong type."""
         known = {f.name for f in dataclasses.fields(Policy)}
         if not isinstance(fields, Mapping):
             raise PolicyError(
@@ -229,7 +229,7 @@ class Policy:
         return torch.bfloat16
 
     def op_list(self, device: str) -> OpList:
-        """Return the lists in force for ``device``. Raises ListError, and PolicyError where they contradict it."""
+        """Return the lists in force for ``device``. Raises ListError, and PolicyError if they contradict the policy."""
         where = self.device or device
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
         classes = {
@@ -240,7 +240,7 @@ class Policy:
             self._check_skips(found)
         if self.budget is not None and found.unlisted != "opaque":
             raise PolicyError(
-                f"policy: accuracy={self.budget:g} with lists that reproduce torch.autocast, operation by operation\n"
+                f"policy: accuracy={self.budget:g} with lists that reproduce torch.autocast, without a budget\n"
                 "  legal: an error budget with the default lists or others over them\n"
                 f"  fix:   Policy.parse('{self.dtype},accuracy={self.budget:g}')"
             )
@@ -256,10 +256,10 @@ class Policy:
         copies: WeightCopies | None = None,
         user: object = None,
     ) -> PipelineOptions:
-        """Return what selects the passes for a graph on ``device``, with gradients if they are recorded now."""
+        """Return the options that select passes for a graph on ``device``, with gradients if they are enabled now."""
         skip = _passes_named(self.skip)
         lists = self.op_list(device)
-        if "gru-state" in skip and lists.rules.get("aten.gru.input"):  # torch's kernel would round the state
+        if "gru-state" in skip and lists.rules.get("aten.gru.input"):  # torch's kernel rounds the state
             lists = merge(lists, remove=("aten.gru.input",))
         return PipelineOptions(
             lists=lists,
@@ -284,11 +284,11 @@ class Policy:
         )
 
     def _check_skips(self, lists: OpList) -> None:
-        """Refuse ``skip_unprofitable`` where no costs are counted, or where every product is to be low."""
+        """Refuse ``skip_unprofitable`` with a planner that predicts no times."""
         painted = self.plans_by != "mincut" and self.skip_unprofitable == "true"
         if lists.unlisted == "opaque" and not painted:
             return
-        why = "which counts no costs" if painted else "and lists that reproduce torch.autocast"
+        why = "which predicts no times" if painted else "and lists that reproduce torch.autocast"
         raise PolicyError(
             f"policy: skip_unprofitable={self.skip_unprofitable} with planner={self.plans_by}, {why}\n"
             "  legal: planner=mincut, with the default lists or others over them\n"
@@ -343,7 +343,7 @@ def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
 
 
 def _accuracy(value: Any) -> str | float:
-    """Return an accuracy that was given as a word, a number, or a number's text."""
+    """Parse an accuracy: a word, a number, or a number's text."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -360,7 +360,7 @@ def _accuracy(value: Any) -> str | float:
 
 
 def _skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of ``skip=`` by their present names. Raises PolicyError for one that names no pass or group."""
+    """Return the current names of the words of ``skip=``. Raises PolicyError for an unknown pass or group."""
     if not words:
         return ()
     from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_legal, nearest  # loads every pass
@@ -386,7 +386,7 @@ def _passes_named(words: tuple[str, ...]) -> dict[str, str]:
 
 
 def _of_type(name: str, default: Any, value: Any) -> Any:
-    """Return ``value`` as a field holds it: a list as a tuple. Raises PolicyError for one of another type."""
+    """Return ``value`` as a field stores it: a list as a tuple. Raises PolicyError for a wrong type."""
     if name == "accuracy" or (name in BOOLEAN_WORDS and isinstance(value, bool)):
         return value
     if isinstance(default, tuple):
@@ -396,7 +396,7 @@ def _of_type(name: str, default: Any, value: Any) -> Any:
         legal = "names, in a tuple"
         fix = f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())"
     elif isinstance(value, type(default)) or (isinstance(default, str) and name != "keep_fp32"):
-        return value  # of a few words, which are told apart below
+        return value  # accepts a number as well; checked later
     else:
         legal = "True, False" if isinstance(default, bool) else "a string"
         fix = f"Policy({name}={default!r})"

@@ -1,4 +1,4 @@
-"""For people who own the code: say what precision a module or an ``autograd.Function`` runs in.
+"""A decorator that sets the precision of a module or an ``autograd.Function`` in the code itself.
 
 Before: ``class Router(nn.Module)``. After: ``@amp_graph.precision("full") class Router(nn.Module)``.
 """
@@ -24,10 +24,10 @@ def precision(word: str) -> Callable[[Target], Target]:
     word: "full" (or "fp32"): computes and returns fp32, inputs cast up, as ``custom_fwd(cast_inputs=float32)``;
     "low": runs in the policy's low precision, inputs cast down.
 
-    A module's wish holds for everything inside it, unless a module further in has its own. Functions that are
-    not registered run as captured.
+    It applies to everything inside the module, except to submodules with their own setting. Undecorated autograd
+    Functions run as captured.
 
-    Raises PolicyError for another word, or for what is neither a module nor an ``autograd.Function``.
+    Raises PolicyError for another word, or another kind of object.
     """
     if word not in WORDS:
         raise PolicyError(

@@ -1,6 +1,6 @@
-"""The pure verb: graph in, rewritten graph out.
+"""Rewrites an FX graph to mixed precision: graph in, rewritten graph out.
 
-Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: the same with its casts.
+Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: a copy with casts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.policy import Policy
 
-# Bodies of these operators run as they stand; all others keep their bodies as captured.
+# The bodies of these operators are rewritten; those of others stay as captured.
 REWRITTEN_BODIES = frozenset(
     {"tag_activation_checkpoint", "cond", "while_loop", "scan", "wrap", "invoke_subgraph", "map_impl"}
 )
@@ -42,7 +42,7 @@ REWRITTEN_BODIES = frozenset(
 
 @dataclass
 class Rewritten:
-    """One rewritten graph, with what was done to it and why."""
+    """One rewritten graph, with its changes and their reasons."""
 
     gm: GraphModule
     policy: Policy
@@ -58,11 +58,11 @@ def rewrite(
     """Return a copy of ``graph_module`` rewritten under ``policy``; parameters are shared by identity.
 
     Takes any FX graph: torch.export's (``exported.module()``), Dynamo's, AOTAutograd's, or
-    ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting a
-    rewritten graph changes nothing.
+    ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting is
+    idempotent.
 
-    A pass that fails is left out of the graph, and a graph that cannot be planned gets an autocast region around it;
-    both with an AmpGraphWarning.
+    A pass that fails is skipped for the graph. A graph that cannot be planned is wrapped in an autocast region. Both
+    warn with an AmpGraphWarning.
 
     Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError.
     """
@@ -82,7 +82,7 @@ def rewrite(
 
 
 def _refuse_without_values(gm: GraphModule) -> None:
-    """Raise CaptureError where nothing is known of what a graph computes; what Dynamo captures is always known."""
+    """Raise CaptureError for a graph without recorded values; Dynamo's graphs always have them."""
     adopt_values(gm)
     if any(tensors(value(n)) for n in gm.graph.nodes):
         return
@@ -104,15 +104,15 @@ def rewrite_in_place(
     measured: tuple[Measured, ...] = (),
     strict: bool | None = None,
 ) -> Rewritten:
-    """Rewrite ``gm`` itself, with the passes ``last`` after those of ``policy``, and say what was done.
+    """Rewrite ``gm`` in place with the passes of ``policy``, then ``last``; return the changes.
 
-    A pass that fails is left out of the graph, with a warning; a graph that cannot be planned runs as under
-    ``torch.autocast``. ``strict``: both are errors; None asks the environment variable AMP_GRAPH_STRICT.
+    A pass that fails is skipped for the graph, with a warning; a graph that cannot be planned runs under
+    ``torch.autocast``. ``strict``: both are errors; None reads the environment variable AMP_GRAPH_STRICT.
 
-    ``eager``: whether the graph will run as it is, and not through a compiler; ``in_step``: in the graph of a whole
-    step. ``measured``: what roundings do in graphs like it, for an error budget.
+    ``eager``: the graph will run eagerly, not through a compiler; ``in_step``: as part of a whole-step graph.
+    ``measured``: measured rounding sensitivities of such graphs, for an error budget.
 
-    Raises PassError and VerifyError (strict; and for a piece of a call, which the caller runs as it was captured),
+    Raises PassError and VerifyError (if strict, and for a partial graph, which the caller then runs as captured),
     ListError and PolicyError.
     """
     _read_values(gm)
@@ -130,7 +130,7 @@ def rewrite_in_place(
 
 
 def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
-    """Return ``policy`` for a piece of a broken model; a budget counts no errors of values that arrive rounded."""
+    """Return ``policy`` for a partial graph: without an error budget, as its inputs arrive rounded already."""
     if PIECE not in gm.meta:
         return policy
     given = any(GIVEN in node.meta for node in gm.graph.nodes)
@@ -139,7 +139,7 @@ def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
 
 
 def _run(gm: GraphModule, passes: list[Pass], policy: Policy, device: str, strict: bool | None) -> tuple[Timed, ...]:
-    """Run ``passes``; the values of a piece are not those that it computes before its casts are in it."""
+    """Run ``passes``; a partial graph's recorded values are wrong until its casts are inserted."""
     is_piece = PIECE in gm.meta
     at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts)) if is_piece else 0
     try:
@@ -163,7 +163,7 @@ def _read_values(gm: GraphModule) -> None:
 
 
 def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) -> Problem:
-    """Do to a captured graph what comes before planning, in place, and return what there is to plan."""
+    """Run the passes before planning on a captured graph, in place, and return its planning problem."""
     _read_values(gm)
     passes = pipeline(Phase.CAPTURED, policy.pipeline_options(device or device_of(gm)))
     at = next(i for i, one in enumerate(passes) if isinstance(one, PlanPrecision))
@@ -175,7 +175,7 @@ def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) ->
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """Copy a graph and the graphs inside it; tensors are shared."""
-    # Marks and identities name the nodes they were made for: a copy is planned afresh.
+    # Plan marks refer to the original's nodes: a copy is planned again.
     copied = GraphModule(gm, copied_graph(gm, without=(MARK, IDENTITY, CAPTURED, CLASSIFIED)))
     copied.meta = dict(gm.meta)
     for name, part in gm.named_children():
@@ -185,7 +185,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str, strict: bool | None) -> dict[str, Rewritten]:
-    """Rewrite the graphs inside higher-order operators, with their boundaries as captured."""
+    """Rewrite the graphs inside higher-order operators; their inputs and outputs keep the captured dtypes."""
     done: dict[str, Rewritten] = {}
     inside = replace(policy, keep_outputs=True)
     for node in gm.graph.nodes:
@@ -213,7 +213,7 @@ def casts_of(gm: GraphModule) -> list[Node]:
 
 
 def forget(gm: GraphModule) -> None:
-    """Drop what the passes recorded on the nodes."""
+    """Remove what the passes recorded on the nodes."""
     for node in gm.graph.nodes:
         for key in (MARK, IDENTITY, CAST, CAPTURED):
             node.meta.pop(key, None)

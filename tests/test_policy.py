@@ -182,7 +182,7 @@ def test_auto_is_bf16_on_cpu():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("bf16,planner=paint,skip_unprofitable=true", "which counts no costs"),
+        ("bf16,planner=paint,skip_unprofitable=true", "which predicts no times"),
         ("bf16,lists=autocast_cpu,skip_unprofitable=true", "reproduce torch.autocast"),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_is_no_error_budget_is_refused(given):
 
 
 def test_painting_cannot_keep_an_error_budget():
-    with pytest.raises(PolicyError, match="painting counts no errors") as error:
+    with pytest.raises(PolicyError, match="this planner has no error budget") as error:
         Policy.parse("bf16,accuracy=1.5,planner=paint")
     assert "Policy(accuracy=1.5)" in str(error.value)
 

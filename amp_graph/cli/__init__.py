@@ -1,4 +1,4 @@
-"""The command line, ``amp-graph``: one file a command, and what they share.
+"""The command line, ``amp-graph``: one file per command, and shared parts.
 
 ``main`` reads the arguments without importing torch.
 Imports everything; nothing imports from here.

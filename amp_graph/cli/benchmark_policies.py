@@ -1,6 +1,6 @@
-"""Train a model under several policies, a step of each in turn: what a step takes, and how far its gradients are off.
+"""Measures step time and gradient error of a model under several policies, in interleaved steps.
 
-Before: a model, its loss, and policies. After: ``Figures`` of time and of gradient errors against fp32, for each.
+Before: a model, its loss, and policies. After: a ``Trained`` for each: times, and gradient errors against fp32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from amp_graph.policy import Policy
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 ROUNDS, WARM_UP = 15, 2
-ZERO = 1e-5  # a gradient whose elements are so much smaller than the average one is zero but for rounding
-EXACT = 1e-6  # an error below is that of fp32 itself
+ZERO = 1e-5  # a gradient this much smaller than the average is zero up to rounding
+EXACT = 1e-6  # smaller errors are fp32's own rounding
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Trained:
     errors: Mapping[str, float]
 
     def time_to(self, other: Trained) -> float:
-        """Return the median over rounds of the ratio of times."""
+        """Return the median over rounds of the time ratio."""
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
     def errors_to(self, other: Trained) -> tuple[float, float]:
-        """Return the median and the largest ratio of parameters' errors; 1 where there are none to compare."""
+        """Return the median and the largest ratio of the parameters' errors; 1 if there is nothing to compare."""
         ratios = [e / other.errors[name] for name, e in self.errors.items() if other.errors[name] > EXACT]
         return (statistics.median(ratios), max(ratios)) if ratios else (1.0, 1.0)
 
@@ -46,9 +46,9 @@ class Trained:
 def train(
     model: torch.nn.Module, loss: Loss, policies: list[Policy], measured: tuple[Measured, ...], rounds: int = ROUNDS
 ) -> list[Trained]:
-    """Return what steps of ``loss`` (forward and backward, no update) show under each of ``policies``.
+    """Measure steps of ``loss`` (forward and backward, no update) under each of ``policies``.
 
-    The model itself stays as it is; each policy has a copy. Random numbers are the same for all.
+    Each policy gets a copy of the model and the same random numbers; the model itself does not change.
     """
     plain = copy.deepcopy(model)
     models = [_converted(model, policy, measured) for policy in policies]
@@ -88,7 +88,7 @@ def _step(model: torch.nn.Module, loss: Loss) -> None:
 
 
 def _seconds(model: torch.nn.Module, loss: Loss) -> float:
-    """Return what a step takes: of the processor where the model is on a CPU, else until it is done."""
+    """Return the seconds of a step: CPU time for a model on the CPU, else wall time."""
     on_cpu = device_of_model(model) is None
     clock = time.process_time if on_cpu else time.perf_counter
     if not on_cpu:
@@ -101,7 +101,7 @@ def _seconds(model: torch.nn.Module, loss: Loss) -> float:
 
 
 def _errors(got: Gradients, exact: Gradients) -> dict[str, float]:
-    """Return each gradient's relative error; those that are zero in exact arithmetic have none."""
+    """Return each gradient's relative error, without gradients that are zero in exact arithmetic."""
     sizes = {name: g.square().mean().sqrt().item() for name, g in exact.items()}
     usual = statistics.fmean(sizes.values()) if sizes else 0.0
     told = [name for name, size in sizes.items() if size > ZERO * usual]

@@ -1,4 +1,4 @@
-"""Measure what this machine does in a second, for plans by cost.
+"""Measures the rates of this machine, which the planner uses to predict time.
 
 Before: the rates of a class of machines. After: ``calibrate("cpu")``, a ``Machine`` with the rates of this one.
 """
@@ -20,17 +20,17 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.precision.machine_rates import DTYPES, PRODUCT_CALL, Machine, class_of
 from amp_graph.passes.precision.op_cost import SIZES
 
-ROUNDS, SECONDS = 2, 0.08  # of about 25 measurements each, and the least time of one
-ELEMENTS = 1 << 19  # activations of half a million elements: larger than the caches that are a core's own
-# How many times as long sides of products are on a GPU, and how many elements activations have there, which else would
-# do nothing but start: on an H200 products of 512 rows ran at a thirtieth of its rate; its cache holds 16 million.
+ROUNDS, SECONDS = 2, 0.08  # rounds of about 25 measurements, and the least time of each
+ELEMENTS = 1 << 19  # half a million elements: larger than a core's private caches
+# Factors for the GPU: of matmul sides, and the elements of activations. Smaller operations only measure the launch:
+# on an H200, matmuls of 512 rows ran at a thirtieth of its rate; its cache holds 16 million elements.
 LONGER, ELEMENTS_ON = {"cuda": 8}, {"cuda": 64 * ELEMENTS}
-LEAST = 1e-9  # seconds: a machine has no number that is zero
+LEAST = 1e-9  # seconds: no rate may be zero
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One operation to measure: of which family, how much it does at once, and the operands for a dtype."""
+    """One operation to measure: its family, its FLOPs and elements per call, and its operands for a dtype."""
 
     family: str
     flops: int
@@ -40,12 +40,12 @@ class Probe:
 
 
 def elements_on(device: str) -> int:
-    """Return how many elements the activations have that are measured on ``device``."""
+    """Return the number of elements of measured activations on ``device``."""
     return ELEMENTS_ON.get(device, ELEMENTS)
 
 
 def probes(device: str) -> Iterator[Probe]:
-    """Yield what is measured in each dtype."""
+    """Yield the operations that are measured in each dtype."""
     n, elements = LONGER.get(device, 1), elements_on(device)
     rows, width, wide, channels, tokens = (size * n for size in (512, 768, 1024, 32, 128))
     yield Probe("matmul", 2 * rows * width**2, 0, F.linear, lambda new: (new(rows, width), new(width, width)))
@@ -61,7 +61,7 @@ def probes(device: str) -> Iterator[Probe]:
         "attention",
         4 * 2 * n * 4 * tokens**2 * 64,
         0,
-        attention_low,  # as converted graphs run it: torch's own function for what ours does not take
+        attention_low,  # as in converted graphs: our kernel, or torch's where ours declines
         lambda new: tuple(new(2 * n, 4, tokens, 64) for _ in range(3)),
     )
     yield Probe("elementwise", 0, 3 * elements, torch.mul, lambda new: (new(elements), new(elements)))
@@ -71,8 +71,7 @@ def probes(device: str) -> Iterator[Probe]:
 def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
     """Return the rates of this machine: of one core of a CPU, or of the GPU. Takes about twenty seconds.
 
-    Each is the best of several rounds, as whatever runs beside only slows it. ``seconds``: the least time of one
-    measurement.
+    Each is the best of several rounds, as other load only slows it down. ``seconds``: the least time of a measurement.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -89,12 +88,12 @@ def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
     call, kept = (max(found[name, ""] for found in rounds) for name in ("call", "kept"))
     products = {dtype: max(1 / rate - 1 / call, LEAST) for dtype, rate in rates.pop(PRODUCT_CALL).items()}
     said = f"calibrated: {where}, torch {torch.__version__}"
-    graph = class_of(device).graph  # Python's, and Dynamo's: no rate of the machine's
+    graph = class_of(device).graph  # overhead of Python and Dynamo: not a rate of the machine
     return Machine("calibrated", device, said, 1 / call, graph, kept, device == "cpu", products, rates)
 
 
 def _measured(device: str, seconds: float) -> dict[tuple[str, str], float]:
-    """Return every rate once, by family and dtype; without a dtype, calls and kept bytes a second."""
+    """Measure every rate once, by family and dtype; entries without a dtype are calls and kept bytes per second."""
     found = {}
     elements = elements_on(device)
     for probe in probes(device):
@@ -121,9 +120,9 @@ def _rate(probe: Probe, dtype: str, device: str, seconds: float) -> float:
 
 
 def _normalization(dtype: str, device: str, seconds: float) -> float:
-    """Return the rate of layer norms, with parameters in float32 on the CPU, as plans run them.
+    """Return the rate of layer norms; on the CPU with float32 parameters, as in planned graphs.
 
-    CUDA's kernel takes parameters in the precision of what they scale.
+    CUDA's kernel needs parameters in the dtype of its input.
     """
     elements = elements_on(device)
     x, weight, bias = _new(dtype, device)(elements // 256, 256), *torch.ones(2, 256, device=device)
@@ -134,13 +133,13 @@ def _normalization(dtype: str, device: str, seconds: float) -> float:
 
 
 def _product_calls(dtype: str, device: str, seconds: float) -> float:
-    """Return how many products of next to nothing are made a second."""
+    """Return how many tiny matmuls run per second."""
     x, weight = _new(dtype, device)(8, 32), _new(dtype, device)(32, 32)
     return 1 / _best(lambda: F.linear(x, weight), device, seconds)
 
 
 def _cast(dtype: str, device: str, seconds: float) -> float:
-    """Return the rate of casts, down and up together."""
+    """Return the rate of casts, the mean of downcasts and upcasts."""
     elements = elements_on(device)
     wide, low = _new("float32", device)(elements), _new(dtype, device)(elements)
     taken = _best(lambda: (wide.to(low.dtype), low.float()), device, seconds)
@@ -148,6 +147,6 @@ def _cast(dtype: str, device: str, seconds: float) -> float:
 
 
 def _best(call: Callable[[], Any], device: str, seconds: float) -> float:
-    """Return the least time of a call: of the processor where it is a CPU, which others may share."""
+    """Return the least time of a call: CPU time on a CPU, which may be shared with others."""
     timer = Timer("call()", globals={"call": call}, timer=time.process_time if device == "cpu" else synchronized)
     return float(min(timer.blocked_autorange(min_run_time=seconds).times))

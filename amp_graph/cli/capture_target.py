@@ -33,11 +33,11 @@ def captured(
     training: bool | None = None,
     compile: Compile = "eager",
 ) -> Conversion:
-    """Capture TARGET; ``training`` None leaves the model's mode as it is. Raises where nothing is captured.
+    """Capture TARGET; ``training`` None keeps the model's mode. Raises if nothing is captured.
 
-    A model that TARGET has converted itself keeps its own policy where ``policy`` is None.
+    A model that TARGET itself converted keeps its policy if ``policy`` is None.
     """
-    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+    with redirect_stdout(sys.stderr):  # keep the user's prints out of our output
         target = load_target(text, inputs)
         model = target.model
         if training is not None:
@@ -62,9 +62,9 @@ def captured(
 def sampled(
     text: str, inputs: Sequence[str] = (), policy: str | None = None, training: bool | None = None
 ) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], Policy, list[Sampled]]:
-    """Run TARGET once in fp32, forward and backward; return the model, its loss, the policy, and what was measured.
+    """Run TARGET once in fp32, forward and backward; return the model, its loss, the policy, and the measurements.
 
-    The loss is the model's own where it returns one, else a fixed random mixture of its floating outputs.
+    The loss is the model's own if it returns one, else a fixed random mixture of its floating-point outputs.
     """
     with redirect_stdout(sys.stderr):
         target = load_target(text, inputs)
@@ -75,7 +75,7 @@ def sampled(
         refuse_what_cannot_be_converted(model, wanted)
         if wanted.level != "O1":
             raise PolicyError(
-                f"plan: level {wanted.level} has no plan to weigh: it is for parameters in fp32, cast by plan\n"
+                f"plan: level {wanted.level} is not supported: plans are for fp32 parameters\n"
                 "  legal: level O1\n  fix:   --policy bf16"
             )
         if training is not None:
@@ -102,7 +102,7 @@ def _measured(model: torch.nn.Module, policy: Policy, loss: Callable[[torch.nn.M
 def captured_step(text: str, inputs: Sequence[str], policy: str | None, training: bool | None, optimizer: str) -> str:
     """Return the text of TARGET's whole training step with ``optimizer``, one of torch.optim's.
 
-    The loss is the model's own where it returns one, else the mean of its first floating output.
+    The loss is the model's own if it returns one, else the mean of its first floating-point output.
     """
     with redirect_stdout(sys.stderr):
         target = load_target(text, inputs)
@@ -125,7 +125,7 @@ def _any_loss(out: Any) -> torch.Tensor:
 
 
 def _loss_or_mixture(out: Any) -> torch.Tensor:
-    """Return the model's loss, or what has the same gradient on average for every output: no mean of a norm's zeros."""
+    """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if loss is not None:
         return loss
@@ -137,7 +137,7 @@ def _loss_or_mixture(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of an error that arrives as an exception anyway."""
+    """Stop torch from logging tracebacks of errors that it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -150,7 +150,7 @@ def _quiet() -> Iterator[None]:
 def _nothing(found: Conversion) -> str:
     if found.policy.level == "O0":
         return (
-            "nothing to show: level O0 runs the model as it is written, and captures nothing\n"
+            "nothing to show: level O0 runs the model unchanged and captures nothing\n"
             "  legal: level O1\n  fix:   --policy bf16"
         )
     causes = [*(f"{s.where}: {s.reason}" for s in found.log.skips), *found.said.notes]
@@ -158,5 +158,5 @@ def _nothing(found: Conversion) -> str:
     return (
         f"nothing was captured of {type(found.model).__name__}{':' if listed else ''}{listed}\n"
         "  legal: a model whose forward computes on tensors in Python that torch.compile can capture\n"
-        "  fix:   TORCH_LOGS=graph_breaks amp-graph dump ... says where it stops"
+        "  fix:   TORCH_LOGS=graph_breaks amp-graph dump ... shows where capture stops"
     )

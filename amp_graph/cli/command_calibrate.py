@@ -1,4 +1,4 @@
-"""``amp-graph calibrate``: measure this machine's rates, and write the file that later plans by cost read."""
+"""``amp-graph calibrate``: measures this machine's rates and writes the file that the planner reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print beside the built-in rates, and write."""
+    """Measure, print beside the built-in rates, and write the file."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise AmpGraphError("calibrate: this torch sees no CUDA device\n  legal: cpu\n  fix:   --device cpu")
+        raise AmpGraphError("calibrate: torch finds no CUDA device\n  legal: cpu\n  fix:   --device cpu")
     path = Path(args.output) if args.output else place_of_own_file()
     found = calibrate(args.device)
     write_table(COLUMNS, [(row, "") for row in _rows(found, class_of(args.device))], sys.stdout)
@@ -46,8 +46,8 @@ def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise AmpGraphError(
             f"calibrate: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
-            "  legal: a file in a directory that may be made\n  fix:   --output machine.toml"
+            "  legal: a file in a directory that exists or can be created\n  fix:   --output machine.toml"
         ) from error

@@ -1,6 +1,6 @@
-"""``amp-graph cost``: what each family of operations takes in forward, as plans predict it and as it is.
+"""``amp-graph cost``: the forward time of each family of operations, predicted and measured.
 
-Before: a plan that counts on rates. After: ``matmul bfloat16 12 operations: predicted 310 us, measured 342 us, 0.91``.
+Before: a plan by rates. After: ``matmul bfloat16 12 operations: predicted 310 us, measured 342 us, ratio 0.91``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from amp_graph.passes.precision.op_cost import cast_picoseconds, picoseconds, wo
 
 ROUNDS = 9
 COLUMNS = ("operations", "dtype", "number", "predicted us", "measured us", "ratio")
-OTHER = "other"  # what no rate speaks of: measured, not predicted
+OTHER = "other"  # families without a rate: measured, not predicted
 
 
 @dataclass
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keeping(runs: list[tuple[GraphModule, tuple[Any, ...]]]) -> Callable[..., Callable[..., Any]]:
-    """Return a backend that runs a graph as it is, and keeps it with what it was given."""
+    """Return a backend that runs a graph eagerly, and keeps it with its inputs."""
 
     def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -65,7 +65,7 @@ def _keeping(runs: list[tuple[GraphModule, tuple[Any, ...]]]) -> Callable[..., C
 
 @dataclass
 class _Stopwatch(Interpreter):
-    """Runs a graph and notes what each call takes: of the processor where it is a CPU, else until it is done."""
+    """Runs a graph and records the time of each call: CPU time on a CPU, else wall time."""
 
     gm: GraphModule
     device: str
@@ -81,7 +81,7 @@ class _Stopwatch(Interpreter):
         return time.perf_counter()
 
     def run_node(self, n: Node) -> Any:
-        """Remember which node runs."""
+        """Record the running node."""
         self.node = n
         return super().run_node(n)
 
@@ -102,7 +102,7 @@ class _Stopwatch(Interpreter):
 
 
 def _rows(gm: GraphModule, given: tuple[Any, ...], machine: Machine) -> dict[tuple[str, str], Row]:
-    """Return measured and predicted times by family and dtype; the least of the rounds for each operation."""
+    """Return measured and predicted times by family and dtype; each operation's measured time is its minimum."""
     watch = _Stopwatch(gm, device_of(gm))
     for _ in range(ROUNDS):
         with torch.no_grad():
@@ -125,7 +125,7 @@ def _predicted(node: Node, machine: Machine) -> tuple[str, str, int]:
     low = next((d for d in ("bfloat16", "float16") if d in used), "float32")
     if CAST in node.meta:
         source = node.args[0]
-        assert isinstance(source, Node), "a cast has a source"
+        assert isinstance(source, Node), "a cast has an input"
         return "cast", low, cast_picoseconds(source, machine, low)
     known = node.meta.get(CLASSIFIED)
     if known is None or not tensors(captured_value(node)):

@@ -1,4 +1,4 @@
-"""``amp-graph dump``: the captured graphs of a model, before and after, in one of several forms."""
+"""``amp-graph dump``: prints the captured graphs of a model, before and after, in one of several formats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     yield out
     try:
         write_atomically(path, out.getvalue())
-    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise AmpGraphError(
             f"dump: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
             "  legal: a file in a directory that exists\n  fix:   --output graphs.txt"
@@ -102,7 +102,7 @@ def _write_graph(args: argparse.Namespace, graph: GraphReport, rewritten: Rewrit
 
 
 def _write_text(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
-    """Print what was asked for of before, after and the difference; without a word, after."""
+    """Print the requested ones of before, after and the difference; by default, after."""
     chosen = [name for name in ("before", "after", "diff") if getattr(args, name)] or ["after"]
     shown: dict[str, Lines] = {
         "before": [(line, "") for line in graph.before.splitlines()],

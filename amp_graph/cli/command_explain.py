@@ -1,4 +1,4 @@
-"""``amp-graph explain``: all that is known of one node.
+"""``amp-graph explain``: prints all that is known about one node.
 
 Its operations, class and list entry, its precision with the reason, its inputs with their casts, its line.
 """
@@ -29,7 +29,7 @@ from amp_graph.report.records import NodeReport
 
 @dataclass(frozen=True)
 class Found:
-    """A node, the graph it stands in, and its record (inputs have none)."""
+    """A node, its graph, and its record (inputs have none)."""
 
     index: int
     record: Captured
@@ -40,14 +40,14 @@ class Found:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a user may call the node."""
+        """The names by which a user may refer to the node."""
         name, number = self.part.path + self.node.name, self.part.path + self.number
         plain = (name, number, self.part.path + shown_name(self.node))
         return (*plain, *(f"{self.index}:{one}" for one in plain))
 
     @property
     def module(self) -> str:
-        """The module that an operation, and not plumbing, stands in."""
+        """The module of an operation; "" for plumbing nodes."""
         return self.told.module if self.told and self.told.cls else ""
 
     @property
@@ -84,7 +84,7 @@ def _unknown(name: str, nodes: list[Found]) -> str:
     known = {n for one in nodes for n in (one.names[0], one.names[2], one.module, *one.operations)} - {""}
     near = difflib.get_close_matches(name, sorted(known), 5, 0.5) or sorted(known)[:5]
     return (
-        f"explain: no node {name!r}; near: {', '.join(near)}\n"
+        f"explain: no node {name!r}; similar: {', '.join(near)}\n"
         "  legal: a node's name or number (%7, 1:%7 in graph 1), an input, a module's path, an operation\n"
         "  fix:   amp-graph dump TARGET --format text shows the numbers"
     )
@@ -130,7 +130,7 @@ def _inputs(one: Found) -> Iterator[str]:
         cast = ""
         if is_cast(source):
             origin = source.args[0]
-            assert isinstance(origin, Node), "a cast has a source"
+            assert isinstance(origin, Node), "a cast has an input"
             cast = f", cast from {shown_name(origin)} ({numbers[origin]}: {type_text(value(origin))})"
         shown = shown_name(source)
         yield f"  input      {numbers[source]} {shown}: {type_text(value(source)) or 'a graph'}{cast}"
@@ -144,7 +144,7 @@ def _readers(one: Found) -> Iterator[str]:
 
 
 def _said(one: Found) -> Iterator[str]:
-    """Yield what the passes said of the node: changes and skips, each once."""
+    """Yield the passes' changes and skips at the node, each once."""
     for timed in one.record.rewritten.passes if not one.part.passes else one.part.passes:
         changes = [(c.node, f"{c.action}: {c.reason}") for c in timed.result.changes]
         skips = [(s.node, f"skipped: {s.reason}") for s in timed.result.skips]

@@ -1,4 +1,4 @@
-"""``amp-graph lists``: which class an operation is in, who says so, and why."""
+"""``amp-graph lists``: prints the class of an operation, the list that sets it, and why."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def _one(name: str, lists: OpList) -> list[str]:
 
 def _unlisted(op: str, overload: torch._ops.OpOverload, lists: OpList) -> str:
     if lists.unlisted == "native":
-        return f"no entry in {lists.name}; runs in whatever precision arrives"
+        return f"no entry in {lists.name}; runs in the precision of its inputs"
     if node_info.is_composite(overload):
-        return "no list names it; it is taken apart into the operations that it is written in"
+        return "in no list; it is decomposed into the operations that it calls"
     if node_info.is_view(overload):
-        return "no list names it; it returns a view, so it is neutral"
-    return f"no list names it; it runs exactly as captured (say otherwise: --policy 'bf16,follow={op}')"
+        return "in no list; it returns a view, so it is neutral"
+    return f"in no list; it runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
 
 
 def rule_lines(rule: Rule) -> list[str]:
-    """Return all that a rule says, as lines."""
+    """Return a rule as lines of text."""
     lines = [f"{rule.op}: {rule.cls}", f"  why     {rule.why}", f"  from    {rule.origin}"]
     if rule.when:
         lines.append(f"  when    {when_text(rule)}")
     if rule.inputs is not None:
         lines.append(f"  inputs  {', '.join(rule.inputs)}; others stay as captured")
     if rule.promotes:
-        lines.append("  mixed   its kernel promotes operands of two precisions")
+        lines.append("  mixed   its kernel promotes operands of different dtypes")
     if rule.source:
         lines.append(f"  source  {rule.source}")
     return lines
@@ -92,7 +92,7 @@ def _condition(condition: object) -> str:
 
 
 def entry_of(lists: OpList, op: str, origin: str) -> Rule | None:
-    """Return the rule that stands at ``origin`` (``common.toml:12``) and speaks of ``op``."""
+    """Return the rule for ``op`` at ``origin`` (``common.toml:12``)."""
     here = [rule for rule in lists if rule.origin == origin]
     exact = [r for r in here if op == r.op or r.op.startswith(f"{op}.") or op.startswith(f"{r.op}.")]
     return next(iter([*exact, *here]), None)

@@ -1,4 +1,4 @@
-"""``amp-graph passes``: the table of all passes, in order: which are on, and why the others are off."""
+"""``amp-graph passes``: prints the table of all passes, in order: which are on, and why others are off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``amp-graph plan``: what a policy's plan takes and how exact it is, as predicted; with ``--sweep``, as measured too.
+"""``amp-graph plan``: the predicted time and error of a policy's plan; with ``--sweep``, measured as well.
 
 Before: ``--policy bf16,accuracy=1.5``. After: its time, error and casts beside those of autocast, fast and fp32; or
 a row for each error budget.
@@ -30,8 +30,8 @@ SWEPT = (
     "measured time", "gradient error", "worst parameter",
 )  # fmt: skip
 NOTE = """\
-All figures are ratios to the plan of accuracy=autocast. Time: forward and backward, median of {rounds} rounds that take
-turns. Gradient error: against fp32 on this batch, the median over parameters of the ratio, and the largest."""
+All figures are ratios to the plan of accuracy=autocast. Time: forward and backward, median of {rounds} interleaved
+rounds. Gradient error: against fp32 on this batch, the median over parameters of the ratio, and the largest."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def named(policy: Policy, accuracy: str | float) -> Policy:
-    """Return ``policy`` with another accuracy, and with the planner that this has by default."""
+    """Return ``policy`` with another accuracy and that accuracy's default planner."""
     return replace(policy, accuracy=accuracy, planner="", skip_unprofitable="false")
 
 
@@ -99,7 +99,7 @@ def _sweep(
     first = {one.points: name for name, one in reversed(figures.items())}  # equal plans are measured once
     distinct = list(dict.fromkeys(first[one.points] for one in figures.values()))
     measured = tuple(one.measured for one in found)
-    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+    with redirect_stdout(sys.stderr):  # keep the user's prints out of our output
         trained = train(model, loss, [policies[name] for name in distinct], measured, rounds)
     of_plan = dict(zip(distinct, trained, strict=True))
     base, of_base = figures["autocast"], of_plan["autocast"]

@@ -1,4 +1,4 @@
-"""Made-up inputs for a model from one line of text.
+"""Makes model inputs from one line of text.
 
 ``x=f32[8,3,224,224],y=i64[8]:0..999`` becomes ``{"x": randn(8, 3, 224, 224), "y": randint(0, 1000, (8,))}``.
 """
@@ -30,11 +30,11 @@ INTEGERS = ("i64", "i32")
 EXAMPLE = '--input "x=f32[8,3,224,224],y=i64[8]:0..999"'
 SEED = 0
 MOST_ELEMENTS = 1 << 40
-MOST_SHOWN = 2000  # characters of a text that is pointed into
+MOST_SHOWN = 2000  # the most characters shown of a text with a caret
 
 
 class SpecError(AmpGraphError):
-    """A TARGET or an --input that cannot be used; points at the place."""
+    """An invalid TARGET or --input; the message points at the place."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class InputSpec:
     high: int = 9
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Return a tensor: normal, uniform in ``low..high``, or true and false alike."""
+        """Return a random tensor: normal, or uniform in ``low..high`` or over booleans."""
         dtype = DTYPES[self.dtype]
         if self.dtype == "bool":
             return torch.randint(0, 2, self.sizes, generator=generator).bool()
@@ -60,7 +60,7 @@ class InputSpec:
 def make_inputs(
     texts: Sequence[str], device: torch.device | str = "cpu"
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Return the positional and the keyword inputs that ``texts`` describe, the same at every call."""
+    """Return the positional and the keyword inputs that ``texts`` describe, from a fixed seed."""
     specs = [spec for text in texts for spec in parse_inputs(text)]
     names = [spec.name for spec in specs if spec.name]
     for name, count in Counter(names).items():
@@ -80,7 +80,7 @@ def _made(spec: InputSpec, generator: torch.Generator, device: torch.device | st
 
 
 def parse_inputs(text: str) -> list[InputSpec]:
-    """Read ``x=f32[8,16],i64[8]:0..9``. Raises SpecError, which points at the place."""
+    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises SpecError, which points at the place."""
     cursor = _Cursor(text)
     specs = [_input(cursor)]
     while not cursor.ended():
@@ -118,7 +118,7 @@ def _sizes(cursor: _Cursor) -> tuple[int, ...]:
             raise cursor.error("a size is missing", "whole numbers, as in f32[8,16]", start)
         sizes.append(_whole(size, cursor, start))
         if prod(max(one, 1) for one in sizes) > MOST_ELEMENTS:
-            raise cursor.error("so many elements fit no memory", f"up to {MOST_ELEMENTS}", start)
+            raise cursor.error("so many elements do not fit in memory", f"up to {MOST_ELEMENTS}", start)
         if cursor.take(r"(\])"):
             return tuple(sizes)
         cursor.expect(",", "between sizes, or ']' after them")
@@ -140,28 +140,28 @@ def _range(cursor: _Cursor, info: torch.iinfo) -> tuple[int, int]:
 def _whole(digits: str, cursor: _Cursor, start: int) -> int:
     try:
         return int(digits)
-    except ValueError:  # of thousands of digits
+    except ValueError:  # thousands of digits
         raise cursor.error("a number of so many digits", "numbers of up to 64 bits", start) from None
 
 
 class _Cursor:
-    """Where in a text the parser stands."""
+    """The parser's position in a text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
     def skip_spaces(self) -> int:
-        """Go to the next character that counts, and return its place."""
+        """Skip spaces and return the position."""
         while self.text[self.at : self.at + 1].isspace():
             self.at += 1
         return self.at
 
     def ended(self) -> bool:
-        """Say whether nothing is left."""
+        """Return whether the text is used up."""
         return self.skip_spaces() == len(self.text)
 
     def take(self, pattern: str) -> str:
-        """Go past ``pattern`` and return its group, or "" and stay."""
+        """Consume ``pattern`` and return its group; without a match, return ""."""
         found = re.compile(pattern).match(self.text, self.skip_spaces())
         if found is None:
             return ""
@@ -169,7 +169,7 @@ class _Cursor:
         return found[1]
 
     def expect(self, character: str, why: str) -> None:
-        """Go past ``character``, or raise."""
+        """Consume ``character``, or raise."""
         start = self.skip_spaces()
         if not self.take(f"({re.escape(character)})"):
             near = repr(self.text[start]) if start < len(self.text) else "the end"

@@ -17,7 +17,7 @@ from importlib import metadata
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
-TARGET = "package.module:name or path/file.py:name, a module or what builds one: module, or (module, inputs)"
+TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
 EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be read."
@@ -26,7 +26,7 @@ EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be re
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status; errors go to stderr."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["demo"]:  # the demo reads its own options, --help among them
+    if words[:1] == ["demo"]:  # the demo parses its own options, including --help
         return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
     try:
         args = _parser().parse_args(words)
@@ -42,12 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"amp-graph {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
-    _add_explain(commands.add_parser("explain", help="all that is known of one node", epilog=EPILOG))
-    _add_lists(commands.add_parser("lists", help="which class an operation is in, and why", epilog=EPILOG))
-    _add_passes(commands.add_parser("passes", help="all passes in order: which are on, and why others are off"))
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, which plans go by", epilog=EPILOG))
-    _add_cost(commands.add_parser("cost", help="predicted against measured time of a model's forward", epilog=EPILOG))
-    _add_plan(commands.add_parser("plan", help="what a plan takes and how exact it is; error budgets", epilog=EPILOG))
+    _add_explain(commands.add_parser("explain", help="print all that is known about one node", epilog=EPILOG))
+    _add_lists(commands.add_parser("lists", help="print which class an operation is in, and why", epilog=EPILOG))
+    _add_passes(commands.add_parser("passes", help="print all passes in order: which are on, and why others are off"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine's rates for plans", epilog=EPILOG))
+    _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
+    _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return parser
 
@@ -56,12 +56,12 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     add = parser.add_argument
     add("--format", choices=FORMATS, default="text", help="how to print (default: text)")
-    add("--before", action="store_true", help="the graph as captured")
-    add("--after", action="store_true", help="the graph as rewritten (default)")
-    add("--diff", action="store_true", help="the difference of the two")
+    add("--before", action="store_true", help="print the graph as captured")
+    add("--after", action="store_true", help="print the graph as rewritten (default)")
+    add("--diff", action="store_true", help="print the difference of the two")
     add("--reasons", action="store_true", help="append each node's precision and reason")
-    add("--step", nargs="?", const="AdamW", choices=STEPS, help="the whole training step (default: AdamW)")
-    add("--output", metavar="FILE", help="write there instead of to stdout")
+    add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
+    add("--output", metavar="FILE", help="write to FILE instead of stdout")
     parser.set_defaults(module="amp_graph.cli.command_dump")
 
 
@@ -78,7 +78,7 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
-    told = "the curve of time and error: predicted, and measured with a training step of each plan in turn"
+    told = "print time and error for a list of budgets: predicted, and measured with interleaved training steps"
     parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
     parser.set_defaults(module="amp_graph.cli.command_plan")
 
@@ -113,7 +113,7 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
-    parser.add_argument("--output", metavar="FILE", help="write there instead of where plans look by themselves")
+    parser.add_argument("--output", metavar="FILE", help="write to FILE instead of the planner's default file")
     parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
     parser.set_defaults(module="amp_graph.cli.command_calibrate")
 
@@ -148,7 +148,7 @@ def _demo(words: list[str]) -> int:
 
 
 def _guarded(command: Callable[[], int], full: bool) -> int:
-    """Run a command; print what goes wrong in one screen."""
+    """Run a command; print errors in at most one screen."""
     from amp_graph.errors import AmpGraphError
 
     try:
@@ -156,29 +156,29 @@ def _guarded(command: Callable[[], int], full: bool) -> int:
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output left: `amp-graph dump ... | head`
+    except BrokenPipeError:  # the reader of our output closed it: `amp-graph dump ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # the user's own code: whatever it raises
+    except Exception as error:  # the user's own code may raise anything
         print("".join(traceback.format_exception(error)) if full else _short(error), file=sys.stderr)
         return 1
 
 
 def _short(error: BaseException) -> str:
-    """Return an error of the user's code in a few lines: type, message, and the last line of theirs."""
+    """Return an error of the user's code in a few lines: type, message, and the user's last line."""
     words = str(error).strip().splitlines()
     lines = [f"{type(error).__name__}: {words[0] if words else ''}", *(f"  {word}" for word in words[1:12])]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
-    if frames:  # none where the code that failed belongs to a package
+    if frames:  # empty if the code that failed belongs to a package
         last = frames[-1]
         lines.append(f"  at {last.filename}:{last.lineno}, in {last.name}: {last.line}")
-    return "\n".join([*lines, "  fix:   --traceback shows all of it"])
+    return "\n".join([*lines, "  fix:   --traceback shows the whole traceback"])
 
 
 def _is_theirs(path: str) -> bool:
-    """Say whether a frame is of the user's code: not of Python's, a package's, or ours."""
+    """Return whether a frame is in the user's code: not Python's, a package's, or ours."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     passes = os.path.join(os.path.dirname(os.path.dirname(ours)), "passes") + os.sep
     library = os.path.dirname(os.__file__) + os.sep

@@ -1,4 +1,4 @@
-"""Which passes are on under a policy, on a device, in a mode of running; and why the others are off.
+"""Decides which passes are on under a policy, on a device, in a mode; and why the others are off.
 
 Before: ``Policy.parse("bf16,skip=attention")``, "cpu", ``Mode()``. After: ``State(row, None, "skip=attention ...")``.
 """
@@ -17,25 +17,25 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
-# What ``State.to_dict`` says of a pass, and what each key means.
+# The keys of ``State.to_dict``, and their meaning.
 KEYS = {
     "name": "the name of the pass",
     "stage": "its subject",
-    "phases": "the graphs that it runs over, see below",
-    "devices": "the devices whose graphs it changes",
+    "phases": "the kinds of graphs that it runs on, see below",
+    "devices": "the devices on which it runs",
     "conditions": "what must hold for it to be on",
     "joins": "passes without which it is off",
-    "after": "passes that it must stand behind",
-    "before": "passes that it must stand before",
+    "after": "passes that must come before it",
+    "before": "passes that must come after it",
     "law": "what it replaces with what, and when",
     "exactness": "`bit-exact`, `rounding-equal`, or `approximate` with the bound in parentheses",
-    "worth": "what it gains, or where that is measured; null where neither is known",
+    "worth": "what it gains, or where that is measured; null if unknown",
     "backend": "whether only one device or compiler needs it",
-    "required": "whether a graph is not converted at all when it fails; else it is left out of that graph",
-    "skip": "the word of `skip=` that leaves out this pass alone; null where there is none",
+    "required": "whether its failure leaves a graph unconverted; else the pass is skipped for that graph",
+    "skip": "the word of `skip=` that disables this pass alone; null if there is none",
     "on": "whether it is on",
-    "phase": "the first of its phases in which it is on; null where it is off",
-    "why": "why it is off; empty where it is on",
+    "phase": "the first of its phases in which it is on; null if it is off",
+    "why": "why it is off; empty if it is on",
 }
 
 
@@ -61,7 +61,7 @@ class State:
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values, by the names in ``KEYS``."""
+        """Return all as plain values, by the names in ``KEYS``."""
         row = self.row
         values = (
             *(row.name, row.stage.value, [phase.value for phase in row.phases], list(row.devices)),
@@ -102,12 +102,12 @@ def _state(row: Row, policy: Policy, options: PipelineOptions, mode: Mode) -> St
 
 
 def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
-    """Return why no graph of ``mode`` is in ``phase``; "" where one is."""
+    """Return why no graph of ``mode`` is in ``phase``; "" if one is."""
     compiler = mode.compile != "eager"
     if phase is Phase.JOINT:
         return "" if mode.step else "only in a training step"
     if policy.level == "O0" and phase not in (Phase.HANDOVER, Phase.INDUCTOR):
-        return "level O0 runs the model as it is"
+        return "level O0 runs the model unchanged"
     if phase is Phase.COPIES:
         return _copies_off(policy, mode)
     if phase is Phase.COMPILED:
@@ -121,7 +121,7 @@ def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
 
 def _copies_off(policy: Policy, mode: Mode) -> str:
     if mode.step:
-        return "needs a call; a training step makes the copies of its weights in its own graph"
+        return "needs amp_graph.convert; a training step casts its weights inside its graph"
     if mode.compile != "eager":
         return "needs a graph that runs eagerly"
     return "" if policy.weight_copies else "weight_copies=false in the policy"

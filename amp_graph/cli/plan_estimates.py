@@ -1,4 +1,4 @@
-"""What plans for a model's graphs come to, as predicted: time, error, casts, and how many operations are low.
+"""Predicts the time, error, casts and number of low-precision operations of plans for a model's graphs.
 
 Before: sampled graphs and a policy. After: ``Figures(picoseconds=2.1e9, error=1.32, low=88, full=14, casts=31)``.
 """
@@ -22,9 +22,9 @@ from amp_graph.policy import Policy
 
 @dataclass(frozen=True)
 class Figures:
-    """One plan for all graphs: its time, its error as a multiple of that of accuracy "autocast", and its counts.
+    """One plan for all graphs: its time, its error as a multiple of accuracy "autocast"'s, and its counts.
 
-    ``points`` are its assignments, one a graph: equal ones are the same plan.
+    ``points`` are its assignments, one per graph: equal ones are the same plan.
     """
 
     picoseconds: int
@@ -44,11 +44,11 @@ class Plans:
     graphs: tuple[ErrorBudget, ...]
 
     def figures(self, policy: Policy) -> Figures:
-        """Return what the plan of ``policy``, which may differ in accuracy and planner only, comes to."""
+        """Return the figures of the plan of ``policy``, which may differ in accuracy and planner only."""
         return self._of(tuple(_point(graph, policy) for graph in self.graphs))
 
     def in_full(self) -> Figures:
-        """Return what the least harmful plan comes to: full precision, but for what its owner wants low."""
+        """Return the figures of the most exact plan: full precision, except what the user forces low."""
         return self._of(tuple(graph.plans.safest() for graph in self.graphs))
 
     def _of(self, points: tuple[Point, ...]) -> Figures:
@@ -68,10 +68,10 @@ class Plans:
 
 
 def plans_for(sampled: Sequence[Sampled], policy: Policy, device: str) -> Plans:
-    """Return the plans for sampled graphs; PolicyError for lists that are painted always."""
+    """Return the plans for sampled graphs; PolicyError for lists that reproduce torch.autocast."""
     if policy.op_list(device).unlisted != "opaque":
         raise PolicyError(
-            "plan: lists that reproduce torch.autocast are painted, operation by operation, and count no costs\n"
+            "plan: lists that reproduce torch.autocast choose per operation, without predicting time or error\n"
             f"  legal: the default lists, or others over them\n  fix:   --policy {policy.dtype}"
         )
     machine = machine_for(policy.device or device)
@@ -97,13 +97,13 @@ def _planned(graph: ErrorBudget) -> int:
 
 
 def count_low(graph: ErrorBudget, plan: Point) -> int:
-    """Return how many operations are low in a plan."""
+    """Return the number of low-precision operations of a plan."""
     made = graph.made
     return sum(i in plan.low for n, i in made.of.items() if made.painted[n].precision != AS_CAPTURED)
 
 
 def count_casts(graph: ErrorBudget, plan: Point) -> int:
-    """Return how many casts a plan has: one of each value, and one for a full operation that is given low operands."""
+    """Return the number of casts of a plan: one per cast value, and one per full operation with low operands only."""
     made, low = graph.made, plan.low
     count = 0
     for node in {**made.lowers, **made.widens}:

@@ -1,4 +1,4 @@
-"""TARGET of the command line: where a model comes from, and what it is called with.
+"""Loads TARGET of the command line: a model and the inputs to call it with.
 
 ``torchvision.models:resnet18`` or ``path/file.py:build`` becomes ``Target(model, args, kwargs)``.
 """
@@ -23,7 +23,7 @@ from amp_graph.cli.input_spec import SpecError, make_inputs, pointed
 EXAMPLE = "torchvision.models:resnet18, or path/to/file.py:build_model"
 LEGAL = "package.module:name or path/file.py:name"
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-GIVES = "a torch.nn.Module, or (module, inputs) with inputs a tensor, a tuple or a dict"
+GIVES = "a torch.nn.Module, or (module, inputs) where inputs is a tensor, a tuple or a dict"
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Target:
 
 
 def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
-    """Import and call what ``text`` names; ``inputs`` (SPECs) stand in for inputs that it gives itself.
+    """Import and call the object that ``text`` names; ``inputs`` (SPECs) replace the inputs that it returns.
 
-    Raises SpecError where TARGET is wrong; what the user's own code raises passes through.
+    Raises SpecError for a wrong TARGET; errors of the user's own code propagate.
     """
     model, args, kwargs = _model_and_inputs(_built(text, _named(text)), text)
     if inputs:
@@ -72,7 +72,7 @@ def _no_attribute(found: Any, part: str, text: str, at: int) -> SpecError:
     home = str(getattr(found, "__name__", type(found).__name__))
     what = f"{home} has no {part!r}{hint}"
     own = [n for n in public if getattr(getattr(found, n), "__module__", "") == home]
-    legal = ", ".join(own[:12]) or f"a name in it that gives {GIVES}"
+    legal = ", ".join(own[:12]) or f"a name in it that is {GIVES}"
     return pointed("TARGET", what, text, at, legal, EXAMPLE)
 
 
@@ -81,7 +81,7 @@ def _from_file(where: str, text: str) -> ModuleType:
     if not os.path.isfile(path):
         raise pointed("TARGET", f"no file {where}", text, 0, "the path of a Python file", EXAMPLE)
     name = os.path.splitext(os.path.basename(path))[0]
-    if os.path.dirname(path) not in sys.path:  # as `python file.py` does: its neighbours can be imported
+    if os.path.dirname(path) not in sys.path:  # as `python file.py` does: it can import its neighbors
         sys.path.insert(0, os.path.dirname(path))
     known = sys.modules.get(name)
     if known is not None and os.path.abspath(getattr(known, "__file__", None) or "") != path:
@@ -106,7 +106,7 @@ def _from_package(where: str, text: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports
+            raise  # an import inside the user's module failed
         what = f"no module {error.name!r}"
         legal = f"{LEGAL}; installed, or below the current directory"
         raise pointed("TARGET", what, text, 0, legal, EXAMPLE) from None
@@ -117,20 +117,20 @@ def _from_package(where: str, text: str) -> ModuleType:
 
 
 def _built(text: str, found: Any) -> Any:
-    """Call what builds a model; a model is one already."""
+    """Call a function that builds a model; return a model unchanged."""
     if isinstance(found, (torch.nn.Module, tuple, list)):
         return found
     at = text.rindex(":") + 1
     if not callable(found):
         what = f"{text[at:]} is a {type(found).__name__}"
-        raise pointed("TARGET", what, text, at, f"{GIVES}, or what returns it", EXAMPLE)
+        raise pointed("TARGET", what, text, at, f"{GIVES}, or a function that returns it", EXAMPLE)
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         what = f"{text[at:]} cannot be called without arguments: {error}"
         example = "def build_model(): return Model(width=64), torch.randn(8, 64)"
         raise pointed("TARGET", what, text, at, "a callable that needs no argument", example) from None
-    except ValueError:  # a builtin without a signature: calling it tells
+    except ValueError:  # a builtin without a signature: just call it
         pass
     return found()
 
@@ -144,13 +144,13 @@ def _model_and_inputs(made: Any, text: str) -> tuple[torch.nn.Module, tuple[Any,
             return model, (), dict(given)
         return model, tuple(given) if isinstance(given, (tuple, list)) else (given,), {}
     kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, (tuple, list)) else ""
-    what = f"it gives a {type(made).__name__}{f' of ({kinds})' if kinds else ''}"
+    what = f"it returns a {type(made).__name__}{f' of ({kinds})' if kinds else ''}"
     example = "def build_model(): return Model(), (torch.randn(8, 64),)"
     raise pointed("TARGET", what, text, text.rindex(":") + 1, GIVES, example)
 
 
 def _check_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs that do not fit forward's signature, before anything runs."""
+    """Refuse inputs that do not match forward's signature, before anything runs."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where the command line prints: colours and tables on a terminal, plain text anywhere else.
+"""Prints the command line's output: colors and tables on a terminal, plain text elsewhere.
 
 ``write_lines([("%0: f32[2] = input x", "")], sys.stdout)``; rich itself heeds NO_COLOR and TERM=dumb.
 """
@@ -25,7 +25,7 @@ def write_lines(lines: Iterable[tuple[str, str]], out: TextIO) -> None:
 
 
 def write_table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], out: TextIO) -> None:
-    """Print a table of (cells, style) rows; a terminal's is wrapped to its width, a plain one never."""
+    """Print a table of (cells, style) rows; it is wrapped only on a terminal."""
     if not out.isatty():
         out.writelines(line + "\n" for line in aligned([columns, *(cells for cells, _ in rows)]))
         return

@@ -1,4 +1,4 @@
-"""Read a captured graph's nodes into the records of a report.
+"""Reads a captured graph's nodes into the records of a report.
 
 Before: ``Captured`` (a GraphModule whose nodes carry marks). After: ``GraphReport``.
 """
@@ -41,7 +41,7 @@ from amp_graph.rewrite import Rewritten
 class Part:
     """A graph, or one inside it: its path (``wrap_body_0/``), and what the passes recorded.
 
-    ``kept`` are the nodes that refused low operands, with the kernel's words.
+    ``kept`` are the nodes that stay in full precision because their kernel refused low operands, with its error.
     """
 
     path: str
@@ -84,7 +84,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
 
 
 def _predicted(parts: list[Part]) -> Predicted | None:
-    """Return what was predicted of all parts that hold something low, or would."""
+    """Return the predicted time of all parts that contain low precision, or would."""
     found = [part.gm.meta[PREDICTED] for part in parts if PREDICTED in part.gm.meta]
     if not any(one.is_low for one in found):
         return None
@@ -93,13 +93,13 @@ def _predicted(parts: list[Part]) -> Predicted | None:
 
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
-    """Yield a rewritten graph and every graph that it runs inside."""
+    """Yield a rewritten graph and all its subgraphs."""
     kept = {note.node: note.reason for note in _changes(rewritten.passes, "kept full")}
     yield Part(path, rewritten.gm, rewritten.before, rewritten.passes, kept)
     for name, gm in _called_graphs(rewritten.gm):
         if name in rewritten.bodies:
             yield from parts_of(rewritten.bodies[name], f"{path}{name}/")
-        else:  # a body left as captured, or nodes of this very graph made a checkpoint again
+        else:  # a body left as captured, or a checkpoint rebuilt from nodes of this graph
             yield Part(f"{path}{name}/", gm, "", (), kept)
 
 
@@ -121,19 +121,19 @@ def mark_of(node: Node) -> Mark | None:
 
 
 def numbered(gm: GraphModule) -> dict[Node, str]:
-    """Return the number that each node has in the graph's text: ``%7``."""
+    """Return each node's number in the graph's text: ``%7``."""
     return {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
 
 
 def shown_name(node: Node) -> str:
-    """Return a node as its user knows it: an input by its name, any other by the node's."""
+    """Return a node's displayed name: an input's own name, or the node's name."""
     if node.op == "placeholder":
         return node_info.clean_path(str(node.meta.get(INPUT, node.target))) or node.name
     return str(node.target) if node.op == "get_attr" else node.name
 
 
 def user_line(node: Node) -> str:
-    """Return the user's line that made ``node``; "" where only this package's own call is on record."""
+    """Return the user's source line of ``node``; "" if only a line of this package is recorded."""
     line = node_info.source_line(node)
     return "" if line.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep) else line
 
@@ -175,14 +175,14 @@ def node_reports(part: Part, low: torch.dtype) -> Iterator[tuple[Node, NodeRepor
 
 def _unmarked(node: Node) -> str:
     if is_part(node):
-        return "takes one part of a result out"
+        return "takes one element of a tuple result"
     if any(source.op == "get_attr" and value(source) is None for source in node.all_input_nodes):
-        return "runs a graph of its own"
-    return "in a graph that is left as captured" if tensors(value(node)) else "computes on no tensor"
+        return "runs a subgraph"
+    return "in a subgraph that stays as captured" if tensors(value(node)) else "computes on no tensor"
 
 
 def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Node, CastReport]]:
-    """Yield each cast of ``part``: the node that is cast, the node that casts it, and the record."""
+    """Yield each cast of ``part``: its source node, the cast node, and the record."""
     numbers = numbered(part.gm)
     for node in filter(is_cast, part.gm.graph.nodes):
         source = node.args[0]
@@ -191,7 +191,7 @@ def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Nod
         kept = is_kept(node)
         told = CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
         yield source, node, told
-    for node in part.gm.graph.nodes:  # whose parameters are cast inside
+    for node in part.gm.graph.nodes:  # its parameters are cast inside
         for weight, reason in node.meta.get(CASTS_INSIDE, {}).items():
             name, number = part.path + node.name, part.path + numbers[node]
             told = CastReport(name, number, shown_name(weight), WEIGHT, SHORT[value(node).dtype], reason, True)
@@ -226,7 +226,7 @@ def _skips(part: Part) -> Iterator[Note]:
 
 
 def _activation_bytes(parts: list[Part], held: Collection[Node]) -> tuple[dict[str, int], int]:
-    """Sum what nodes write, by dtype, and what they wrote as captured; views and weights count nothing."""
+    """Sum the bytes that nodes write, by dtype, after and before rewriting; views and weights count 0."""
     after: dict[str, int] = {}
     before = 0
     for node in (n for part in parts for n in part.gm.graph.nodes if writes_memory(n)):

@@ -1,4 +1,4 @@
-r"""A graph in graphviz's language, coloured by precision: ``amp-graph dump ... --format dot | dot -Tsvg``.
+r"""A graph in Graphviz's DOT language, colored by precision: ``amp-graph dump ... --format dot | dot -Tsvg``.
 
 ``"linear" [label="linear\nbf16[8,4]", fillcolor="#c9ebd3"];``
 """
@@ -18,7 +18,7 @@ COLOURS = {"low": "#c9ebd3", "full": "#ffd8b0", "captured": "#eeeeee", "cast": "
 
 
 def dot_lines(index: int, gm: GraphModule, low: torch.dtype, title: str) -> Iterator[str]:
-    """Yield a graph in graphviz's language, coloured by precision."""
+    """Yield the lines of a graph in DOT, colored by precision."""
     yield f"digraph graph_{index} {{"
     yield f"  label={_quoted(title)}; node [shape=box, style=filled, fontname=monospace];"
     for node in gm.graph.nodes:

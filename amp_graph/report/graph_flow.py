@@ -1,4 +1,4 @@
-"""The rewritten graph of a report as vertices and edges: what reads what, and where values are cast.
+"""The rewritten graph of a report as vertices and edges: data flow, with casts marked.
 
 Before: ``%8: bf16[8,32] = linear(%5, %6, %7)``. After: a ``Vertex`` "linear" of 8192 FLOPs, and three ``Edge`` to it.
 """
@@ -35,7 +35,7 @@ class Vertex:
     """One node of a rewritten graph, also an input or the output.
 
     ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast", "part" (of a
-    result) or "output". ``title``: an input as its user knows it, what a node calls otherwise. ``dtype`` and ``shape``:
+    result) or "output". ``title``: an input's name, else what the node calls. ``dtype`` and ``shape``:
     ``bf16`` and ``8,32``; of several tensors with "; " between. ``bytes``: what the node writes, 0 for a view; an
     input's size. ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other operation.
     """
@@ -52,7 +52,7 @@ class Vertex:
 
 @dataclass(frozen=True)
 class Edge:
-    """``target`` reads ``source``; ``cast``: the cast that ``target`` makes, or is, of that value."""
+    """``target`` reads ``source``; ``cast``: the cast of that value, if ``target`` is or contains one."""
 
     source: str
     target: str
@@ -115,7 +115,7 @@ def _edges(part: Part, held: Collection[Node]) -> Iterator[Edge]:
 
 
 def _edges_of_bodies(part: Part, parts: list[Part]) -> Iterator[Edge]:
-    """Yield the edges into the graphs that ``part`` runs, from the operands of the one call that does, and out."""
+    """Yield the edges into and out of the subgraphs of ``part`` that have a single call."""
     bodies = {one.path: one for one in parts}
     for node in part.gm.graph.nodes:
         body = bodies.get(f"{part.path}{node.target}/") if node.op == "get_attr" else None
@@ -128,7 +128,7 @@ def _edges_of_bodies(part: Part, parts: list[Part]) -> Iterator[Edge]:
 
 
 def _operands(body: Node) -> list[Node]:
-    """Return what the call of ``body`` hands to it; nothing where several do, as their results may depend on it."""
+    """Return the operands of the call of ``body``; none if several nodes call it."""
     if len(body.users) != 1:
         return []
     (caller,) = body.users

@@ -1,4 +1,4 @@
-"""A graph's text line by line: coloured, with reasons, or as a difference before and after.
+"""A graph's text line by line: colored, with reasons, or as a difference before and after.
 
 ``%3: bf16[2,4] = linear(%1, %2)  # layer1.fc | low: a matrix product``
 """
@@ -20,7 +20,7 @@ DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def text_lines(rewritten: Rewritten, reasons: bool = False) -> Lines:
-    """Return the rewritten graph's text as (line, style), the graphs that it runs after it."""
+    """Return the rewritten graph's text as (line, style), followed by its subgraphs."""
     lines: Lines = []
     for part in parts_of(rewritten):
         known = dict(node_reports(part, rewritten.dtype))
@@ -51,7 +51,7 @@ def diff_lines(rewritten: Rewritten) -> Lines:
 
 
 def _own_lines(gm: GraphModule) -> list[str]:
-    """Return the lines of ``gm`` alone, one a node."""
+    """Return the lines of ``gm`` without its subgraphs, one per node."""
     return graph_text(gm).split("\n")[: len(gm.graph.nodes)]
 
 
@@ -71,6 +71,6 @@ def _renumbered(before: list[str], gm: GraphModule) -> list[str]:
 
 
 def _key(line: str) -> str:
-    """Return what a node is called by and where, without its number, type and arguments."""
+    """Return a node's call and module, without its number, type and arguments."""
     call = re.sub(r"^%\d+(: .*?)? = ", "", line)
     return re.sub(r"\(.*\)", "", call) if not line.startswith("return") else "return"

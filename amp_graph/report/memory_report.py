@@ -1,4 +1,4 @@
-"""What a model in training holds, in bytes: parameters, gradients, masters, weight copies, optimizer state.
+"""Counts the bytes of a model in training: parameters, gradients, masters, weight copies, optimizer state.
 
 ``memory_of(model, optimizer)`` at O2 with AdamW comes to 2 + 2 + 4 + 8 bytes for each parameter in low precision.
 """
@@ -16,10 +16,10 @@ from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
 
 
 def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Tensor] = ()) -> dict[str, int]:
-    """Return bytes by kind, without what is none.
+    """Return bytes by kind, without kinds of 0 bytes.
 
-    Gradients are counted for every parameter that trains, in its dtype, whether they are there at the moment or not;
-    ``copies`` are low-precision copies of weights that someone keeps.
+    Gradients are counted for every parameter that trains, in its dtype, whether they exist at the moment or not;
+    ``copies`` are the low-precision copies in the weight cache.
     """
     params = [p for p in model.parameters() if not is_uninitialized(p)]
     trained = [p for p in params if p.requires_grad]

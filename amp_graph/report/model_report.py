@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     import networkx
 
 NOT_CAPTURED = "not captured yet: call the model once"
-AS_WRITTEN = "level O0: the model runs as it is written, and nothing is captured"
-LEFT = "left in the process for the next"
+AS_WRITTEN = "level O0: the model runs unchanged, and nothing is captured"
+LEFT = "kept in the process for the next"
 WORD = "(keep_memory=)"
-FAILED = "nothing was captured: every call ran as it is written"
+FAILED = "nothing was captured: every call ran uncaptured"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a converted model: its graphs, and what was not captured.
+    """The report of a converted model: its graphs, and what was not captured.
 
-    ``status`` is empty where there are graphs, and otherwise says why there are none. ``dtype`` is the low
-    precision that the policy comes to on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``
-    says how code between the graphs runs, where some call was captured in pieces, and ``breaks`` where that begins, and
-    why. ``flows``: what reads what in each of ``graphs``.
+    ``status`` is empty if there are graphs; otherwise it says why there are none. ``dtype`` is the policy's low
+    precision on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``: how code between partial
+    graphs runs, if there are any; ``breaks``: the graph breaks and their causes. ``flows``: the data flow of each of
+    ``graphs``.
     """
 
     model: str
@@ -68,27 +68,27 @@ class Report:
     flows: tuple[Flow, ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
-        """Return the report as text, one screen a graph; reasons are cut at ``width`` (None: never)."""
+        """Return the report as text, one screen per graph; reasons are cut at ``width`` (None: never)."""
         return report_text(self, width)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one self-contained page, which fetches nothing, to ``path``."""
+        """Write the report to ``path`` as one self-contained HTML page that fetches nothing."""
         write_atomically(path, html_page(self))
 
     def to_networkx(self) -> networkx.DiGraph:
-        """Return the rewritten graphs as one ``networkx.DiGraph``: what reads what, with casts marked on edges.
+        """Return the rewritten graphs as one ``networkx.DiGraph`` of the data flow, with casts marked on edges.
 
         A node is named as ``amp-graph explain`` takes it (``0:linear``: graph 0). Its attributes: ``graph``,
         ``number`` ("%7"), ``kind`` ("input", "weight", "constant", "subgraph", "operation", "cast", "part", "output"),
         ``operation``, ``call``, ``dtype``, ``shape`` ("8,32"), ``precision`` ("low", "full", "captured"), ``class``,
-        ``reason``, ``bytes`` written, ``flops`` of matrix products in forward, ``module``, ``line``. An edge to what
-        casts a value has ``cast`` ("bf16"), ``of`` ("weight", "activation"), ``reason``, ``kept``. All are strings,
+        ``reason``, ``bytes`` written, ``flops`` of matrix products in forward, ``module``, ``line``. An edge at which a
+        value is cast has ``cast`` ("bf16"), ``of`` ("weight", "activation"), ``reason``, ``kept``. All are strings,
         numbers and booleans.
         """
         return digraph(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, the same for the same model, policy and inputs."""
+        """Return the report as plain values; deterministic for the same model, policy and inputs."""
         return {
             "format": 1,
             "model": self.model,
@@ -111,9 +111,9 @@ class Report:
 
 
 def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
-    """Return what ran where and why, of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
+    """Return the report of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
-    optimizer: the model's, to have its state counted under ``memory``, and its update looked at. Raises CaptureError if
+    optimizer: the model's, to count its state under ``memory`` and describe its update. Raises CaptureError if
     ``model`` is neither.
     """
     if isinstance(model, TrainStep):
@@ -159,10 +159,10 @@ def _of_step(step: TrainStep) -> Report:
 
 
 def _of_passes(captured: CapturedStep) -> Iterator[str]:
-    """Say how a step updates, what memory it takes, and what the passes over the whole of it did, each in a line."""
+    """Yield lines on a step's update, its memory, and the passes over the whole step."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
     if isinstance(captured, PlainCaptured):
-        yield "captured for any sizes and numbers: autograd and the update run behind the graph"
+        yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
         return
     for traced in captured.steps.values():
         kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
@@ -175,7 +175,7 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
 
 
 def _of_memory(found: Conversion) -> Iterator[str]:
-    """Say of which graphs memory is kept."""
+    """Yield a line for each graph whose memory is kept."""
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
@@ -183,18 +183,18 @@ def _of_memory(found: Conversion) -> Iterator[str]:
 
 
 def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Say how ``optimizer`` updates, and what casts behind its steps another would spare."""
+    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
     if isinstance(optimizer, OnePassOptimizer):
         yield f"update: {optimizer.how}"
     elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
         elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
         if one_pass_is_profitable("cpu", elements):
             ours = f"amp_graph.optim.{type(optimizer).__name__}"
-            yield f"update: {elements:,} weights are cast behind each; {ours} would write their copies"
+            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
 
 
 def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Say which compiled code is not to be had on this machine, and why, where the model is on its CPU."""
+    """Yield the C kernels that are unavailable on this machine, and why, if the model is on the CPU."""
     if all(p.device.type == "cpu" for p in model.parameters()):
         for why, names in why_refused().items():
             yield f"torch's kernels in place of {', '.join(names)}: {why}"

@@ -1,4 +1,4 @@
-"""A report as a ``networkx.DiGraph``, to ask it what no table answers, and as GraphML for other tools.
+"""A report as a ``networkx.DiGraph``, for queries of one's own, and as GraphML for other tools.
 
 >>> graph = amp_graph.report(model).to_networkx()
 >>> networkx.dag_longest_path(graph.subgraph(n for n, d in graph.nodes.items() if d["precision"] == "full"))
@@ -21,7 +21,7 @@ NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def digraph(told: Report) -> networkx.DiGraph:
-    """Return all graphs of ``told`` as one, with names as ``amp-graph explain`` takes them: ``0:linear``.
+    """Return all graphs of ``told`` as one, with node names as ``amp-graph explain`` takes them: ``0:linear``.
 
     All attributes are strings, numbers and booleans, as GraphML has no others.
     """
@@ -34,7 +34,7 @@ def digraph(told: Report) -> networkx.DiGraph:
 
 
 def graphml(told: Report) -> str:
-    """Return all graphs of ``told`` in GraphML, one element a line."""
+    """Return all graphs of ``told`` in GraphML, one element per line."""
     import networkx
 
     lines = networkx.generate_graphml(digraph(told), named_key_ids=True)
@@ -54,7 +54,7 @@ def _add(made: networkx.DiGraph, graph: GraphReport, flow: Flow) -> None:
 
 
 def _attributes(vertex: Vertex, node: NodeReport | None) -> dict[str, Any]:
-    """Return what is known of a vertex; "" where there is nothing, as of an input's precision."""
+    """Return the attributes of a vertex; "" for unknown ones, such as an input's precision."""
     return {
         "number": vertex.number,
         "kind": vertex.kind,

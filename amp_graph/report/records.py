@@ -1,4 +1,4 @@
-"""The records of a report: what became of one captured graph, in strings and numbers.
+"""The records of a report: one captured graph and its rewriting, in strings and numbers.
 
 ``GraphReport(index=0, nodes=(NodeReport(name="linear", precision="low", ...), ...), casts=(...), ...)``
 """
@@ -19,7 +19,7 @@ class NodeReport:
     """One operation: what it calls, the precision it computes in, and why.
 
     ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
-    the subgraph they stand in; ``cls`` is the class its list puts it in, or "cast" for an inserted cast.
+    their subgraph; ``cls`` is the class that its list gives it, or "cast" for an inserted cast.
     """
 
     name: str
@@ -38,9 +38,9 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class CastReport:
-    """One inserted cast: of which value ("weight" or "activation"), to which dtype, and for whom.
+    """One inserted cast: its kind of value ("weight" or "activation"), its dtype, and its reader.
 
-    ``kept``: its result is a copy that later calls read, until something writes to the weight.
+    ``kept``: its result is in the weight cache, until something writes to the weight.
     """
 
     name: str
@@ -54,7 +54,7 @@ class CastReport:
 
 @dataclass(frozen=True)
 class Note:
-    """A node, and what a pass has to say of it: a skip, or a conversion that it removed."""
+    """A node, and a pass's remark on it: a skip, or a cast that it removed."""
 
     node: str
     rule: str
@@ -63,9 +63,9 @@ class Note:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The time of a graph, forward and backward, as a multiple of full precision's; on which machine.
+    """The predicted time of a graph, forward and backward, as a multiple of full precision's, on a ``machine``.
 
-    ``left_alone``: whether the graph is in full precision for that.
+    ``left_alone``: whether the graph stays in full precision for that reason.
     """
 
     ratio: float
@@ -77,11 +77,11 @@ class Predicted:
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
-    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``, as captured;
-    ``spared_bytes``, of what backward computes again instead of having it saved. ``budget``: what its plan makes of the
-    policy's error budget, if there is one. ``predicted``: what low precision gains by the rates of a machine
-    (``amp-graph calibrate``); None where nothing is low. ``left_out``: the passes that failed on this
-    graph and were left out of it; ``unplanned``: why it runs without a plan, and how, if it does.
+    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``: as captured;
+    ``spared_bytes``: those that backward recomputes instead of saving. ``budget``: the predicted error of its plan, if
+    the policy has an error budget. ``predicted``: its predicted time by a machine's rates (``amp-graph calibrate``);
+    None without low precision. ``left_out``: the passes that failed on this graph and were skipped; ``unplanned``: why
+    and how it runs without a plan, if it does.
     """
 
     index: int
@@ -113,7 +113,7 @@ class GraphReport:
 
     @property
     def operations(self) -> tuple[NodeReport, ...]:
-        """The operations that the plan speaks of: all nodes but casts and plumbing."""
+        """The planned operations: all nodes except casts and plumbing."""
         return tuple(n for n in self.nodes if n.cls not in ("cast", ""))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A report as one HTML page: nothing is fetched, everything is escaped, the table filters as you type.
+"""A report as one HTML page: it fetches nothing, escapes everything, and filters its table as you type.
 
 ``html_page(report)`` returns the text that ``report.html(path)`` writes.
 """

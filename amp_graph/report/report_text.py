@@ -1,4 +1,4 @@
-"""A report as text: one screen a graph, equal layers folded into one line.
+"""A report as text: one screen per graph, equal layers folded into one line.
 
 ``low  a matrix product: most of a model's work``, and below it ``linear x12 in layers.*.fc``.
 """
@@ -22,7 +22,7 @@ REASONS = 25
 CELL = 60
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
-    "fast": "low-precision streams: leaner, less exact than torch.autocast",
+    "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
 }
 
 
@@ -57,7 +57,7 @@ def _head(report: Report) -> list[str]:
 
 
 def _escaped(report: Report) -> list[str]:
-    """Say how code between the graphs runs, and where that begins."""
+    """Return lines on how code between the graphs runs, and on the graph breaks."""
     if not report.escaped:
         return []
     places = [f"    from {short_place(where)}: {reason}" for where, reason in report.breaks]
@@ -74,7 +74,7 @@ def _accuracy(accuracy: str | float) -> str:
 
 
 def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
-    """Return all that is said of one graph but its title, indented."""
+    """Return the indented lines of one graph, without its title."""
     lines = [*_break(graph)]
     if not graph.has_fp32:
         kind = "no fp32 operation" if graph.has_floats else "integer-only"
@@ -105,7 +105,7 @@ def _break(graph: GraphReport) -> list[str]:
 
 
 def _failures(graph: GraphReport) -> list[str]:
-    """Say which passes failed on the graph, and what that led to."""
+    """Return lines on the passes that failed on the graph, and the consequences."""
     left_out = [f"  pass {note.rule} is left out of this graph: {_first_line(note.reason)}" for note in graph.left_out]
     return [*([f"  this graph {_first_line(graph.unplanned)}"] if graph.unplanned else []), *left_out]
 
@@ -128,12 +128,12 @@ def _tally(counts: Counter[str]) -> str:
 
 
 def _budget(graph: GraphReport) -> list[str]:
-    """Say what the plan makes of an error budget."""
+    """Return lines on the plan's error budget."""
     told = graph.budget
     if told is None:
         return []
     time = f"{told.picoseconds / told.of_autocast:.3f}" if told.of_autocast else "1"
-    kept = "" if told.error <= told.multiple else ": no plan is as exact as that, and this is the most exact one"
+    kept = "" if told.error <= told.multiple else ": no plan is that exact; this is the most exact one"
     return [
         f"  error budget {told.multiple:g}: predicted error {told.error:.3f} ({told.origin}){kept}",
         f"    and predicted time {time}, as ratios to the plan of accuracy=autocast",
@@ -157,24 +157,24 @@ def _memory(graph: GraphReport) -> str:
 
 
 def predicted_lines(graph: GraphReport) -> list[str]:
-    """Say where low precision is predicted to lose time, and what was done, or is to be done, about it."""
+    """Return lines for a graph in which low precision is predicted to be slower: what was done, or can be done."""
     found = graph.predicted
     if found is None or (found.ratio <= 1 and not found.left_alone):
         return []
-    time = f"predicted time {found.ratio:.2g} of full precision's"
+    time = f"predicted time {found.ratio:.2g} times full precision's"
     if found.left_alone:
         return [
-            f"  left in full precision: low precision does not pay on {found.machine}, {time}",
-            "    a policy that names the dtype, without skip_unprofitable=graphs, lowers it all the same",
+            f"  left in full precision: low precision is not profitable on {found.machine}, {time}",
+            "    a policy with a dtype and without skip_unprofitable=graphs lowers it all the same",
         ]
     return [
-        f"  low precision does not pay on {found.machine}: {time}",
-        "    policy 'auto', or the policy word skip_unprofitable=graphs, leaves alone what does not pay",
+        f"  low precision is not profitable on {found.machine}: {time}",
+        "    policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in full precision",
     ]
 
 
 def _spared(graph: GraphReport) -> list[str]:
-    return [f"    computed again, not saved: {size_text(graph.spared_bytes)}"] if graph.spared_bytes else []
+    return [f"    recomputed, not saved: {size_text(graph.spared_bytes)}"] if graph.spared_bytes else []
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:
@@ -189,11 +189,11 @@ def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:
 
 
 def _skips(graph: GraphReport) -> list[str]:
-    """Say what the passes left alone, each reason once."""
+    """Return lines on the nodes that passes skipped, each reason once."""
     groups: dict[str, list[str]] = {}
     for note in graph.skips:
         groups.setdefault(note.reason, []).append(note.node)
-    lines = [f"  left alone: {nodes[0]}{_more(nodes)}: {reason}" for reason, nodes in groups.items()]
+    lines = [f"  skipped: {nodes[0]}{_more(nodes)}: {reason}" for reason, nodes in groups.items()]
     return [*lines[:5], *([f"  and {len(lines) - 5} more reasons"] if len(lines) > 5 else [])]
 
 
@@ -202,7 +202,7 @@ def _more(nodes: Sequence[str]) -> str:
 
 
 def _by_reason(nodes: Sequence[NodeReport], width: int | None) -> Iterator[list[str]]:
-    """Yield each precision and reason, with the operations that it is given for below it."""
+    """Yield each precision and reason, followed by its operations."""
     groups: dict[tuple[str, str], list[str]] = {}
     for ops, count, precision, modules, reason in fold(nodes):
         groups.setdefault((precision, reason), []).append(f"{ops}{f' {count}' if count else ''} in {modules}")

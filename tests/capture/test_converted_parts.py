@@ -35,7 +35,7 @@ def test_a_part_of_a_converted_model_is_not_converted_again(policy, called):
     model = amp_graph.convert(net(), "bf16")
     if called:
         model(X)
-    with pytest.raises(CaptureError, match=r"this Linear is the part '2' of a converted Sequential(?s:.*)fix:"):
+    with pytest.raises(CaptureError, match=r"this Linear is submodule '2' of a converted Sequential(?s:.*)fix:"):
         amp_graph.convert(model[2], policy)
     assert conversion_of(model[2]) is None
     assert error(model(X), amp_graph.revert(copy.deepcopy(model))(X)) < 2e-2

@@ -217,7 +217,7 @@ def test_lists_shows_one_operation_or_all(amp):
 def test_lists_says_what_happens_to_an_operation_that_no_list_names(amp):
     for policy, wanted in (
         ("bf16,remove=erfinv", "it runs exactly as captured"),
-        ("bf16,lists=autocast_cpu", "arrives"),
+        ("bf16,lists=autocast_cpu", "the precision of its inputs"),
     ):
         status, out, _ = amp("lists", "erfinv", "--policy", policy, "--device", "cpu")
         assert status == 0
@@ -275,7 +275,7 @@ def test_an_error_of_the_users_code_shows_its_last_line_of_theirs(amp, file):
     line = SOURCE.splitlines().index("def broken():") + 2
     assert err == (
         f"RuntimeError: no weights\n  in this folder\n  at {file}:{line}, in broken: "
-        'raise RuntimeError("no weights\\nin this folder")\n  fix:   --traceback shows all of it\n'
+        'raise RuntimeError("no weights\\nin this folder")\n  fix:   --traceback shows the whole traceback\n'
     )
     status, _, err = amp("dump", f"{file}:broken", "--traceback")
     assert status == 1

@@ -75,7 +75,7 @@ def devices_of(name):
         ("bf16,weight_copies=false", "cache-weight-casts", "cpu", Mode(), "weight_copies=false"),
         ("bf16", "fuse-addmm-bias", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
         ("bf16", "fuse-addmm-bias", "cpu", Mode(step=True), ""),
-        ("bf16", "cache-weight-casts", "cpu", Mode(step=True), "a training step makes the copies"),
+        ("bf16", "cache-weight-casts", "cpu", Mode(step=True), "a training step casts its weights"),
         ("O0", "insert-casts", "cpu", Mode(), "level O0"),
         ("fp16", "scale-loss", "cpu", Mode(), "only in a training step"),
         ("fp16", "scale-loss", "cpu", Mode(step=True), ""),

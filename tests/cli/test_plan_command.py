@@ -168,9 +168,9 @@ def test_what_the_model_prints_is_no_part_of_the_table(target, capsys):
     [
         (["build", "--sweep", "1,x"], "'1,x' is not a list of error budgets"),
         (["build", "--sweep", "0"], "'0' is not a list of error budgets"),
-        (["build", "--policy", "bf16-O0"], "level O0 has no plan to weigh"),
-        (["build", "--policy", "bf16-O2"], "level O2 has no plan to weigh"),
-        (["build", "--policy", "bf16,lists=autocast_cpu"], "are painted, operation by operation"),
+        (["build", "--policy", "bf16-O0"], "level O0 is not supported: plans are for fp32 parameters"),
+        (["build", "--policy", "bf16-O2"], "level O2 is not supported: plans are for fp32 parameters"),
+        (["build", "--policy", "bf16,lists=autocast_cpu"], "choose per operation, without predicting"),
         (["build", "--policy", "bf16,accuracy=0"], "accuracy=0.0 is not an error budget"),
         (["no_grad"], "does not come from a captured graph, or has no gradient"),
         (["untraced"], "does not come from a captured graph, or has no gradient"),

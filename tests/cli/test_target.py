@@ -84,8 +84,8 @@ TARGETS = {
         "missing a required argument: 'width'",
         "that needs no argument",
     ),
-    "gives nothing": ("FILE:nothing", "NAME", "it gives a NoneType", "a torch.nn.Module"),
-    "gives three": ("FILE:three", "NAME", "it gives a tuple of (Net, int, int)", "(module, inputs)"),
+    "gives nothing": ("FILE:nothing", "NAME", "it returns a NoneType", "a torch.nn.Module"),
+    "gives three": ("FILE:three", "NAME", "it returns a tuple of (Net, int, int)", "(module, inputs)"),
 }
 
 

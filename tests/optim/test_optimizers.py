@@ -361,7 +361,7 @@ def test_the_report_says_how_it_updates(kind, monkeypatch):
     wanted = {
         optim.AdamW: ["update: one pass"],
         torch.optim.AdamW: [
-            f"update: {weights:,} weights are cast behind each; amp_graph.optim.AdamW would write their copies"
+            f"update: {weights:,} weights are cast again after each; amp_graph.optim.AdamW would write their copies"
         ],
     }
     assert notes == wanted.get(kind, [])

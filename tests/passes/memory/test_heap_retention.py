@@ -282,8 +282,8 @@ def test_a_step_says_what_it_keeps_and_keeps_nothing_where_it_is_told_not_to():
     x = torch.randn(64, 512)
     kept, plain = step_of(512, KEEP), step_of(512)
     kept(x), plain(x)
-    assert "MiB are left in the process for the next step (keep_memory=)" in amp_graph.report(kept).text()
-    assert "left in the process" not in amp_graph.report(plain).text()
+    assert "MiB are kept in the process for the next step (keep_memory=)" in amp_graph.report(kept).text()
+    assert "kept in the process" not in amp_graph.report(plain).text()
     assert "memory: at most 1" in amp_graph.report(plain).text()  # MiB: a gradient of 512 x 512 in fp32, and less
     owners = len(HEAP._needs)
     del kept
@@ -301,8 +301,8 @@ def test_a_converted_model_says_of_which_graphs_memory_is_kept():
         model(x[:1]), model(x)  # the second graph is of any number of rows; one row is not worth it
     model(x), plain(x)
     call, step = (line for line in amp_graph.report(model).text().splitlines() if "memory:" in line)
-    assert "of what graph 1 frees are left in the process for the next call" in call
-    assert "of what graph 2 and its backward free are left in the process for the next step" in step
+    assert "of what graph 1 frees are kept in the process for the next call" in call
+    assert "of what graph 2 and its backward free are kept in the process for the next step" in step
     assert "memory:" not in amp_graph.report(plain).text()
 
 
@@ -365,4 +365,4 @@ def test_keep_heap_is_for_policies_that_leave_it_open_and_for_later_captures(mon
     assert amp_graph.memory.keep_heap(on=False)
     after = step_of(512)
     after(x)
-    assert "left in the process" not in amp_graph.report(after).text()
+    assert "kept in the process" not in amp_graph.report(after).text()

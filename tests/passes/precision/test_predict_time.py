@@ -90,9 +90,9 @@ def test_what_does_not_pay_is_said(batch, policy, pays, on, tmp_path):
     found = predicted(model, torch.randn(batch, 256), policy)
     assert (found.ratio < 1) == pays
     report = amp_graph.report(model)
-    assert ("low precision does not pay on cpu_bf16: predicted time " in report.text()) == (not pays)
+    assert ("low precision is not profitable on cpu_bf16: predicted time " in report.text()) == (not pays)
     report.html(tmp_path / "report.html")
-    assert ("low precision does not pay" in (tmp_path / "report.html").read_text()) == (not pays)
+    assert ("low precision is not profitable" in (tmp_path / "report.html").read_text()) == (not pays)
     assert report.to_dict()["graphs"][0]["predicted"]["ratio"] == found.ratio
 
 
@@ -132,7 +132,7 @@ def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
     assert {n.precision for n in graph.operations} == {"full"}
     assert graph.operations[0].reason.startswith("not profitable: with bfloat16 the graph is predicted to take")
     text = amp_graph.report(model).text()
-    assert "left in full precision: low precision does not pay on cpu_bf16" in text
+    assert "left in full precision: low precision is not profitable on cpu_bf16" in text
     assert "note: calls for which bf16 is not profitable run uncaptured, in fp32" in text
 
 
@@ -181,7 +181,7 @@ def test_left_alone_a_model_is_what_it_was(on):
 @by_profit
 def test_fp16_on_a_cpu_is_left_alone_where_that_is_asked_for(on):
     on("cpu_amx")
-    with pytest.warns(AmpGraphWarning, match="fp16 does not pay"):
+    with pytest.warns(AmpGraphWarning, match="fp16 is not profitable"):
         model, found, plain = converted("fp16,skip_unprofitable=graphs", 512)
     assert torch.equal(found[-1], plain)
     assert amp_graph.report(model).graphs[0].predicted.ratio > predict_time.WORTH_IT

@@ -1,7 +1,7 @@
-"""Which of its captures a ``TrainStep`` runs: a step traced whole, a forward captured for any sizes, or none.
+"""Chooses how a ``TrainStep`` runs a batch: a whole traced step, a forward with symbolic sizes, or uncaptured.
 
-Before: thirty lengths of batches, each a step traced for it alone. After: the first two are traced, a forward that
-takes any length serves all others, and what cannot be captured for all runs as code that escapes capture.
+Before: batches of thirty lengths, and a traced step for each. After: the first two are traced, a forward with symbolic
+sizes serves all others, and batches without a graph run as code that escapes capture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from amp_graph.step.step_cache import CapturedSteps
 from amp_graph.step.step_graph import mark_loss
 
 OWN = "amp_graph_step"  # the name of the function that is captured
-TRACED = 2  # steps that are traced whole; for more sizes and numbers, forwards are captured that take any
+TRACED = 2  # whole traced steps; further sizes and numbers get forwards with symbols
 
 
 @dataclass(eq=False)
@@ -56,12 +56,12 @@ class StepRuns:
     notes: list[str] = field(default_factory=list)  # for the report
 
     def __post_init__(self) -> None:
-        """Begin without captures."""
+        """Start with no captures."""
         self._recaptures = Recaptures()
         self.capture()
 
     def capture(self) -> None:
-        """Capture anew from the next call on."""
+        """Drop all captures; the next call captures."""
         loss_fn, outputs, model = self.loss_fn, self.outputs, forward_of(self.model)
 
         def amp_graph_step(*batch: Any) -> Any:
@@ -70,11 +70,11 @@ class StepRuns:
             return (mark_loss(loss), out) if outputs else mark_loss(loss)
 
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
-        # Of the same name, by which Dynamo knows what sizes the first was captured for, and so which have changed.
+        # The same name as before, by which Dynamo knows which sizes have changed since the first capture.
         again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
         self.find: Find = compiled_frames(function, has_backward=False)
         self._find_plain: Find = compiled_frames(again)
-        self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # what the function closes over
+        self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # the function's closure
         self._forward, self._bare = amp_graph_step, Bare()
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
         named = called(self.model.forward)
@@ -91,13 +91,13 @@ class StepRuns:
             weakly(backend),
             dynamic=dynamic,
             fullgraph=True,
-            heard=CaptureListener(),  # with one whole graph there is nothing to hear: what is not, raises
+            heard=CaptureListener(),  # fullgraph: a graph break raises, so there are no events
             collector_waits=self.collector_waits,
             choice=variants,
         )
 
     def __call__(self, batch: Sequence[Any]) -> Any:
-        """Run one step: as it was traced, else as its forward was captured for any sizes, else as it is written."""
+        """Run one step: traced whole, else its forward captured with symbolic sizes, else uncaptured."""
         if self._bare.passes(self.model.training):
             return self._as_written(batch)
         known, local = len(self.steps.captured), {"batch": tuple(batch), **self.free}
@@ -118,7 +118,7 @@ class StepRuns:
         return self._as_written(batch)
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
-        """Run a step whose forward is not captured: under autocast, or in fp32, as the policy has what escapes."""
+        """Run a step with an uncaptured forward: under autocast or in fp32, by the policy word ``escaped``."""
         refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
         escaped = self.escaped
 
@@ -136,14 +136,14 @@ class StepRuns:
         return tuple(found) if self.outputs else found[0]
 
     def _say_what_varies(self) -> None:
-        """Say, once, what steps differ in that are captured no more."""
+        """Report once which value differs between steps, so that captures stopped."""
         why = self._plain.why or self._traced.why
         if why is None or self.notes:
             return
         told = (
-            f"captured {len(self.steps.captured)} times, and steps still differ: those without a graph run "
-            f"{self.escaped.how} from now on: they differ in {why}\n"
-            f"  fix:   {why.fix}; max_graphs={self.max_graphs} is how many graphs are kept"
+            f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
+            f"{self.escaped.how} from now on; they differ in {why}\n"
+            f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
         )
         self.notes.append(told)
         warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")

@@ -1,7 +1,7 @@
-"""A training step recorded once as a CUDA graph, and replayed: one launch instead of one a kernel.
+"""Records a training step as a CUDA graph and replays it: one launch instead of one per kernel.
 
-Before: ``run(*args)`` at every step. After: a few steps as they are, one recording, and from then on the batch is
-copied into the memory that was recorded, and all kernels follow. Source: torch/cuda/graphs.py.
+Before: ``run(*args)`` at every step. After: a few eager steps and one recording; from then on the batch is copied into
+the recorded memory and the graph is replayed. Source: torch/cuda/graphs.py.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.storage import address_of
 
-WARM_UP = 3  # steps before recording, as torch.cuda.make_graphed_callables has: libraries allocate, kernels are chosen
+WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
 
 
 @dataclass(eq=False)
 class Replayed:
-    """What runs a step's graph: as it is at first, then by replay.
+    """Runs a step's graph: eagerly at first, then by replay.
 
-    ``batch``: the places of the arguments that differ from call to call, which are copied; all others are read and
-    written where they are, and are recorded anew where they have moved. ``returned``: how many results outlive the
-    next call, and are copied out; the others are the graph's own memory.
+    ``batch``: the indices of arguments that change from call to call; they are copied. All others are read and written
+    in place; if one moves, the step is recorded again. ``returned``: the number of results that must outlive the next
+    call and are copied out; the others stay in the graph's own memory.
     """
 
     run: Run
     batch: tuple[int, ...]
     returned: int
     calls: int = 0
-    written: set[int] = field(default_factory=set)  # places in the batch that a step writes to
+    written: set[int] = field(default_factory=set)  # indices of batch tensors that a step writes to
     recorded: Recorded | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -52,7 +52,7 @@ class Replayed:
         return found
 
     def _record(self, args: Sequence[Any]) -> Recorded:
-        self.recorded = None  # its memory is free again before there is more
+        self.recorded = None  # free its memory before the next recording allocates
         static = list(args)
         for i in self.batch:
             static[i] = torch.empty_like(args[i]).copy_(args[i])
@@ -61,7 +61,7 @@ class Replayed:
         except RuntimeError as error:
             raise CaptureError(
                 f"TrainStep: this step cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}\n"
-                "  legal: a step that copies nothing between host and device, and decides nothing by values\n"
+                "  legal: a step without copies between host and device and without branches on tensor values\n"
                 "  fix:   cuda_graph=False"
             ) from error
         return Recorded(replay, static, outputs, self._addresses(args))
@@ -81,7 +81,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recording: what replays it, and the memory that it reads and writes."""
+    """One recording: its CUDA graph, and the memory that it reads and writes."""
 
     replay: Callable[[], None]
     static: list[Any]
@@ -90,7 +90,7 @@ class Recorded:
 
 
 def on_side_stream(run: Run, args: Sequence[Any]) -> Any:
-    """Call ``run`` where recordings are made, too: not on the default stream."""
+    """Call ``run`` on a side stream, as recordings do."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -103,7 +103,7 @@ def on_side_stream(run: Run, args: Sequence[Any]) -> Any:
 
 
 def record(run: Run, args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-    """Record a call without running it; return what replays it, and the results that each replay fills."""
+    """Record a call without running it; return its CUDA graph, and the results that each replay fills."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run(*args)
@@ -111,7 +111,7 @@ def record(run: Run, args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[
 
 
 def check_cuda_graph(asked: bool, model: torch.nn.Module, ranks: object) -> None:
-    """Raise CaptureError where a step that is to be replayed is not on a CUDA device, or is one of several ranks."""
+    """Raise CaptureError for a CUDA graph without a CUDA device, or with several ranks."""
     if not asked:
         return
     kinds = sorted({p.device.type for p in model.parameters()} - {"cuda"})

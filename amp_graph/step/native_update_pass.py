@@ -1,6 +1,6 @@
-"""The update in one pass over memory, appended to a joint graph: check, unscale, clip, update, and round at once.
+"""Appends the one-pass update to a joint graph: check, unscale, clip, update and round in one pass over memory.
 
-Before: gradients as backward makes them, scaled. After: ``look_at_gradients`` and one ``one_pass_update_`` a group.
+Before: backward's scaled gradients. After: ``look_at_gradients`` and one ``one_pass_update_`` per group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amp_graph.passes.step.update_parameters import GroupInputs, nodes_of
 class UpdateInOnePass(Pass):
     """Does what ``CheckFiniteAndUnscale``, ``ClipGradients`` and ``UpdateParameters`` do, and writes one copy of each.
 
-    lows: the input that holds the first copy of a parameter, by its name. Gradients stay as they were.
+    lows: the input that holds the first copy of a parameter, by the parameter's name. Gradients are not written.
 
     Law: that of these passes. Exactness: approximate, in what ``OnePass`` says; bit-exact elsewhere.
     """
@@ -44,7 +44,7 @@ class UpdateInOnePass(Pass):
 
     @property
     def changes_outputs(self) -> bool:
-        """It adds ``found_inf`` where gradients are scaled."""
+        """It adds ``found_inf`` if gradients are scaled."""
         return True
 
     def run(self, gm: GraphModule) -> PassResult:

@@ -1,6 +1,6 @@
-"""Over which ranks a step averages its gradients, and that all of them start from the same parameters.
+"""Finds the ranks over which a step averages its gradients, and gives them all the same parameters.
 
-Before: a process group, or None. After: ``Ranks``, by whose name and size ``AverageOverRanks`` all-reduces.
+Before: a process group, or None. After: ``Ranks``, the group name and size for ``AverageOverRanks``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amp_graph.passes.loss_scaling.average import average
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over whom gradients are averaged: a process group's name and size; ``dtype`` is what travels."""
+    """The ranks that average gradients: a process group's name and size; ``dtype``: of the all-reduce."""
 
     group: str
     size: int
@@ -31,7 +31,7 @@ class Ranks:
 
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
-    """Return over whom to average: ``process_group``, all ranks for None where there are several, nobody for False."""
+    """Return the ranks to average over: ``process_group``, all ranks for None, none for False or one process."""
     known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
     if process_group is not None and process_group is not False and not known:
         raise CaptureError(
@@ -60,7 +60,7 @@ def default_group() -> Any:
 
 
 def make_equal(model: torch.nn.Module, process_group: Any) -> None:
-    """Give all ranks the parameters and buffers of the group's first, as DDP does."""
+    """Broadcast parameters and buffers from the group's first rank, as DDP does."""
     group: Any = process_group or default_group()
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a ``TrainStep`` is given: model, optimizer, batch and loss scale, read and checked.
+"""Reads and checks the arguments of a ``TrainStep``: model, optimizer, batch and loss scale.
 
 Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called with its arguments, and its loss.
 """
@@ -30,7 +30,7 @@ from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 
 
 def policy_of(model: Any, policy: Policy | str | None) -> Policy:
-    """Return the policy of a step: that of a converted model, which no other may contradict."""
+    """Return the policy of a step; it must be that of the model if the model is converted."""
     found = conversion_of(model)
     if found is None:
         return Policy.parse(policy)
@@ -43,13 +43,13 @@ def policy_of(model: Any, policy: Policy | str | None) -> Policy:
 
 
 def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return what a step captures: the model, or the forward that a converted one was written with."""
+    """Return the callable that a step captures: the model, or the original forward of a converted one."""
     found = conversion_of(model)
     return model if found is None else found.as_written()
 
 
 def call_model(model: Callable[..., Any], *given: Any) -> Any:
-    """Call ``model``; one argument that is a dict or a tuple holds the model's arguments."""
+    """Call ``model``; a single dict or tuple is unpacked as its arguments."""
     if len(given) == 1 and isinstance(given[0], dict):
         return model(**given[0])
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
@@ -58,7 +58,7 @@ def call_model(model: Callable[..., Any], *given: Any) -> Any:
 
 
 def loss_of(out: Any) -> Any:
-    """Return the loss that a model computed itself: its result, or that result's ``loss``, or its first part."""
+    """Return the loss that a model returns: its result, the result's ``loss``, or the result's first element."""
     if isinstance(out, Tensor):
         return out
     if isinstance(out, dict) and "loss" in out:
@@ -80,7 +80,7 @@ def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return equal parts of ``tensor``, leaves where it is one; CaptureError for what gradients would go through to."""
+    """Return equal parts of ``tensor``, as leaves if it is one; CaptureError if gradients would flow through it."""
     refuse_gradients_beyond([tensor])
     if isinstance(tensor, torch.nn.Parameter):
         raise CaptureError(
@@ -91,14 +91,14 @@ def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def refuse_gradients_beyond(given: Sequence[Any]) -> None:
-    """Raise CaptureError where a gradient would go on behind what a step is given, to where its graph ends."""
+    """Raise CaptureError if gradients would flow to the history of a step's inputs, outside of its graph."""
     for tensor in given:
         if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
             raise CaptureError(
-                f"TrainStep: a tensor of shape {tuple(tensor.shape)} was computed before the step, from what has a "
-                "gradient, which would end here\n"
+                f"TrainStep: a tensor of shape {tuple(tensor.shape)} was computed before the step from tensors that "
+                "require gradients, which would not get them\n"
                 "  legal: a batch, and attributes of the model, that are data or parameters\n"
-                "  fix:   compute it in the model or in loss_fn; tensor.detach() where it is not to be trained"
+                "  fix:   compute it in the model or in loss_fn; tensor.detach() if it needs no gradient"
             )
 
 
@@ -111,7 +111,7 @@ def make_loss_scale(given: Any, policy: Policy, model: torch.nn.Module) -> LossS
 
 
 def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
-    """Raise CaptureError, or ScaleError, for what no step can be made of."""
+    """Raise CaptureError or ScaleError for arguments of a wrong kind."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer):
         wrong = model if not isinstance(model, torch.nn.Module) else optimizer
         raise CaptureError(
@@ -125,7 +125,7 @@ def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
         )
     if isinstance(optimizer, MixedPrecisionOptimizer):
         raise CaptureError(
-            "TrainStep: a MixedPrecisionOptimizer scales losses and updates masters itself, and so does a step\n"
+            "TrainStep: a MixedPrecisionOptimizer scales losses and updates masters itself, as a TrainStep does\n"
             "  legal: the optimizer alone, over the model's own parameters\n"
             "  fix:   TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), 'fp16-O2')"
         )
@@ -135,7 +135,7 @@ def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
 
 
 def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any, outputs: Any) -> None:
-    """Raise CaptureError for numbers that make no sense, among them those under which a step would go uphill."""
+    """Raise CaptureError for invalid numbers, such as clip limits of 0 or less."""
     if type(micro_batches) is not int or micro_batches < 1:
         raise CaptureError(
             f"TrainStep: micro_batches={micro_batches!r}\n  legal: a whole number, 1 or more\n  fix:   micro_batches=1"
@@ -159,27 +159,27 @@ def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_d
 
 
 def refuse_complex(model: torch.nn.Module, clip_value: float | None) -> None:
-    """Raise CaptureError where complex gradients would be clamped, which have no order."""
+    """Raise CaptureError for ``clip_value`` with complex parameters, whose gradients have no order."""
     found = [name for name, p in model.named_parameters() if p.is_complex()] if clip_value is not None else []
     if found:
         raise CaptureError(
-            f"TrainStep: clip_value={clip_value!r}, and {found[0]} is complex: which of two numbers is larger is not "
+            f"TrainStep: clip_value={clip_value!r}, and {found[0]} is complex: an order of numbers is not "
             f"defined there\n  legal: clip_value for real parameters\n  fix:   clip_norm={clip_value!r}"
         )
 
 
 def refuse_loss(error: BaseException) -> None:
-    """Raise CaptureError where ``error`` says that a loss was marked that is no tensor."""
+    """Raise CaptureError if ``error`` says that the loss is not a tensor."""
     if found := re.search(r"amp_graph::loss\(\).*found type '(\w+)'", str(error), re.DOTALL):
         kind = {"SymFloat": "float", "SymInt": "int", "SymBool": "bool"}.get(found[1], found[1])
         raise CaptureError(
             f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
-            "  fix:   return it from loss_fn without .item(), float(), and other values beside it"
+            "  fix:   return it from loss_fn without .item() or float(), and without other values"
         ) from None
 
 
 def refuse_what_is_no_loss(loss: Any) -> None:
-    """Raise CaptureError where gradients could not start from ``loss``, which was computed without a capture."""
+    """Raise CaptureError if an uncaptured ``loss`` cannot be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         kind = type_text(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise CaptureError(
@@ -189,22 +189,22 @@ def refuse_what_is_no_loss(loss: Any) -> None:
 
 
 def refuse_surroundings() -> None:
-    """Raise CaptureError where a step is called amid what its graph would pass by."""
+    """Raise CaptureError if a step is called under a mode that its graph does not support."""
     if mode := mode_without_capture():
         raise CaptureError(
-            f"TrainStep: called under {mode}, a dispatch mode, which captured code cannot run under"
+            f"TrainStep: called under {mode}, a dispatch mode that captured code does not support"
             "\n  fix:   leave the mode, or call the model itself under it"
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise CaptureError(
-            f"TrainStep: called under torch.{mode}(), where nothing has a gradient\n"
-            "  fix:   call it outside; model(inputs) is what inference calls"
+            f"TrainStep: called under torch.{mode}(), which disables gradients\n"
+            "  fix:   call it outside; for inference call model(inputs)"
         )
 
 
 def refuse_what_is_ours(error: BaseException) -> None:
-    """Raise the error of ours that Dynamo's ``error`` is about."""
+    """Raise our own error that Dynamo's ``error`` wraps, if any."""
     if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
         refuse_loss(error)
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
@@ -212,9 +212,9 @@ def refuse_what_is_ours(error: BaseException) -> None:
 
 
 def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
-    """Make ``call``, the user's code that Dynamo traced, where ``error`` says that it raises: so it arrives as it is.
+    """If ``error`` says that the user's code raised, run ``call`` eagerly so that its own error arrives.
 
-    Buffers and random state are afterwards what they were.
+    Buffers and random state are restored.
     """
     raises = isinstance(error, torch._dynamo.exc.Unsupported) and "Observed exception" in str(error)
     if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
@@ -227,7 +227,7 @@ def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], 
 
 
 def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
-    """Raise what Dynamo's ``error`` means for a step, where that is known."""
+    """Translate a known Dynamo ``error`` into a CaptureError of the step."""
     kinds = torch._dynamo.exc
     if isinstance(error, (kinds.Unsupported, kinds.UserError, kinds.TorchRuntimeError, *DEPENDS_ON_DATA)):
         raise CaptureError(
@@ -237,10 +237,10 @@ def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> Non
 
 
 def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
-    """Do what a first call does under a lock, which no graph enters; say whether that is why Dynamo raised ``error``.
+    """Run one-time setup that takes a lock, which Dynamo cannot trace; return whether it was the cause of ``error``.
 
-    transformers hangs hooks on the modules whose outputs it collects (``output_hidden_states``, ``output_attentions``):
-    at the first call that asks for them, and idle at all others. Source: transformers/utils/output_capturing.py.
+    transformers registers hooks on modules whose outputs it collects (``output_hidden_states``, ``output_attentions``)
+    at the first call that requests them. Source: transformers/utils/output_capturing.py.
     """
     hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
     if hang is None or not isinstance(error, torch._dynamo.exc.Unsupported) or "`lock`" not in str(error):
@@ -253,7 +253,7 @@ def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
 
 
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
-    """Raise CaptureError where the parameters that a step trains are on more than one device."""
+    """Raise CaptureError if the trained parameters are on more than one device."""
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise CaptureError(

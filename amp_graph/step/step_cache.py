@@ -1,7 +1,7 @@
-"""The captures of one ``TrainStep``: which traced step runs, for which parameters, and what is known once it ran.
+"""The captures of one ``TrainStep``: selects the traced step for the current parameters, and runs it.
 
-Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After: that of
-the whole step, traced for these parameters, is run.
+Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After:
+the whole-step graph, traced for these parameters, runs.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from amp_graph.step.untraced_step import PlainStep
 
 
 class CapturedSteps:
-    """What was captured and traced so far; ``last`` says whether the next call is the last micro-batch of a step."""
+    """All captures and traces so far; ``last``: whether the next call is the last micro-batch of a step."""
 
     def __init__(self, builder: StepBuilder, at_floor: str) -> None:
-        """Begin without any; at_floor: "warn" or "error"."""
+        """Start with none; at_floor: "warn" or "error"."""
         self.captured: list[CapturedStep] = []
         self.budget = Budget()
         self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
-        self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # as it is written, for which parameters
+        self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # uncaptured steps, by their parameters
 
     def _all(self) -> list[CapturedStep]:
         return [*self.captured, *(() if self._written is None else self._written[1:])]
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take a captured forward with its loss, as Dynamo's backend: what is returned lives no longer than these."""
-        if takes_symbols(gm):  # by ``mark_dynamic``: what is traced is for one size
+        """Take a captured forward with its loss, as Dynamo's backend; the result references this object weakly."""
+        if takes_symbols(gm):  # from ``mark_dynamic``; a traced step is for one size
             return self.take_plain(gm, example_inputs)
         return self._recorded(self._builder.take(gm))
 
     def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take one whose steps are not traced, for any sizes."""
+        """Take a forward with symbolic sizes, whose steps are not traced."""
         return self._recorded(self._builder.take_plain(gm, example_inputs))
 
     def run_as_written(self, compute: Callable[[], tuple[Any, ...]]) -> Any:
-        """Run a step whose forward is not captured: ``compute`` returns the loss, and what else a step returns."""
+        """Run a step with an uncaptured forward: ``compute`` returns the loss and the step's other results."""
         weights = [p for group in self._watched.optimizer.param_groups for p in group["params"] if p.requires_grad]
         key = tuple(map(id, weights))
         if self._written is None or self._written[0] != key:
@@ -64,7 +64,7 @@ class CapturedSteps:
         try:
             return self._run(written, weights)
         finally:
-            written.forward = None  # which holds the batch
+            written.forward = None  # it references the batch
 
     def _recorded(self, captured: CapturedStep) -> Runner:
         self.captured.append(captured)
@@ -73,26 +73,26 @@ class CapturedSteps:
 
         def run(*args: Any) -> Any:
             steps, captured = owner(), own()
-            assert steps is not None, "a step's graph is called by the step alone"
-            assert captured is not None, "a step has its graphs for as long as it lives"
+            assert steps is not None, "only the step calls its graphs"
+            assert captured is not None, "a step keeps its graphs as long as it lives"
             return steps._run(captured, args)
 
         return run
 
     def forget(self) -> None:
-        """Trace anew at the next call."""
+        """Drop all traces; the next call traces again."""
         for bound in (bound for captured in self._all() for bound in captured.bounds):
             bound.steps.clear()
 
     def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
-        """Run the step that was traced from ``captured`` for these parameters, or trace it."""
+        """Run the step traced from ``captured`` for these parameters; trace it first if needed."""
         if captured.bind(args, self._watched.owned):
             self._drop_unreachable(captured)
         graph = captured.steps.get(captured.bound.kind(self.last, self._state.pending)) or self._trace(captured, args)
         if isinstance(graph, StepGraph):
             self._state.refresh(graph.copies)
         else:
-            self._state.refresh(())  # masters follow, too
+            self._state.refresh(())  # masters are refreshed, too
         found = graph(*args)
         self.budget.calls += 1
         if self.last:
@@ -116,23 +116,23 @@ class CapturedSteps:
         return traced
 
     def _laid_out(self, updates: Sequence[GroupUpdate]) -> None:
-        """Drop the steps whose states are no longer the optimizer's, now that those of ``updates`` were laid out.
+        """Drop the steps whose states are no longer the optimizer's, after those of ``updates`` were created.
 
-        For parameters in another layout, maybe.
+        These may be in another layout.
         """
         for bound in (bound for other in self._all() for bound in other.bounds):
             bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
         self._watched.was_read_by(updates)
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
-        """Let go of parameters that neither the model nor the optimizer has any more, with what was made for them."""
+        """Drop the state of parameters that neither the model nor the optimizer has any more."""
         alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
         for other in self._all():
             other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
         self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
 
     def _was_updated(self, graph: StepGraph | PlainStep) -> None:
-        """Let whoever keeps copies of weights know of an update; this step's own were written by it."""
+        """Tell all weight caches of an update; this step's own copies were written by it."""
         self._state.pending.clear()
         if isinstance(graph, PlainStep):
             if not self._watched.why_outside:
@@ -140,12 +140,12 @@ class CapturedSteps:
                 self._state.was_updated(())
             return
         if graph.after is None:
-            note_step(self._watched.optimizer)  # by fused operators, which leave version counters alone
+            note_step(self._watched.optimizer)  # fused operators do not change version counters
             beside = {id(p) for p in graph.absent.values()}
             self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
 
     def _look_at_floor(self, graph: StepGraph | PlainStep, args: Sequence[Any]) -> None:
-        """Say where gradients stay infinite at the smallest scale."""
+        """Report gradients that stay infinite at the smallest scale."""
         self._calls += 1
         scale = self._builder.loss_scale
         if scale is None or self._calls % STUCK:

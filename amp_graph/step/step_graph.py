@@ -1,4 +1,4 @@
-"""The whole training step as one graph: forward and backward, traced; unscale, clip, update, loss scale, appended.
+"""Builds the graph of a whole training step: traced forward and backward, then unscale, clip, update, loss scale.
 
 Before: a rewritten graph that returns the loss. After: a graph of ATen operations that takes parameters, state and
 batch, updates the first two in place and returns the loss. Nothing in it copies to the host.
@@ -30,31 +30,31 @@ from amp_graph.step.step_passes import appended_passes, names_of_trained
 from amp_graph.step.step_state import Copy
 
 NO_SIZE = (
-    "TrainStep: backward asks for a size that depends on data, and is no part of one graph: {}\n"
-    "  legal: sizes that depend on data where neither forward nor backward branches on them\n"
-    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, or a size that is known (a mask, no selection)"
+    "TrainStep: backward needs a data-dependent size and cannot be traced into one graph: {}\n"
+    "  legal: data-dependent sizes on which neither forward nor backward branches\n"
+    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, or a static size (a mask instead of a selection)"
 )
 
 
 @dataclass
 class StepGraph:
-    """One traced step, and the tensors that belong to it beside the captured graph's inputs."""
+    """One traced step, and its own tensors in addition to the captured graph's inputs."""
 
     gm: GraphModule
     state: list[Tensor]
-    trained: list[int]  # which of the captured graph's inputs have gradients here
+    trained: list[int]  # the captured graph's inputs that have gradients here
     run: Callable[..., Any] = field(repr=False)
-    outputs: int  # how many the captured graph has; the gradients and found_inf follow where "after" wants them
-    first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # names a gradient that is not finite
+    outputs: int  # how many the captured graph has; gradients and found_inf follow if "after" needs them
+    first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # returns the name of a gradient that is not finite
     updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
-    update: str = ""  # how it updates, in words; "" where it does not
-    copies: Sequence[Copy] = ()  # what it reads of weights, and writes where it updates them
-    absent: dict[int, Tensor] = field(default_factory=dict)  # what it trains beside, by the numbers in ``trained``
-    most_bytes: int = 0  # of what it makes, needed at the same time
-    kept_bytes: int = 0  # of the heap, from step to step
-    watch: Callable[[], None] | None = None  # keeps that anew where others took it; called before every run
+    update: str = ""  # how it updates, in words; "" if it does not
+    copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
+    absent: dict[int, Tensor] = field(default_factory=dict)  # further trained parameters, by number
+    most_bytes: int = 0  # peak bytes of its intermediates
+    kept_bytes: int = 0  # heap memory that is kept between steps
+    watch: Callable[[], None] | None = None  # reserves that memory again if others took it; called before every run
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -70,7 +70,7 @@ class StepGraph:
             return found[: self.outputs]
 
     def parameters(self, args: Sequence[Any]) -> list[Tensor]:
-        """Return what it trains, in the order of its gradients."""
+        """Return the trained parameters, in the order of their gradients."""
         return [self.absent[i] if i in self.absent else args[i] for i in self.trained]
 
 
@@ -87,7 +87,7 @@ def trace_step(
     state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
     most = most_bytes(gm)
     run = lower(gm, [*parts.args, *state])
-    parts.args = ()  # the first batch is not to live as long as the graph
+    parts.args = ()  # do not keep the first batch alive
     found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, done[len(appended) :])
     found.absent, found.most_bytes = parts.absent, most
     return found
@@ -114,10 +114,10 @@ def trace_joint(parts: StepParts) -> GraphModule:
 
 
 def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
-    """Trace ``step`` on fake tensors; or, where an operator's fake fails for tensors without elements, on copies.
+    """Trace ``step`` on fake tensors; on real copies if an operator's fake kernel fails for empty tensors.
 
-    Of 2.13 those of ``mse_loss_backward`` and ``native_group_norm_backward``, which divide by the number of elements,
-    and that of ``upsample_nearest2d``. The kernels themselves take what is empty.
+    In torch 2.13 those are ``mse_loss_backward`` and ``native_group_norm_backward``, which divide by the number of
+    elements, and ``upsample_nearest2d``. The real kernels accept empty tensors.
     """
     with torch.no_grad():
         try:
@@ -138,13 +138,13 @@ def mark_loss(loss: Tensor) -> Tensor:
 
 
 def take_loss_mark(gm: GraphModule) -> int:
-    """Take the mark out of a captured graph and return which of its outputs is the loss.
+    """Remove the mark from a captured graph and return the index of the output that is the loss.
 
-    Raises CaptureError where that is no scalar that gradients could start from.
+    Raises CaptureError if that is not a differentiable scalar.
     """
     (mark,) = [n for n in gm.graph.nodes if n.target in (OPS.loss, OPS.loss.default)]
     outputs: Any = gm.graph.output_node().args[0]
-    # Behind the mark there may be a cast: a loss that was computed in low precision leaves the graph as captured.
+    # A cast may follow the mark: a loss computed in low precision is cast back to its captured dtype.
     place = next(i for i, out in enumerate(outputs) if isinstance(out, Node) and mark in (out, *out.all_input_nodes))
     found = value(mark)
     if found.numel() != 1 or not found.is_floating_point():

@@ -1,7 +1,7 @@
-"""What goes into a training step: the captured forward with its loss, who is trained, state of update and scale.
+"""The parts of a training step: the captured forward with its loss, the trained inputs, state of update and scale.
 
-Before: a rewritten graph that returns the loss. After: ``forward_and_backward``, which is what is traced; all else is
-appended to that graph (``step_passes.py``), or done behind it where nothing is traced.
+Before: a rewritten graph that returns the loss. After: ``forward_and_backward``, which is traced; passes append the
+rest to that graph (``step_passes.py``), or the step runs it after autograd if nothing is traced.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 class NoGradient(Exception):
-    """Raised amid a trace that was made for inputs to which the loss sends no gradient: their numbers."""
+    """Raised during a trace if the loss does not depend on some trained inputs; holds their numbers."""
 
     def __init__(self, inputs: Sequence[int]) -> None:
-        """Keep the numbers."""
+        """Store the numbers."""
         super().__init__(inputs)
         self.inputs = frozenset(inputs)
 
 
 @dataclass
 class StepParts:
-    """What goes into a step: the captured forward, who is trained, and the state of update and scale.
+    """The captured forward, the trained inputs, and the state of update and scale.
 
-    Numbers in ``trained`` are those of the captured graph's inputs, and those of ``absent``, below 0.
+    Numbers in ``trained`` index the captured graph's inputs, or, below 0, ``absent``.
     """
 
     forward: Callable[..., Any]
@@ -58,13 +58,13 @@ class StepParts:
     scale: LossScale | None
     options: StepOptions
     names: Sequence[str] = ()  # of the captured graph's inputs
-    hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one a weight cast
-    copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # what they read, by input and dtype
-    masters: dict[int, Tensor] = field(default_factory=dict)  # what is updated in the place of inputs in low precision
+    hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
+    copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
+    masters: dict[int, Tensor] = field(default_factory=dict)  # masters, updated instead of low-precision inputs
     ranks: Ranks | None = None
-    absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step alone
+    absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step only
     absent_names: Mapping[int, str] = field(default_factory=dict)
-    by_data: bool = False  # whether sizes in the captured graph depend on data
+    by_data: bool = False  # whether the captured graph has data-dependent sizes
 
     def tensor_of(self, i: int) -> Any:
         """Return the tensor of number ``i``."""
@@ -75,11 +75,11 @@ class StepParts:
         return self.absent_names[i] if i in self.absent else self.names[i]
 
     def own(self) -> list[int]:
-        """Return which of ``trained`` the captured graph computes with."""
+        """Return the numbers in ``trained`` that are inputs of the captured graph."""
         return [i for i in self.trained if i not in self.absent]
 
     def keeps(self) -> tuple[torch.dtype, ...]:
-        """Return in which low precisions gradients stay as backward makes them, as the update casts them itself."""
+        """Return the low dtypes in which gradients may stay, as the update casts them itself."""
         if self.ranks is not None:
             return ()
         if self.options.one_pass is not None:
@@ -92,7 +92,7 @@ class StepParts:
     # -- forward and backward, traced -----------------------------------------------------------------
 
     def forward_and_backward(self, *given: Any) -> list[Any]:
-        """Return outputs, gradients of ``own()`` and that of the loss, from inputs and copies: this is traced."""
+        """Return outputs, gradients of ``own()``, and the loss's gradient, from inputs and copies; this is traced."""
         count = len(self.args)
         copies = dict(zip(self.copies, given[count:], strict=True))
         return [part for parts in self.gradients(given[:count], copies) for part in parts]
@@ -100,7 +100,7 @@ class StepParts:
     def gradients(
         self, args: Sequence[Any], copies: Mapping[tuple[int, torch.dtype], Tensor], scale: Tensor | None = None
     ) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-        """Return outputs, gradients of ``own()``, each a sum of those of all its copies, and that of the loss."""
+        """Return outputs, gradients of ``own()``, each summed over its copies, and the loss's gradient."""
         own = self.own()
         with torch.enable_grad():
             lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
@@ -121,7 +121,7 @@ class StepParts:
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made, [seed]
 
     def _summed(self, numbers: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the gradient of each input: the only one there is, or the sum of several in fp32."""
+        """Return the gradient of each input: a single one, or the fp32 sum of several."""
         parts: dict[int, list[Tensor]] = {}
         for i, grad in zip(numbers, found, strict=True):
             if grad is not None:
@@ -136,7 +136,7 @@ class StepParts:
     # -- the rest of a step where nothing is traced -------------------------------------------------------
 
     def finish(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> Any:
-        """Run a step from its gradients on, by the functions that passes append; ``grads``: by number of input."""
+        """Run the rest of a step after its gradients, with the functions that passes append; ``grads``: by input."""
         known = dict(enumerate(self.args)) | self.absent
         targets = {i: known[i] for i in self.trained} | self.masters
         lows = lows_of(known, self.trained, self.copies, self.masters)
@@ -161,7 +161,7 @@ class StepParts:
         return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
 
     def _added_up(self, sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Add ``grads`` to ``sums``, and return what the update reads of these: a list of its own, which it changes."""
+        """Add ``grads`` to ``sums``, and return those that the update reads, in a new list that it may change."""
         own = [n for n, i in enumerate(self.trained) if i not in self.absent]
         if self.options.last and self.ranks is not None:
             return totals_of(sums, grads, own)
@@ -169,7 +169,7 @@ class StepParts:
         return [s.clone() for s in sums] if self.options.outside and self.options.last else list(sums)
 
     def first_bad(self, args: Sequence[Any]) -> str:
-        """Return the name of the first input whose gradient is not finite, computed once more and changing nothing."""
+        """Return the name of the first input whose gradient is not finite; recomputes gradients, changes no state."""
         given = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
         scale = self.scale.scale if self.scale is not None else None
         with torch.random.fork_rng():
@@ -179,9 +179,9 @@ class StepParts:
 
 
 def refuse_sparse(name: str) -> NoReturn:
-    """Raise CaptureError for the parameter of that ``name``, whose gradient is sparse."""
+    """Raise CaptureError for the parameter ``name``, whose gradient is sparse."""
     raise CaptureError(
-        f"TrainStep: the gradient of {name} is sparse, which no fused update takes\n"
+        f"TrainStep: the gradient of {name} is sparse, which no fused update supports\n"
         "  legal: dense gradients\n"
         "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
     )
@@ -197,7 +197,7 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _one_each(copies: list[Tensor]) -> list[Tensor]:
-    """Return a leaf for each of ``copies``, so that the gradients of two casts of one weight add up in fp32."""
+    """Return one leaf per copy, so that gradients of two casts of one weight are summed in fp32."""
     seen: set[int] = set()
     leaves = []
     for copy in copies:

@@ -1,4 +1,4 @@
-"""Which passes append the rest of a training step to its joint graph, in order, and the tensors of the inputs they add.
+"""Lists the passes that append the rest of a training step to its joint graph, and the inputs that they add.
 
 Before: ``StepParts``. After: ``[ScaleLoss(), ..., UpdateLossScale(), WriteLowCopies()]``, and a tensor by input's name.
 """
@@ -35,11 +35,11 @@ from amp_graph.step.step_table import in_order
 
 
 def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -> tuple[list[Pass], dict[str, Tensor]]:
-    """Return the passes that make a whole step of a joint graph, and the tensors of the inputs that these add.
+    """Return the passes that complete a joint graph to a whole step, and the tensors of the inputs that they add.
 
     The order is that of ``STEP_TABLE``; PassError where it is not.
     outputs: how many outputs the captured forward has. inputs: the joint graph's inputs by their numbers; the copies of
-    weights stand behind the captured graph's own.
+    weights follow the captured graph's own.
     """
     work = _Appended(parts, inputs)
     options, scaled = parts.options, parts.scale is not None
@@ -63,7 +63,7 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
 
 
 def names_of_trained(parts: StepParts) -> dict[int, str]:
-    """Return a name for each number of what is trained, of its own where several have one name."""
+    """Return a unique name for each trained number."""
     names = {i: parts.name_of(i) for i in parts.trained}
     often = Counter(names.values())
     return {i: name if often[name] == 1 else f"{name} ({i})" for i, name in names.items()}
@@ -71,7 +71,7 @@ def names_of_trained(parts: StepParts) -> dict[int, str]:
 
 @dataclass
 class _Appended:
-    """Makes the passes; ``tensors`` collects the inputs that they add."""
+    """Builds the passes; ``tensors`` collects the inputs that they add."""
 
     parts: StepParts
     inputs: Mapping[int, str]
@@ -88,14 +88,14 @@ class _Appended:
         return {self.names[i]: self._input(_absent(i), p, self.parts.name_of(i)) for i, p in of.items()}
 
     def masters(self) -> dict[str, StateInput]:
-        """Return the inputs of masters, by name of their parameters."""
+        """Return the inputs of masters, by the names of their parameters."""
         found = {}
         for n, (i, full) in enumerate(self.parts.masters.items()):
             found[self.names[i]] = self._input(f"master_weight_{n}", full, f"master of {self.parts.name_of(i)}")
         return found
 
     def sums(self) -> dict[str, StateInput]:
-        """Return the inputs of summed gradients, in the order of what is trained."""
+        """Return the inputs of summed gradients, in the order of ``trained``."""
         if not self.parts.accumulators:
             return {}
         pairs = zip(self.parts.trained, self.parts.accumulators, strict=True)
@@ -103,14 +103,14 @@ class _Appended:
         return {self.names[i]: self._input(name, t, f"gradient of {self.parts.name_of(i)}") for i, name, t in named}
 
     def add_gradients(self, sums: Mapping[str, StateInput]) -> AddGradients:
-        """Return what adds gradients to ``sums``."""
+        """Return the pass that adds gradients to ``sums``."""
         options = self.parts.options
         into = "new" if options.last and self.parts.ranks is not None else "sums"
         add = add_in_place if options.one_pass is None else options.one_pass.add
         return AddGradients(sums, add, into, options.last, options.outside and into == "sums")
 
     def update(self) -> list[Pass]:
-        """Return what averages, unscales, clips, updates, moves the scale and writes the low copies."""
+        """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
         parts, options = self.parts, self.parts.options
         ranks = parts.ranks
         averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype)]
@@ -131,9 +131,9 @@ class _Appended:
         ]
 
     def _in_one_pass(self, copies: dict[str, list[str]]) -> list[Pass]:
-        """Return the update in one pass, which writes the first copy of each parameter: taken out of ``copies``."""
+        """Return the one-pass update, which writes the first copy of each parameter; removes these from ``copies``."""
         options = self.parts.options
-        assert options.one_pass is not None, "asked for where there is one"
+        assert options.one_pass is not None, "only called with a one-pass update"
         first = {name: lows.pop(0) for name, lows in copies.items()}
         how = (options.one_pass, tuple(self.parts.updates), self._groups(), first)
         return [UpdateInOnePass(*how, options.clip_norm, options.clip_value)]
@@ -157,7 +157,7 @@ class _Appended:
         return tuple(found)
 
     def _copies(self) -> dict[str, list[str]]:
-        """Return the inputs that are rounded from each parameter, by its name: itself where it has a master, copies."""
+        """Return the inputs to round from each parameter, by its name: its copies, and itself if it has a master."""
         parts = self.parts
         found = {self.names[i]: [_absent(i) if i in parts.absent else self.inputs[i]] for i in parts.masters}
         for n, (i, _) in enumerate(parts.copies, len(parts.args)):

@@ -1,4 +1,4 @@
-"""The tensors that a ``TrainStep`` keeps beside model and optimizer: weight copies, learning rates, summed gradients.
+"""The tensors that a ``TrainStep`` owns itself: weight copies, learning rates, gradient sums.
 
 Before: each forward casts each weight. After: the update writes the low-precision copy that the next forward reads.
 """
@@ -21,7 +21,7 @@ from amp_graph.passes.weights.watched_memory import watch_of
 
 @dataclass
 class Copy:
-    """The low-precision copy of a parameter, and the state of the parameter of which it is one."""
+    """The low-precision copy of a parameter, and the parameter's state at the time of the cast."""
 
     parameter: Tensor
     low: Tensor
@@ -30,21 +30,21 @@ class Copy:
 
 @dataclass
 class StepState:
-    """What one ``TrainStep`` keeps; tensors are made at their first use and stay where they are."""
+    """The tensors of one ``TrainStep``, created at first use; they never move."""
 
     copies: dict[tuple[int, torch.dtype], Copy] = field(default_factory=dict)
     held: dict[int, Tensor] = field(default_factory=dict)  # parameters held in low precision, with masters
     sums: dict[int, Tensor] = field(default_factory=dict)
-    pending: dict[int, Tensor] = field(default_factory=dict)  # parameters that have a sum, amid micro-batches
+    pending: dict[int, Tensor] = field(default_factory=dict)  # parameters with a gradient sum, between micro-batches
     rates: dict[int, Tensor] = field(default_factory=dict)
-    read: dict[int, float] = field(default_factory=dict)  # the numbers that ``rates`` were last filled with
+    read: dict[int, float] = field(default_factory=dict)  # the values last written to ``rates``
 
     def __post_init__(self) -> None:
-        """Have whoever writes weights unseen say so."""
+        """Subscribe to weight writes that version counters do not show."""
         hear_of_updates()
 
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
-        """Return the copy of ``parameter`` in ``dtype``, made where there is none."""
+        """Return the copy of ``parameter`` in ``dtype``; create it if needed."""
         key = (id(parameter), dtype)
         if key not in self.copies or not _fits(self.copies[key].low, parameter):
             seen = _signs(parameter)
@@ -53,7 +53,7 @@ class StepState:
         return self.copies[key]
 
     def target_of(self, parameter: Tensor) -> Tensor:
-        """Return what the optimizer updates: the fp32 master of a parameter that has one, or the parameter."""
+        """Return the tensor that the optimizer updates: the parameter's fp32 master, or the parameter."""
         master = updated_master(parameter)
         if master is None:
             return parameter
@@ -61,21 +61,21 @@ class StepState:
         return master
 
     def sum_of(self, parameter: Tensor) -> Tensor:
-        """Return what gradients of ``parameter`` are added up in over micro-batches, fp32 where it is low."""
+        """Return the gradient sum of ``parameter`` over micro-batches, in fp32 for a low-precision parameter."""
         key, target = id(parameter), self.target_of(parameter)
         if key not in self.sums or not _fits(self.sums[key], target):
             self.sums[key] = torch.zeros_like(target, requires_grad=False)
         return self.sums[key]
 
     def rate_of(self, group: dict[str, Any]) -> Tensor:
-        """Return the learning rate of ``group`` as a tensor, in the dtype in which kernels read it."""
+        """Return the learning rate of ``group`` as a tensor, in the dtype that kernels read."""
         device = group["params"][0].device
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         made = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         return self.rates.setdefault(id(group), made)
 
     def read_rates(self, groups: list[dict[str, Any]]) -> None:
-        """Copy the groups' learning rates into their tensors, where they are other numbers than before."""
+        """Copy changed learning rates of the groups into their tensors."""
         for group in groups:
             key, lr = id(group), group["lr"]
             rate = self.rates.get(key)
@@ -89,33 +89,33 @@ class StepState:
                 self.read[key] = float(lr)
 
     def forget_rates(self) -> None:
-        """Have the tensors of learning rates made anew."""
+        """Drop the tensors of learning rates."""
         self.rates.clear()
         self.read.clear()
 
     def refresh(self, copies: Iterable[Copy]) -> None:
-        """Bring ``copies``, and all masters, up to date with parameters that someone else has written since.
+        """Update ``copies`` and all masters after writes to parameters by other code.
 
-        Seen by version counter, address, any access to its memory from Python, and optimizers' steps; where somebody
-        may have its memory, it is cast at each step.
+        Writes are detected by version counter, address, access to the memory from Python, and optimizers' steps. A
+        parameter whose memory other code may hold is cast at each step.
         """
         for parameter in self.held.values():
             master_of(parameter)
         for copy in copies:
             now = signs_of(copy.parameter, watch_of(copy.parameter))
             if copy.seen != (address_of(copy.parameter), now):
-                copy.seen = _signs(copy.parameter)  # before the values: a write in between makes the copy old
+                copy.seen = _signs(copy.parameter)  # before the values: a write in between marks the copy stale
                 with torch.no_grad():
                     copy.low.copy_(copy.parameter)
 
     def was_updated(self, copies: Iterable[Copy]) -> None:
-        """Take note that a step has written parameters, these ``copies`` of them, and masters."""
+        """Record that a step has written parameters, these ``copies`` of them, and masters."""
         were_written_back(list(self.held.values()))
         for copy in copies:
             copy.seen = _signs(copy.parameter)
 
     def forget_copies(self) -> None:
-        """Make every copy anew, whatever the counters say."""
+        """Mark every copy as stale, whatever the counters say."""
         with torch.no_grad():
             for copy in self.copies.values():
                 copy.low.copy_(copy.parameter)
@@ -124,17 +124,17 @@ class StepState:
         self.was_updated(self.copies.values())
 
     def were_added_up(self, parameters: Sequence[Tensor]) -> None:
-        """Take note that these parameters have got gradients amid micro-batches."""
+        """Record that these parameters have gradients from micro-batches so far."""
         self.pending.update((id(p), p) for p in parameters)
 
     def drop_sums(self) -> None:
-        """Zero what was added up, so that it is no part of the next step."""
+        """Zero the gradient sums before the next step."""
         self.pending.clear()
         for total in self.sums.values():
             total.zero_()
 
     def keep(self, parameters: Collection[int]) -> None:
-        """Drop what is kept for other parameters than these, which are given by id."""
+        """Drop everything kept for parameters other than these, given by id."""
         self.copies = {key: copy for key, copy in self.copies.items() if key[0] in parameters}
         for kept in (self.held, self.sums):
             for key in kept.keys() - parameters:
@@ -142,12 +142,12 @@ class StepState:
 
 
 def _fits(kept: Tensor, parameter: Tensor) -> bool:
-    """Say whether ``kept`` still is for ``parameter``, whose ``.data`` may have been resized or moved."""
+    """Return whether ``kept`` still fits ``parameter``, whose ``.data`` may have been resized or moved."""
     return (kept.shape, kept.device) == (parameter.shape, parameter.device)
 
 
 def _signs(parameter: Tensor) -> tuple[int, Signs]:
-    """Return what changes when ``parameter`` is written; a sign that never is, where that may show in nothing."""
+    """Return a mark that changes when ``parameter`` is written; an always new one if writes may be invisible."""
     watch = watch_of(parameter)
     signs = signs_of(parameter, watch)
     return address_of(parameter), signs._replace(mark=None) if watch.why_not_free(parameter) else signs

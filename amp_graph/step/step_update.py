@@ -1,7 +1,7 @@
-"""What a step that is not traced does with its gradients, by the functions that passes append to a traced one.
+"""The update of an untraced step, with the same functions that passes append to a traced one.
 
-Before: gradients of the scaled loss. After: parameters, optimizer state, low-precision copies and scale written in
-place, by torch's fused kernels. The order is that of ``step_passes.py``.
+Before: gradients of the scaled loss. After: parameters, optimizer state, low-precision copies and scale are updated in
+place by torch's fused kernels, in the order of ``step_passes.py``.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from amp_graph.step.reduce_gradients import Ranks
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step does beside computing gradients."""
+    """The options of a step's update."""
 
     clip_norm: float | None = None
     clip_value: float | None = None
     micro_batches: int = 1
-    last: bool = True  # whether this graph is of the last micro-batch, the one that updates
-    loss: int = 0  # which output of the captured graph is the loss
-    outside: bool = False  # whether the optimizer is called behind the graph, which then returns the gradients
-    pointwise: bool = False  # whether the update is written in pointwise operations, for a compiler to fuse
-    one_pass: OnePass | None = None  # the update in one pass, if that is how it is done
+    last: bool = True  # whether this graph is the last micro-batch's, which updates
+    loss: int = 0  # index of the captured graph's output that is the loss
+    outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
+    pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
+    one_pass: OnePass | None = None  # the one-pass update, if used
 
 
 @dataclass
 class AtUpdate:
-    """The tensors of a step at its update: what is trained, in the order of its gradients, by number of input."""
+    """The tensors of a step at its update, by input number: the trained ones in the order of their gradients."""
 
     targets: dict[int, Tensor]  # parameters, or their fp32 masters
-    grads: list[Tensor]  # written to, and replaced where ranks average
+    grads: list[Tensor]  # written in place; replaced if ranks average
     scale: Sequence[Tensor]  # the state of the loss scale; empty without one
-    rates: Sequence[Tensor]  # learning rates, one a group
+    rates: Sequence[Tensor]  # learning rates, one per group
     states: Sequence[Sequence[Sequence[Tensor]]]  # by group, kind and parameter
-    lows: dict[int, list[Tensor]]  # what is rounded from each target
+    lows: dict[int, list[Tensor]]  # low-precision tensors to round from each target
 
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What is the same in every step: groups, ``trained`` inputs, their ``numbers`` by parameter's id, options."""
+    """The constants of all steps: groups, ``trained`` inputs, their ``numbers`` by parameter id, options."""
 
     updates: Sequence[GroupUpdate]
     trained: Sequence[int]
@@ -64,7 +64,7 @@ class StepUpdate:
     options: StepOptions
 
     def run(self, now: AtUpdate) -> Tensor | None:
-        """Do it all; return ``found_inf``, 0-d fp32, or None without a loss scale."""
+        """Run the update; return ``found_inf``, 0-d fp32, or None without a loss scale."""
         options = self.options
         if self.ranks is not None:
             now.grads[:] = self.ranks.average(now.grads)
@@ -94,7 +94,7 @@ def lows_of(
     copies: Mapping[tuple[int, torch.dtype], Tensor],
     masters: Collection[int],
 ) -> dict[int, list[Tensor]]:
-    """Return what is rounded from each weight that is updated, by the number of its input."""
+    """Return the low-precision tensors to round from each updated weight, by input number."""
     lows: dict[int, list[Tensor]] = {i: [args[i]] for i in masters}
     for (i, _), low in copies.items():
         if i in trained:
@@ -103,7 +103,7 @@ def lows_of(
 
 
 def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that can be written in place: autograd gives both summands of ``b1 + b2`` one tensor."""
+    """Return gradients without shared memory: autograd returns one tensor for both summands of ``b1 + b2``."""
     known: set[int | None] = set()
     found = []
     for grad in grads:

@@ -1,7 +1,7 @@
-"""From a captured forward with its loss to whole steps: rewritten by the policy, then traced with backward and update.
+"""Builds whole steps from a captured forward with its loss: rewrites it, then traces it with backward and update.
 
-Before: the GraphModule that Dynamo captured of ``loss_fn(model(x), y)``. After: ``StepGraph``, for one that updates and
-for one that only adds gradients up.
+Before: the GraphModule that Dynamo captured of ``loss_fn(model(x), y)``. After: a ``StepGraph`` that updates, and one
+that only accumulates gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from amp_graph.step.traced_step import CapturedStep, PlainCaptured, names_of
 
 @dataclass(eq=False)
 class StepBuilder:
-    """Builds the steps of a ``TrainStep``, whose arguments most of these are."""
+    """Builds the steps of a ``TrainStep``; most fields are its arguments."""
 
     model: torch.nn.Module
     optimizer: Optimizer
@@ -65,7 +65,7 @@ class StepBuilder:
     watched: WatchedOptimizer
 
     def take(self, gm: GraphModule) -> CapturedStep:
-        """Rewrite a captured forward with its loss by the policy."""
+        """Rewrite a captured forward with its loss under the policy."""
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
@@ -78,7 +78,7 @@ class StepBuilder:
         return CapturedStep(rewritten, take_loss_mark(gm))
 
     def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
-        """Rewrite a captured forward with its loss to run as it is: for any sizes, with autograd behind it."""
+        """Rewrite a captured forward with its loss to run untraced: with symbolic sizes, followed by autograd."""
         name_nodes(gm, self.model, self.model.forward)
         policy = replace(self.policy, keep_outputs=True)
         rewritten = rewrite_in_place(gm, policy, None if device_of(gm) == "cpu" else device_of(gm))
@@ -86,15 +86,15 @@ class StepBuilder:
         return PlainCaptured(rewritten, loss, names=names, forward=lower(gm, example_inputs, "eager", policy))
 
     def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
-        """Trace the whole step for these inputs: with the update, or only up to the sums of gradients."""
+        """Trace the whole step for these inputs: with the update, or only up to the gradient sums."""
         stateful = {id(p) for p in self.optimizer.state}
         try:
             return self._traced(captured, args, updates)
-        except NoGradient as found:  # torch leaves parameters alone whose gradient is None: decay and momentum, too
+        except NoGradient as found:  # torch skips parameters whose gradient is None, including decay and momentum
             unused = {id(args[i]): args[i] for i in found.inputs}
             captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
             for p in unused.values():
-                if id(p) not in self.state.pending:  # else other micro-batches have sent it some
+                if id(p) not in self.state.pending:  # else other micro-batches have contributed
                     self.state.sums.pop(id(p), None)
                 if id(p) not in stateful:
                     self.optimizer.state.pop(p, None)
@@ -121,32 +121,32 @@ class StepBuilder:
     def plain_parts(
         self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
     ) -> tuple[StepParts, str]:
-        """Return what goes into a step that is not traced, behind the gradients of ``who``, and how it updates."""
+        """Return the parts of an untraced step that follow the gradients of ``who``, and how it updates, in words."""
         plain = replace(self, compile="eager", update="torch", cuda_graph=False)
         parts, how, _ = plain._parts(captured, args, *who, last)
         return parts, how
 
     def outside(self) -> Callable[..., None] | None:
-        """Return what calls an optimizer that is no part of the step; None where it is."""
+        """Return a function that calls an optimizer outside of the graph; None if the update is inside."""
         return weakly(self._step_outside) if self.watched.why_outside else None
 
     def trained(
         self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]
     ) -> tuple[list[int], dict[int, Tensor]]:
-        """Return which inputs the optimizer trains, in its order, by which norms are added up; and what else it does.
+        """Return the inputs that the optimizer trains, in its order, in which norms are summed; and other parameters.
 
-        The latter are those of the ``pending`` parameters that are no trained inputs, by numbers of their own.
+        The latter are ``pending`` parameters that are not trained inputs, by their own numbers.
         """
         refuse_gradients_beyond(args)
         place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
-        # Weights that were tied since the capture are several of its inputs: the first stands for all of them.
+        # Weights tied after the capture are several inputs: the first represents them.
         own = {i: own[i] for i in _first_of_each(own, without).values()}
         if strangers and not own:
             raise CaptureError(
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
-                "  fix:   make the optimizer from model.parameters(), after the model is what it will be"
+                "  fix:   make the optimizer from model.parameters(), once the model is complete"
             )
         known = {id(a) for a in own.values()}
         absent = dict(zip(count(-1, -1), (p for key, p in pending.items() if key not in known and key in place)))
@@ -157,10 +157,10 @@ class StepBuilder:
     def _parts(
         self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
     ) -> tuple[StepParts, str, list[Copy]]:
-        """Return what goes into a step, how it updates, in words, and the copies of weights that it reads."""
+        """Return a step's parts, the description of its update, and the weight copies that it reads."""
         state = self.state
         names = captured.input_names()[: len(args)]
-        for i in captured.tables(sparse=True):  # tracing fails on sizes that data decide before it comes to see that
+        for i in captured.tables(sparse=True):  # tracing fails on data-dependent sizes before it finds this
             if i in trained:
                 refuse_sparse(names[i])
         known = dict(enumerate(args)) | absent
@@ -199,7 +199,7 @@ class StepBuilder:
         return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise, one_pass)
 
     def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return which inputs of a captured graph are no tensors of the model's own."""
+        """Return the inputs of a captured graph that are not tensors of the model."""
         own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         return tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
 
@@ -212,14 +212,14 @@ class StepBuilder:
         return with_sums_in_fp32(run, self.policy, device)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:
-        """Call an optimizer that is no part of the graph, unless a gradient was infinite."""
+        """Call an optimizer outside of the graph, unless a gradient was infinite."""
         if found_inf is not None and found_inf.item():
             return
         step_with_gradients(self.optimizer, parameters, grads)
 
 
 def _first_of_each(inputs: Mapping[int, Tensor], without: Collection[int]) -> dict[int, int]:
-    """Return the first of the ``inputs`` that each tensor is, by its id, among those that are not in ``without``."""
+    """Return for each tensor, by its id, the first of ``inputs`` that is it, except those in ``without``."""
     found: dict[int, int] = {}
     for i, tensor in inputs.items():
         if i not in without:

@@ -1,7 +1,7 @@
-"""One captured forward with its loss, and the whole steps that were traced from it, by the parameters that it is given.
+"""One captured forward with its loss, and the whole steps traced from it, by their parameters.
 
-Before: ``model.head = heads[task]`` between two steps, under a graph that reads a copy of the old head. After: steps of
-their own for each head.
+Before: ``model.head = heads[task]`` between two steps, under a graph that reads a copy of the old head. After: each
+head has its own steps.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data
 from amp_graph.passes.weights.hoist_weight_casts import Hoisted, hoist_weight_casts
 
-# Which step: one that only adds gradients up, one that updates, or one that also updates these parameters, by id, to
-# which other micro-batches alone have sent gradients.
+# Kind of step: one that only accumulates gradients, one that updates, or one that also updates these parameters, by id,
+# whose gradients come from other micro-batches only.
 Kind = bool | frozenset[int]
 
 
 @dataclass
 class Bound:
-    """The parameters that a captured forward was called with, and the steps that were traced for them."""
+    """The parameters of a captured forward's call, and the steps traced for them."""
 
     parameters: tuple[Tensor, ...]
     steps: dict[Kind, Any] = field(default_factory=dict)
-    trained: frozenset[int] = frozenset()  # which of them, by id; known with the first step
+    trained: frozenset[int] = frozenset()  # the trained ones, by id; known after the first step
 
     def kind(self, last: bool, pending: Collection[int]) -> Kind:
-        """Return which step is to run: the ``last`` of a step's, after others have added up ``pending``, by id."""
+        """Return the kind of step to run: whether it is ``last``, after others have accumulated ``pending``, by id."""
         return last and (frozenset(pending).difference(self.trained) or True)
 
     def is_within(self, alive: Collection[int]) -> bool:
-        """Say whether all its parameters are among ``alive``, given by id."""
+        """Return whether all its parameters are among ``alive``, given by id."""
         return all(id(p) in alive for p in self.parameters)
 
 
@@ -48,12 +48,12 @@ class Bound:
 class CapturedStep:
     """One captured forward with its loss, and the whole steps traced from it."""
 
-    rewritten: Any  # a Rewritten; None where the forward is not captured
-    loss: int  # which of the graph's outputs it is
+    rewritten: Any  # a Rewritten; None if the forward is not captured
+    loss: int  # index of the loss among the graph's outputs
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
-    numbers: tuple[int, ...] | None = None  # which of the graph's inputs are parameters; known with the first call
+    numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
-    without: frozenset[int] = frozenset()  # inputs to which the loss sends no gradient
+    without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
 
     def computed(self) -> Callable[..., Any]:
         """Return what computes the outputs from the inputs."""
@@ -64,16 +64,16 @@ class CapturedStep:
         return names_of(self.rewritten.gm)
 
     def tables(self, *, sparse: bool = False) -> Collection[int]:
-        """Return which inputs are read as tables of embeddings, and in no other way; ``sparse``: by sparse ones."""
+        """Return the inputs that only embeddings read, as their tables; ``sparse``: sparse embeddings."""
         return tables_of(self.rewritten.gm, sparse=sparse)
 
     def depends_on_data(self) -> bool:
-        """Say whether sizes, or numbers, in the graph depend on data."""
+        """Return whether sizes or numbers in the graph depend on data."""
         return any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
 
     @property
     def bound(self) -> Bound:
-        """What belongs to the parameters of the last call."""
+        """The steps and parameters of the last call."""
         return self.bounds[0]
 
     @property
@@ -82,9 +82,9 @@ class CapturedStep:
         return self.bounds[0].steps if self.bounds else {}
 
     def bind(self, args: Sequence[Any], owned: Callable[[], Collection[int]]) -> bool:
-        """Take up the steps for the parameters among ``args``; say whether these came in the place of others.
+        """Select the steps for the parameters in ``args``; return whether they have replaced others.
 
-        A module or a parameter may have been put in the place of another, which no guard of a capture looks at.
+        A module or a parameter may have been replaced, which no guard of a capture checks.
         owned: returns the tensors that the optimizer has, by id.
         """
         numbers = self._take_weights(args, owned()) if self.numbers is None else self.numbers
@@ -97,7 +97,7 @@ class CapturedStep:
         return len(self.bounds) > 1
 
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
-        """Make inputs of the casts of weights, which the first call tells apart; return which inputs weights are."""
+        """Turn weight casts into graph inputs, at the first call; return the indices of inputs that are weights."""
         gm = self.rewritten.gm
         self.numbers = _weights_among(args, owned)
         self.hoisted = hoist_weight_casts(gm, [i for i in self.numbers if isinstance(args[i], torch.nn.Parameter)])
@@ -107,9 +107,9 @@ class CapturedStep:
 
 @dataclass
 class PlainCaptured(CapturedStep):
-    """A forward with its loss of which no step is traced: captured for any sizes, or as it is written.
+    """A forward with its loss whose steps are not traced: captured with symbolic sizes, or uncaptured.
 
-    Weights are cast in it, and autograd runs behind it.
+    It casts weights itself, and autograd runs after it.
     """
 
     names: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class PlainCaptured(CapturedStep):
 
     def computed(self) -> Callable[..., Any]:
         """Return what computes the outputs from the inputs."""
-        assert self.forward is not None, "set where it is made"
+        assert self.forward is not None, "set at its creation"
         return self.forward
 
     def input_names(self) -> list[str]:
@@ -125,11 +125,11 @@ class PlainCaptured(CapturedStep):
         return self.names
 
     def tables(self, *, sparse: bool = False) -> Collection[int]:
-        """Return none: gradients of tables are as autograd makes them."""
+        """Return none: autograd computes gradients of tables."""
         return ()
 
     def depends_on_data(self) -> bool:
-        """Say no: what is traced is autograd's run of the forward."""
+        """Return False: autograd runs the forward, nothing is traced."""
         return False
 
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def names_of(gm: GraphModule) -> list[str]:
 
 
 def takes_symbols(gm: GraphModule) -> bool:
-    """Say whether a captured graph is for inputs of several sizes, or numbers."""
+    """Return whether a captured graph has symbolic sizes or numbers."""
     given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     sizes = [size for one in given for size in (one.shape if isinstance(one, Tensor) else (one,))]
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)

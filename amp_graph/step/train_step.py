@@ -1,4 +1,4 @@
-"""``TrainStep``: forward, backward, unscale, clip, update and loss scale as one graph, with nothing on the host.
+"""``TrainStep``: forward, backward, unscale, clip, update and loss scale as one graph without host syncs.
 
 Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``, clip, ``step``, ``update``. After:
 ``loss = step(inputs, targets)``.
@@ -57,7 +57,7 @@ from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import CapturedStep
 from amp_graph.step.wrapped_optimizers import unwrapped
 
-# What a step is made for; options of the optimizer and the loss scale may change.
+# Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
     *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
@@ -67,32 +67,32 @@ MADE_FOR = (
 class TrainStep:
     """A training step of ``model`` as one graph: ``loss = step(inputs, targets)``.
 
-    loss_fn: called as ``loss_fn(model(inputs), *targets)``; inputs that are a tuple or a dict are the model's
+    loss_fn: called as ``loss_fn(model(inputs), *targets)``; a tuple or dict of inputs is unpacked as the model's
     arguments. None: the model computes its loss, and returns it or has it in ``.loss`` or ``["loss"]``.
-    optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad update inside the graph by their fused
-    kernels; any other is called behind it. Learning rates are read at every step, so schedulers work.
+    optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad update inside the graph with their fused
+    kernels; any other is called after it. Learning rates are read at every step, so schedulers work.
     policy: as for ``convert``. loss_scale: "dynamic", a number, a ``LossScale``, or None for none; by default
-    dynamic in fp16, none in bf16. clip_norm, clip_value: of the unscaled gradients. micro_batches: the batch is
-    split along dimension 0 into that many, whose gradients are averaged. outputs: return ``(loss, outputs)``.
+    dynamic in fp16, none in bf16. clip_norm, clip_value: limits of the unscaled gradients. micro_batches: split the
+    batch along dimension 0 into that many and average their gradients. outputs: return ``(loss, outputs)``.
     process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
-    ``torch.distributed``, False for none. reduce_dtype: what travels, for example ``torch.bfloat16``; None for fp32.
-    Parameters and buffers are those of the first rank at the start; the loss is each rank's own.
-    at_floor: "warn" or "error" where gradients stay infinite at the smallest scale; on CUDA some steps later.
-    cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on, whose kernels are
-    launched all at once; the results of a step are copies, its temporaries stay allocated.
-    update: "one_pass" reads gradients in low precision and writes weights, state and copies in one pass of C, compiled
-    for the CPU at hand; "torch" takes PyTorch's kernels, between casts; "auto" the former where it pays, and there is a
-    compiler. The report says which.
+    ``torch.distributed``, False for none. reduce_dtype: dtype of the all-reduce, such as ``torch.bfloat16``; None for
+    fp32. Parameters and buffers are broadcast from the first rank at the start; the loss is each rank's own.
+    at_floor: "warn" or "error" if gradients stay infinite at the smallest scale; on CUDA some steps later.
+    cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on with a single launch;
+    the results of a step are copies, its temporaries stay allocated.
+    update: "one_pass" reads low-precision gradients and writes weights, state and copies in one pass of C, which is
+    JIT-compiled for the host CPU; "torch" uses PyTorch's kernels and casts; "auto" is "one_pass" if that is profitable
+    and a compiler is installed. The report says which was used.
 
-    max_graphs: the first two kinds of batches are traced whole; the forward is captured for any sizes and numbers then,
-    with autograd behind it and the same update, in so many graphs in all. Steps without a graph then run as code that
-    escapes capture, with a warning that says what changes. Over several ranks all are traced.
+    max_graphs: the limit of graphs. The first two kinds of batches are traced whole; then the forward is captured with
+    symbolic sizes and numbers, followed by autograd and the same update. Steps without a graph run as code that
+    escapes capture, with a warning that says what changes. With several ranks all steps are traced.
 
-    Weights are cast once an update, by the update: ``forward`` reads their low-precision copies (O1) or the parameters
-    themselves (O2, whose fp32 masters are updated, and which converts ``model``).
+    Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
+    parameters themselves (O2, which converts ``model`` and updates fp32 masters).
 
-    A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. Shapes, train or
-    eval and other guards capture anew. Copied or pickled, a step takes copies of its model and optimizer along.
+    A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
+    eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.
     Raises CaptureError (not one graph, a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
     PolicyError; CompilerError for "one_pass" without a C compiler.
     """
@@ -147,7 +147,7 @@ class TrainStep:
             self._own = {*self.__dict__, "_own"} - others
 
     def _make(self, ranks: Ranks | None) -> None:
-        """Make what captures and runs the graphs; converts the model at levels that hold parameters low."""
+        """Create the parts that capture and run graphs; at levels O2 and O3 convert the model."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self.policy.level in HELD_LOW and conversion_of(model) is None:
             convert(model, self.policy)
@@ -193,12 +193,12 @@ class TrainStep:
         failed: BaseException | None = None
         try:
             result = self._runs(batch)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
             return result
         except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
             if not set_up_outside(self.model, error):
                 failed = error
-        if failed is not None:  # behind the handler: the user's own errors are not to be chained to Dynamo's
+        if failed is not None:  # outside of the handler, so that the user's errors are not chained to Dynamo's
             refuse_what_is_ours(failed)
             raise_what_the_code_raises(self.model, functools.partial(self._as_written, *batch), failed)
             refuse_what_is_no_graph(self.model, failed)
@@ -206,23 +206,23 @@ class TrainStep:
         return self._once(batch, last)
 
     def _as_written(self, *batch: Any) -> Any:
-        """Compute outputs and loss as the user's code does, for what it raises."""
+        """Compute outputs and loss with the user's code, to get its own errors."""
         model, loss_fn = forward_of(self.model), self.loss_fn
         out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
         return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to change what the graphs were made for."""
+        """Refuse changes of options that the graphs depend on."""
         if name in MADE_FOR and name in self.__dict__:
             raise CaptureError(
-                f"TrainStep: {name} is set to {value!r:.200}, and a step keeps what it was made with\n"
-                "  legal: new options of its optimizer, its loss scale and its model, as they are\n"
+                f"TrainStep: {name} is set to {value!r:.200}, but it is fixed once a step is made\n"
+                "  legal: changes of its optimizer's, loss scale's and model's own options\n"
                 f"  fix:   another TrainStep(..., {name}=...) over the same model and optimizer"
             )
         super().__setattr__(name, value)
 
     def _follow(self) -> None:
-        """Take up what was changed since the last call around the graphs, so that these are made anew."""
+        """Check for outside changes since the last call, and drop graphs that they invalidate."""
         if conversion_of(self.model) is not self._conversion:
             self._follow_conversion()
         options = None if self.loss_scale is None else self.loss_scale.options()
@@ -233,7 +233,7 @@ class TrainStep:
         self._scale_options = options
 
     def _follow_conversion(self) -> None:
-        """Capture anew where the model was converted, or reverted, after this step was made."""
+        """Drop captures if the model was converted or reverted after this step was made."""
         policy_of(self.model, self.policy)  # which is to be the same
         self._runs.capture()
         self._conversion = conversion_of(self.model)
@@ -244,42 +244,42 @@ class TrainStep:
     # -- state ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle as what it was made from: the copy trains copies of model and optimizer, captured anew."""
+        """Copy and pickle the constructor's arguments: the copy trains a copied model and optimizer."""
         if self.process_group not in (None, False, default_group()):
             raise CaptureError(
-                "TrainStep: a step over a process group of its own is copied, which is a connection, no value\n"
+                "TrainStep: a step with its own process group cannot be copied, as the group is a connection\n"
                 "  legal: process_group=None or False\n  fix:   a new TrainStep over the copied model and optimizer"
             )
         kept = {name: value for name, value in self.__dict__.items() if name in MADE_FOR or name not in self._own}
         return {**kept, "process_group": False if self.process_group is False else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the copy, with what others have put beside."""
+        """Build the copy, with further attributes set by other code."""
         TrainStep.__init__(self, **{name: state[name] for name in MADE_FOR if name in state})
         self.__dict__.update({name: value for name, value in state.items() if name not in MADE_FOR})
 
     def forget(self) -> None:
-        """Trace anew at the next call: done by itself where state or options of the optimizer were replaced."""
+        """Drop all traces; happens automatically if state or options of the optimizer are replaced."""
         self._watched.forget_state()
         self._state.forget_rates()
         self._steps.forget()
 
     def refresh(self) -> None:
-        """Cast all weights anew. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
+        """Cast all weights again. Only needed after writes that no version counter shows: ``weight.data.add_(1)``."""
         self._state.forget_copies()
 
     def weight_copies(self) -> list[Tensor]:
-        """Return the low-precision copies of weights that forward reads."""
+        """The low-precision weight copies that forward reads."""
         return [copy.low for copy in self._state.copies.values()]
 
     @property
     def captured(self) -> list[CapturedStep]:
-        """What was captured so far, each with the steps that were traced from it."""
+        """All captures so far, each with the steps traced from it."""
         return self._steps.captured
 
     @property
     def notes(self) -> list[str]:
-        """What the report says of steps that were not captured."""
+        """The report's notes on steps that were not captured."""
         return self._runs.notes
 
     @property
@@ -289,11 +289,11 @@ class TrainStep:
         return self.loss_scale.state[3] if ready and self.loss_scale is not None else torch.tensor(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is neither the model's nor the optimizer's: that of the loss scale."""
+        """Return the step's own state, besides model and optimizer: that of the loss scale."""
         return {"loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned; ScaleError, and no change, where it is something else."""
+        """Load a ``state_dict`` result; for anything else raise ScaleError and change nothing."""
         given = state.get("loss_scale", ...) if isinstance(state, Mapping) else ...
         if given is ... or (given is None) != (self.loss_scale is None):
             raise ScaleError(
@@ -305,6 +305,6 @@ class TrainStep:
             self.loss_scale.load_state_dict(given)
 
     def graph_text(self) -> str:
-        """Return the traced steps as text: forward, backward, unscale, update and scale, one line a node."""
+        """Return the traced steps as text: forward, backward, unscale, update and scale, one line per node."""
         traced = [step for captured in self.captured for step in captured.steps.values() if isinstance(step, StepGraph)]
         return "\n\n".join(graph_text(step.gm) for step in traced)

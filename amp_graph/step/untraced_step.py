@@ -1,7 +1,7 @@
-"""A training step that is not traced: forward, autograd, and then the update that traced steps have in their graph.
+"""An untraced training step: forward, autograd, and then the update that traced steps have in their graph.
 
-Before: batches of thirty lengths, and a step traced for each. After: the forward captured once for all sizes, or run as
-it is written; gradients of autograd; and the same unscaling, clipping, update and loss scale, operation by operation.
+Before: batches of thirty lengths, and a traced step for each. After: a forward captured once with symbolic sizes, or
+uncaptured; gradients by autograd; and the same unscaling, clipping, update and loss scale, operation by operation.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from amp_graph.step.step_parts import DETACHED, StepParts
 from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import PlainCaptured
 
-# Numbers of what is trained, in the optimizer's order, and what of it has gradients of other micro-batches alone.
+# Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
 Who = tuple[list[int], dict[int, Tensor]]
 
 
 @dataclass(eq=False)
 class PlainStep:
-    """Runs steps of one captured forward; ``made`` is told of updates whose state was laid out for them.
+    """Runs steps of one captured forward; ``made`` is called with updates for which state was created.
 
-    Which parameters have gradients may change from step to step, where the forward runs as it is written: the update
-    is of those alone, as ``optimizer.step()`` leaves alone what has no gradient.
+    If the forward is uncaptured, the parameters with gradients may change from step to step. Only those are updated,
+    as ``optimizer.step()`` skips parameters without a gradient.
     """
 
     builder: StepBuilder
@@ -37,7 +37,7 @@ class PlainStep:
     made: Callable[[Sequence[GroupUpdate]], None]
     update: str = ""
     known: dict[tuple[Any, ...], StepParts] = field(default_factory=dict)
-    now: StepParts | None = None  # of the last call
+    now: StepParts | None = None  # parts of the last call
 
     @property
     def updates(self) -> list[GroupUpdate]:
@@ -57,19 +57,19 @@ class PlainStep:
         if not self.last or not parts.trained or not parts.options.outside:
             return found
         after, count = self.builder.outside(), len(outputs)
-        assert after is not None, "asked for where the optimizer is called outside"
+        assert after is not None, "only called if the optimizer is outside"
         behind = found[count + len(parts.trained) :]
         after(self.parameters(args), found[count : count + len(parts.trained)], behind[0] if behind else None)
         return found[:count]
 
     def parameters(self, args: Sequence[Any]) -> list[Tensor]:
-        """Return what was trained in the last call, in the order of its gradients."""
+        """Return the parameters trained in the last call, in the order of their gradients."""
         parts = self.now
         assert parts is not None, "asked for after a call"
         return [parts.absent[i] if i in parts.absent else args[i] for i in parts.trained]
 
     def first_bad(self, args: Sequence[Any]) -> str:
-        """Return the name of the first input whose gradient is not finite; the forward runs once more for it."""
+        """Return the name of the first input whose gradient is not finite; runs the forward once more."""
         assert self.now is not None, "asked for after a call"
         with torch.random.fork_rng():
             _, grads = self._gradients(args)
@@ -77,7 +77,7 @@ class PlainStep:
         return f"{self.now.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
 
     def _gradients(self, args: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
-        """Return the outputs, and the gradients of the scaled loss by number of input, where there are any."""
+        """Return the outputs, and the existing gradients of the scaled loss by input number."""
         own = [i for i in self.builder.trained(args, (), {})[0]]
         scale = self.builder.loss_scale
         if scale is not None and own:
@@ -99,12 +99,12 @@ class PlainStep:
     def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             raise CaptureError(
-                "TrainStep: a gradient is sparse, which no fused update takes\n  legal: dense gradients\n"
+                "TrainStep: a gradient is sparse, which no fused update supports\n  legal: dense gradients\n"
                 "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
             )
 
     def _parts_for(self, args: Sequence[Any], grads: Mapping[int, Tensor]) -> StepParts:
-        """Return what updates exactly those that have gradients."""
+        """Return the parts of an update of exactly the inputs with gradients."""
         without = {i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in grads}
         trained, absent = self.builder.trained(args, without, self.builder.state.pending if self.last else {})
         key = (tuple(trained), tuple(map(id, absent.values())))

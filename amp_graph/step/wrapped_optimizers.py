@@ -1,4 +1,4 @@
-"""Optimizers that others have wrapped: taken out where that is all there is to their step, else refused with the fix.
+"""Unwraps optimizers of other libraries if their step only calls the inner one; else refuses them with a fix.
 
 Before: ``TrainStep(model, loss_fn, accelerator.prepare(optimizer))``, an AttributeError amid the step's making. After:
 the step is that of the optimizer inside.
@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from amp_graph.errors import CaptureError
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 
-# Where wrappers keep what they wrap: accelerate, Lightning, Lookahead of timm and others.
+# The attributes of wrappers that hold the inner optimizer: accelerate, Lightning, Lookahead of timm and others.
 INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside of ``optimizer`` where calling its step is all that the latter's does, else this.
+    """Return the inner optimizer if the wrapper's step only calls the inner step, else ``optimizer``.
 
-    Raises CaptureError for wrappers that are no optimizers of torch's kind, and for those whose step may be left out.
+    Raises CaptureError for wrappers that are not torch optimizers, and for those that may skip steps.
     """
     name = next((name for name in INSIDE if isinstance(getattr(optimizer, "__dict__", {}).get(name), Optimizer)), "")
     own_hooks = isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in optimizer.__dict__
-    if own_hooks or isinstance(optimizer, MixedPrecisionOptimizer):  # the latter is refused elsewhere
-        return optimizer  # whose own step is called
+    if own_hooks or isinstance(optimizer, MixedPrecisionOptimizer):  # others are refused elsewhere
+        return optimizer  # its own step is called
     if name and _is_of_accelerate(optimizer):
         _refuse_what_leaves_steps_out(optimizer)
         return optimizer.__dict__[name]
@@ -33,9 +33,9 @@ def unwrapped(optimizer: Any) -> Any:
         kind, inner = type(optimizer).__name__, type(optimizer.__dict__[name]).__name__
         public = "optimizer" if isinstance(getattr(type(optimizer), "optimizer", None), property) else name
         raise CaptureError(
-            f"TrainStep: a {kind}, which wraps a {inner}, and it is not known what else its step() does\n"
+            f"TrainStep: a {kind} wraps a {inner}, and its step() may do more than call the inner step()\n"
             "  legal: a torch.optim.Optimizer, made by Optimizer.__init__\n"
-            f"  fix:   TrainStep(model, loss_fn, optimizer.{public}, ...), the one inside"
+            f"  fix:   TrainStep(model, loss_fn, optimizer.{public}, ...), the inner optimizer"
         )
     if isinstance(optimizer, Optimizer):
         raise CaptureError(
@@ -51,15 +51,15 @@ def _is_of_accelerate(optimizer: Any) -> bool:
 
 
 def _refuse_what_leaves_steps_out(optimizer: Any) -> None:
-    """Raise CaptureError where accelerate steps on scaled or accumulated gradients; accelerate/optimizer.py, 1.15."""
+    """Raise CaptureError if accelerate scales or accumulates gradients; accelerate/optimizer.py, 1.15."""
     if getattr(optimizer, "scaler", None) is not None:
         raise CaptureError(
-            "TrainStep: accelerate scales losses for this optimizer, and a step scales them itself\n"
+            "TrainStep: accelerate scales losses for this optimizer, and a TrainStep scales them, too\n"
             "  fix:   Accelerator(mixed_precision='no'), and TrainStep(model, loss_fn, optimizer, 'fp16')"
         )
     batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
     if batches != 1:
         raise CaptureError(
-            f"TrainStep: accelerate calls this optimizer once in {batches} batches, and a step updates at each\n"
+            f"TrainStep: accelerate calls this optimizer once in {batches} batches, and a TrainStep updates at each\n"
             f"  fix:   Accelerator(gradient_accumulation_steps=1), and TrainStep(..., micro_batches={batches})"
         )

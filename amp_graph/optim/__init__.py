@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
 
-if not TYPE_CHECKING:  # for whom this module would have any name then
+if not TYPE_CHECKING:  # type checkers would accept any name otherwise
 
     def __getattr__(name: str) -> Any:
-        """Import the optimizers when one is asked for; say which there are to who asks for another of torch's."""
+        """Import an optimizer at its first use; for another name of torch.optim's raise an error that lists them."""
         if name in __all__:
             return getattr(importlib.import_module("amp_graph.optim.optimizers"), name)
         hint = ""
         torch_optim = importlib.import_module("torch.optim")
         if hasattr(torch_optim, name):
-            hint = f"\n  legal: {', '.join(__all__)}\n  fix:   torch.optim.{name}, which goes with any converted model"
+            hint = f"\n  legal: {', '.join(__all__)}\n  fix:   torch.optim.{name}, which works with any converted model"
         raise AttributeError(f"module 'amp_graph.optim' has no attribute {name!r}{hint}")

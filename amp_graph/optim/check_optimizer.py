@@ -1,7 +1,7 @@
-"""What an optimizer must be, and what its state must fit, checked before anything changes.
+"""Checks an optimizer and its state before anything changes.
 
-Before: ``optimizer.load_state_dict(checkpoint_of_another_model)``, which torch takes, and whose sizes fused kernels do
-not look at: they read and write behind the end of the moments. After: a ScaleError that says where.
+Before: torch accepts ``optimizer.load_state_dict(checkpoint_of_another_model)``, and fused kernels, which do not check
+sizes, read and write out of bounds. After: a ScaleError that says where.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.optim.torch_fused_update import kind_of
 
-SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # a number for all elements of a parameter
-OTHERWISE_SHAPED = (Adafactor, LBFGS)  # whose state is factored, or a history
+SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # one number per parameter
+OTHERWISE_SHAPED = (Adafactor, LBFGS)  # their state is factored, or a history
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Say whether ``optimizer`` is one of torch's, or of ours, which do as they: what others do is not known."""
+    """Return whether ``optimizer`` is one of torch's or ours; what others do is not known."""
     return kind_of(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of ``optimizer``, each with what its user knows it by."""
+    """Yield the parameters of ``optimizer``, each with a descriptive name."""
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
         for name, parameter in zip(names, group["params"], strict=True):
@@ -36,11 +36,11 @@ def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_closures(caller: str, optimizer: Optimizer) -> None:
-    """Raise ScaleError where ``optimizer.step()`` cannot do without a closure."""
+    """Raise ScaleError if ``optimizer.step()`` requires a closure."""
     if _needs_closure(type(optimizer).step):
         raise ScaleError(
-            f"{caller}: {type(optimizer).__name__}.step asks for a closure that computes gradients, which are "
-            "computed and checked here before it is called\n  legal: an optimizer whose step() needs none\n"
+            f"{caller}: {type(optimizer).__name__}.step needs a closure that computes gradients, but they "
+            "are computed and checked before step is called\n  legal: an optimizer whose step() needs none\n"
             "  fix:   amp_graph.convert(model, 'bf16') without a loss scale, and optimizer.step(closure)"
         )
 
@@ -52,32 +52,32 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 
 def refuse_hooks(optimizer: Optimizer) -> None:
-    """Raise CaptureError where a parameter has a hook for its gradient, which a graph would pass by."""
+    """Raise CaptureError if a parameter has a gradient hook, which a graph would not call."""
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for g in optimizer.param_groups for p in g["params"]):
         named = named_parameters(optimizer)
         name = next(name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
         raise CaptureError(
-            f"TrainStep: a hook waits for the gradient of {name}, and the gradients of a step exist inside of its "
-            "graph alone\n  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
+            f"TrainStep: {name} has a gradient hook, and the gradients of a step exist only inside of its "
+            "graph\n  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
             "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, where hooks of parameters run"
         )
 
 
 def refuse_state_of_another_model(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Raise ScaleError where ``given``, a ``state_dict``, has state in other shapes than the parameters it is for."""
-    keys = chain.from_iterable(group["params"] for group in given.get("param_groups", ()))  # torch says what is missing
+    """Raise ScaleError if ``given``, a ``state_dict``, has state in shapes other than the parameters'."""
+    keys = chain.from_iterable(group["params"] for group in given.get("param_groups", ()))  # torch reports if missing
     states = given.get("state", {})
     _refuse(caller, optimizer, (states.get(key, {}) for key in keys))
 
 
 def refuse_own_state(caller: str, optimizer: Optimizer) -> None:
-    """Raise ScaleError where the state that ``optimizer`` has is that of another model: loaded into it before."""
+    """Raise ScaleError if ``optimizer`` already holds another model's state."""
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     _refuse(caller, optimizer, (optimizer.state.get(p, {}) for p in params))
 
 
 def _refuse(caller: str, optimizer: Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
-    """Look at torch's own optimizers, whose state has the shape of its parameter; what others keep is not known."""
+    """Check torch's own optimizers, whose state has its parameter's shape; the state of others is not known."""
     kind = type(optimizer)
     if not is_torchs(optimizer) or issubclass(kind, OTHERWISE_SHAPED):
         return

@@ -1,7 +1,7 @@
-"""How what an update goes through lies in memory: a parameter, its gradient and its state, element by element.
+"""Gives a gradient and optimizer state the memory layout of their parameter.
 
-Before: a gradient in channels_last beside a contiguous weight, which fused kernels go through by memory, as if both
-were one row of numbers. After: the gradient in the weight's strides.
+Before: a channels_last gradient of a contiguous weight; fused kernels ignore strides and iterate both in memory order.
+After: the gradient has the weight's strides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as as laid_out_as  # for whoever updates
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as as laid_out_as  # re-exported for update code
 from amp_graph.passes.loss_scaling.gradient_layout import lies_as as lies_as
 from amp_graph.passes.torch_compat.storage import address_of, storage_of
 
@@ -17,17 +17,17 @@ PAGE = 4096  # bytes
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Say whether ``tensor`` is one row of numbers in memory, in whatever order of dimensions; no DTensor is."""
+    """Return whether ``tensor`` is dense in memory, in any order of dimensions; a DTensor is not."""
     plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local")
     return plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def zeros_beside(parameter: Tensor) -> Tensor:
-    """Return zeros in shape, dtype and layout of ``parameter``, on a CPU at the same place within a page of memory.
+    """Return zeros in shape, dtype and layout of ``parameter``; on a CPU with the same offset within a page.
 
-    A CPU that looks for what it has yet to write compares no more than the place within a page: kernels that go through
-    parameter and state together would wait for their own writes to the one before they read the other. A step of three
-    layers of 256 took 437 us, and takes 417; states that do not fit into caches gain nothing.
+    CPUs compare pending stores with loads by their offset within a page (4K aliasing): kernels that iterate parameter
+    and state together would wait for their own stores. A step of three layers of 256 took 437 us and takes 417; states
+    that do not fit into caches gain nothing.
     """
     size = parameter.element_size()
     plain = type(parameter) in (Tensor, torch.nn.Parameter) and is_dense(parameter)

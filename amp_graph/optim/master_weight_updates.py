@@ -1,6 +1,6 @@
-"""Any torch optimizer updates fp32 masters where its parameters are held in low precision.
+"""Makes any torch optimizer update fp32 masters in place of its low-precision parameters.
 
-Before: ``optimizer.step()`` adds lr * update to bf16 weights, which mostly rounds back to what they were. After: the
+Before: ``optimizer.step()`` adds lr * update to bf16 weights, which mostly rounds to no change. After: the
 same call updates the fp32 masters and rounds them into the weights, whether the optimizer was built before or after
 ``amp_graph.convert(model, "bf16-O2")``.
 """
@@ -20,11 +20,11 @@ from amp_graph.optim.master_weights import MASTER, put_master_back, updated_mast
 from amp_graph.passes.torch_compat.optimizers import load_optimizer_states_as, on_every_optimizer_step
 
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
-INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler hands on what gradients are to be multiplied by
+INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler passes the factor of gradients
 
 
 class MastersInPlace:
-    """Lets an optimizer see masters in the place of low parameters, with its state, and fp32 gradients on them."""
+    """Replaces an optimizer's low-precision parameters by their masters, with its state and fp32 gradients."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Find the parameters of ``optimizer`` that have masters."""
@@ -32,12 +32,12 @@ class MastersInPlace:
         self.find()
 
     def find(self) -> None:
-        """Find them again, and follow what was written into them since."""
+        """Find them again, and update masters after writes to their parameters."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.pairs = [(p, full) for p in params if (full := updated_master(p)) is not None]
 
     def enter(self, inverse_scale: Tensor | None = None) -> None:
-        """Swap; all gradients are fp32 then, multiplied by ``inverse_scale`` (0-d fp32) where given."""
+        """Swap; all gradients are then fp32, multiplied by ``inverse_scale`` (0-d fp32) if given."""
         for p, full in self.pairs:
             full.grad = gradient_of_master(p, full)
         self.swap()
@@ -46,9 +46,9 @@ class MastersInPlace:
             torch._foreach_mul_(grads, inverse_scale)
 
     def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` for a step on masters: it finds the parameters in their places, with what they became.
+        """Wrap ``closure`` for a step on masters: it sees the parameters in their places, with current values.
 
-        Each call of it rounds the masters into the parameters, and hands the gradients that it computes to the masters.
+        Each call rounds the masters into the parameters, and passes the computed gradients to the masters.
         """
 
         def closure_on_parameters() -> Any:
@@ -56,7 +56,7 @@ class MastersInPlace:
             try:
                 result = closure()
                 self.find()
-            except BaseException:  # nothing is left to leave: the step ends here
+            except BaseException:  # already left: the step ends here
                 self.optimizer.__dict__.pop(INSIDE, None)
                 raise
             self.enter()
@@ -69,7 +69,7 @@ class MastersInPlace:
         self._swap(self.pairs)
         for p, full in self.pairs:
             state = self.optimizer.state.get(full, {})
-            for name, value in state.items():  # Adagrad makes its own for the parameters that it is built with
+            for name, value in state.items():  # Adagrad creates state in its constructor
                 if isinstance(value, Tensor) and value.dtype == p.dtype:
                     state[name] = value.to(full.dtype)
 
@@ -91,7 +91,7 @@ class MastersInPlace:
 
 @contextmanager
 def groups_kept_where_it_raises(optimizer: Optimizer) -> Iterator[None]:
-    """Give ``optimizer`` its parameters and their state back, and these their masters, where the block raises."""
+    """If the block raises, restore the parameters and state of ``optimizer``, and the parameters' masters."""
     groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
     state = {**optimizer.state}
     masters = [(p, p.__dict__.get(MASTER)) for _, params in groups for p in params]
@@ -108,22 +108,22 @@ def groups_kept_where_it_raises(optimizer: Optimizer) -> Iterator[None]:
 
 
 def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:
-    """Return the gradient of ``parameter`` in fp32, in the layout of its master; None where there is none.
+    """Return the gradient of ``parameter`` in fp32, in the layout of its master; None without a gradient.
 
-    A parameter may have been brought into another memory format since, and fused optimizers go by memory.
+    A parameter's memory format may have changed since, and fused optimizers ignore strides.
     """
     return None if parameter.grad is None else laid_out_as(full, parameter.grad.float())
 
 
 def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Step ``optimizer`` on these gradients alone; ``.grad`` of all its parameters is afterwards what it was."""
+    """Step ``optimizer`` on these gradients only; afterwards restore ``.grad`` of all its parameters."""
     inside = MastersInPlace(optimizer)
     masters = {id(p): full for p, full in inside.pairs}
     inside.swap()
     targets = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [target.grad for target in targets]
     for target in targets:
-        target.grad = None  # an old one would be stepped on
+        target.grad = None  # the step would use an old gradient
     for p, grad in zip(parameters, grads, strict=True):
         target = masters.get(id(p), p)
         target.grad = grad.to(target.dtype)
@@ -136,13 +136,13 @@ def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grad
 
 
 def widen_gradients(optimizer: Optimizer) -> None:
-    """Hold the gradients of parameters that have masters in fp32, where what unscaling makes small is not lost."""
+    """Upcast the gradients of parameters with masters, so that unscaling does not underflow."""
     for p in _held_low(optimizer):
         _hold_gradient(p, torch.float32)
 
 
 def narrow_gradients(optimizer: Optimizer) -> None:
-    """Hold these gradients in their parameters' dtype again: Dynamo captures nothing beside any other."""
+    """Downcast these gradients to their parameters' dtype again: Dynamo refuses any other."""
     for p in _held_low(optimizer):
         _hold_gradient(p, p.dtype)
 
@@ -150,25 +150,25 @@ def narrow_gradients(optimizer: Optimizer) -> None:
 def _hold_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
     grad = parameter.grad
     if grad is not None and grad.dtype is not dtype:
-        parameter.grad = None  # its dtype may change only while there is none
+        parameter.grad = None  # a gradient's dtype is fixed while it is set
         parameter.grad_dtype = dtype
         parameter.grad = grad.to(dtype)
 
 
 def _held_low(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of ``optimizer`` in low precision that stand for masters."""
+    """Return the low-precision parameters of ``optimizer`` that have masters."""
     return [p for group in optimizer.param_groups for p in group["params"] if updated_master(p) is not None]
 
 
 def steps_on_masters(optimizer: Optimizer) -> bool:
-    """Say whether ``optimizer`` has parameters in low precision that stand for masters."""
+    """Return whether ``optimizer`` has low-precision parameters with masters."""
     return bool(_held_low(optimizer))
 
 
 def let_optimizers_update_masters() -> None:
     """Make ``step()`` of every torch optimizer, built before or after this call, update masters.
 
-    Its ``load_state_dict`` keeps fp32 states as they are, which it would else round to the parameters' dtype.
+    Its ``load_state_dict`` keeps fp32 states, which torch would round to the parameters' dtype.
     """
     on_every_optimizer_step(_after_step, _before_step)
     load_optimizer_states_as(updated_master)

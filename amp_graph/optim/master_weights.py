@@ -1,7 +1,7 @@
 """Levels O2 and O3: parameters held in low precision, and for O2 the fp32 master weights behind them.
 
-Before: ``linear.weight`` is fp32, and an optimizer updates it. After: it is bf16, ``forward`` reads it as it is, and
-the optimizer updates its fp32 master, which is rounded into it. ``state_dict`` speaks of the masters.
+Before: ``linear.weight`` is fp32, and an optimizer updates it. After: it is bf16, ``forward`` reads it without a cast,
+and the optimizer updates its fp32 master, which is rounded into it. ``state_dict`` holds the masters.
 Source of the method: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
 """
 
@@ -28,31 +28,31 @@ from amp_graph.passes.weights.watched_memory import watch_of
 from amp_graph.policy import HALVES, Policy
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
-UNKNOWN = -1  # the version in a pickle, whose parameter counts anew
+UNKNOWN = -1  # the version in a pickle; the unpickled parameter's counter restarts
 
 
 class Memory:
-    """Where a tensor lies: two are never at one place, though one be freed before the other is made."""
+    """The identity of a tensor's memory: never equal for two tensors, even if one was freed before."""
 
     __slots__ = ("address", "storage")
 
     def __init__(self, tensor: Tensor) -> None:
-        """Take note of the place; the weak reference keeps its name, not its bytes."""
+        """Record the memory; the weak reference does not keep it alive."""
         self.storage, self.address = StorageWeakRef(storage_of(tensor)), address_of(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Say whether ``tensor`` lies there."""
+        """Return whether ``tensor`` has this memory."""
         return address_of(tensor) == self.address and storage_key(tensor) == self.storage.cdata
 
 
 @dataclass
 class Master:
-    """What stands behind a parameter held in low precision.
+    """The master of a parameter held in low precision.
 
-    full: its fp32 value, which optimizers update, or None where none is kept (O3, frozen or made in eval mode).
+    full: its fp32 value, which optimizers update, or None if none is kept (O3, frozen or converted in eval mode).
     version, memory: the parameter's version counter and memory when it was last equal to the rounded ``full``.
-    mark: what else shows a write to the parameter; None where some write may not show, and values are compared.
-    late: whether there is to be a value once the parameter is updated (O2).
+    mark: changes with other writes to the parameter; None if writes may be invisible, so that values are compared.
+    late: whether the master is created at the parameter's first update (O2).
     """
 
     full: Tensor | None
@@ -63,15 +63,15 @@ class Master:
     mark: object = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle as the value, which whoever unpickles it has for an equal one."""
+        """Pickle the value; the unpickled master counts as equal to its parameter."""
         parameter = self.of() if self.of is not None else None
         if parameter is not None:
             master_of(parameter)
         return {"full": self.full, "version": UNKNOWN, "memory": None, "of": None, "late": self.late}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle, maybe in a process in which nothing was converted: no optimizer knows of masters there."""
-        from amp_graph.optim.master_weight_updates import let_optimizers_update_masters  # which imports this module
+        """Unpickle, and enable masters in optimizers, as the process may not have converted anything yet."""
+        from amp_graph.optim.master_weight_updates import let_optimizers_update_masters  # it imports this module
 
         self.__dict__.update(state)
         let_optimizers_update_masters()
@@ -84,10 +84,10 @@ class Master:
 def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
     """Hold the fp32 parameters of ``model`` in low precision, in place: the same Parameter objects.
 
-    Where a line of this raises, or of the ``with`` block, everything is as it was before.
-    O2 leaves the parameters of normalization layers (modules without parametrized parts whose class is called a Norm,
-    as all of torch's and transformers' are) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of what
-    trains; O3 lowers all and keeps none. Buffers stay.
+    If this or the ``with`` block raises, everything is restored.
+    O2 excludes parameters of normalization layers (modules without parametrized submodules whose class name contains
+    Norm, as all of torch's and transformers' do) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of
+    trained parameters; O3 lowers all and keeps no masters. Buffers stay fp32.
     """
     lowered = list(_lowerable(model, policy))
     with unchanged_where_it_raises(model, lowered):
@@ -102,9 +102,9 @@ def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def restore_parameters(model: Module) -> Iterator[None]:
-    """Hold all parameters in fp32 again: the masters' values where there are some.
+    """Hold all parameters in fp32 again, with the masters' values where they exist.
 
-    Where a line of this raises, or of the ``with`` block, everything is as it was before.
+    If this or the ``with`` block raises, everything is restored.
     """
     held = [p for p in model.parameters() if hasattr(p, MASTER)]
     with unchanged_where_it_raises(model, held):
@@ -121,13 +121,12 @@ def restore_parameters(model: Module) -> Iterator[None]:
 def unchanged_where_it_raises(
     model: Module, parameters: Iterable[Parameter], others: Sequence[dict[Any, Any]] = ()
 ) -> Iterator[None]:
-    """Give ``model`` back as it was where the block raises: its attributes, ``parameters`` and hooks of checkpoints.
+    """If the block raises, restore ``model``: its attributes, ``parameters`` and checkpoint hooks, and ``others``.
 
-    And the ``others``, which hold hooks too. Parameters get back their data, gradients and masters: what is rounded
-    meanwhile takes memory of its own for so long.
+    Parameters get back their data, gradients and masters, so rounded values need extra memory until the block ends.
     """
     before = [(p, p.data, p.grad, p.__dict__.get(MASTER)) for p in parameters]
-    # The dicts stay the same objects: by them the handles of users' hooks find what to remove.
+    # The dicts must stay the same objects: the handles of users' hooks refer to them.
     holders: list[dict[Any, Any]] = [model.__dict__, *others]
     holders += [h for m in model.modules() for h in (m._state_dict_hooks, m._load_state_dict_pre_hooks)]
     dicts = [(held, held.copy()) for held in holders]
@@ -146,7 +145,7 @@ def unchanged_where_it_raises(
 
 
 def put_master_back(parameter: Tensor, master: Master | None) -> None:
-    """Let ``master`` stand behind ``parameter`` again, as before what raised."""
+    """Restore ``master`` as the master of ``parameter`` after an error."""
     if master is not None:
         setattr(parameter, MASTER, master)
     else:
@@ -160,22 +159,22 @@ def _hold(parameter: Parameter, data: Tensor) -> None:
 
 
 def copy_masters(model: Module, memo: dict[int, Any]) -> None:
-    """Give the copies of ``model``'s parameters in ``memo`` (of ``deepcopy``) masters of their own.
+    """Give the copies of ``model``'s parameters in ``memo`` (of ``deepcopy``) their own masters.
 
-    Copies are made here where there are none yet: in a copy, the conversion stands before the parameters.
+    Missing copies are made here: ``deepcopy`` reaches the conversion before the parameters.
     """
     for parameter in model.parameters():
         master = getattr(parameter, MASTER, None)
         if master is not None:
             copied = copy.deepcopy(parameter, memo)
             full = None if master.full is None else full_value(parameter).clone()
-            if full is not None:  # an optimizer that is copied too may hold it, and may have been copied before
+            if full is not None:  # an optimizer that was copied earlier may hold it
                 full = memo.setdefault(id(master.full), full)
             _set_master(copied, full, master.late)
 
 
 def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
-    """Yield the parameters that ``policy`` holds in low precision, each once."""
+    """Yield the parameters that ``policy`` lowers, each once."""
     kept = {id(p) for module in _kept(model, policy) for p in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if parameter.dtype is torch.float32 and id(parameter) not in kept:
@@ -199,13 +198,13 @@ def _is_norm(module: Module) -> bool:
 
 
 def master_of(parameter: Tensor) -> Tensor | None:
-    """Return the fp32 master of ``parameter``, or None where it has none; follows what was written since."""
+    """Return the fp32 master of ``parameter``, updated after writes to the parameter, or None."""
     master: Master | None = getattr(parameter, MASTER, None)
     if master is None or master.full is None:
         return None
     if master.version == UNKNOWN:
         _set_master(parameter, master.full)
-    elif parameter._version != master.version:  # written by hand: what was written counts
+    elif parameter._version != master.version:  # the user wrote the parameter: its value counts
         follow(parameter)
     elif master.memory is None or not master.memory.is_of(parameter):  # ``p.data = ...``, which bumps no counter
         _follow_move(parameter, master)
@@ -215,7 +214,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
 
 
 def follow(parameter: Tensor) -> None:
-    """Give the master of ``parameter``, where it has one, the value that the parameter has now."""
+    """Copy the current value of ``parameter`` into its master, if it has one."""
     master: Master | None = getattr(parameter, MASTER, None)
     if master is not None and master.full is not None:
         with torch.no_grad():
@@ -224,12 +223,12 @@ def follow(parameter: Tensor) -> None:
 
 
 def _follow_move(parameter: Tensor, master: Master) -> None:
-    """Follow a parameter whose memory is another: moved, by ``model.to``, or replaced, by ``vector_to_parameters``.
+    """Update the master of a parameter with new memory: moved by ``model.to``, or set by ``vector_to_parameters``.
 
-    Elements that are what the master rounds to were only moved: these keep the bits that rounding loses.
+    Elements equal to the rounded master were only moved: they keep the master's bits.
     """
     full = master.full
-    assert full is not None, "asked for where there is one"
+    assert full is not None, "only called with a master"
     with torch.no_grad():
         if full.shape != parameter.shape:
             full.data = parameter.detach().to(full.dtype)
@@ -249,7 +248,7 @@ def _note_equal(parameter: Tensor, master: Master) -> None:
 
 def _mark(parameter: Tensor) -> object:
     watch = watch_of(parameter)
-    mark = watch.mark  # before it is asked whether anybody has the memory
+    mark = watch.mark  # before the check for other holders of the memory
     return None if watch.why_not_free(parameter) else mark
 
 
@@ -261,14 +260,14 @@ def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> N
 
 
 def updated_master(parameter: Tensor) -> Tensor | None:
-    """Return the master that an update of ``parameter`` goes to, made now where level O2 kept none so far."""
+    """Return the master that an update of ``parameter`` writes; create it if level O2 has none yet."""
     master: Master | None = getattr(parameter, MASTER, None)
     late = master is not None and master.full is None and master.late
     return make_master(parameter) if late and parameter.requires_grad else master_of(parameter)
 
 
 def make_master(parameter: Tensor) -> Tensor:
-    """Return the fp32 master of a parameter in low precision, made from its value where there is none yet."""
+    """Return the fp32 master of a low-precision parameter; create it from the value if needed."""
     found = master_of(parameter)
     if found is None:
         found = parameter.detach().float()
@@ -277,7 +276,7 @@ def make_master(parameter: Tensor) -> Tensor:
 
 
 def share_master(parameter: Tensor, full: Tensor) -> None:
-    """Make ``full`` the master of a copied ``parameter``, or its memory where its model was reverted."""
+    """Make ``full`` the master of a copied ``parameter``, or its data if its model was reverted."""
     if parameter.dtype in HALVES:
         _set_master(parameter, full)
     else:
@@ -285,13 +284,13 @@ def share_master(parameter: Tensor, full: Tensor) -> None:
 
 
 def full_value(parameter: Tensor) -> Tensor:
-    """Return the value of ``parameter`` in fp32: its master, or its own value widened."""
+    """Return the value of ``parameter`` in fp32: its master, or its own value upcast."""
     found = master_of(parameter)
     return parameter.detach().float() if found is None else found
 
 
 def write_back(parameters: Sequence[Tensor]) -> None:
-    """Round masters into their parameters; those of a reverted model are their masters."""
+    """Round masters into their parameters; parameters of a reverted model are their own masters."""
     parameters = [p for p in parameters if hasattr(p, MASTER)]
     if parameters:
         with torch.no_grad():
@@ -300,9 +299,9 @@ def write_back(parameters: Sequence[Tensor]) -> None:
 
 
 def were_written_back(parameters: Sequence[Tensor]) -> None:
-    """Take note that the parameters are equal to their rounded masters."""
+    """Record that the parameters are equal to their rounded masters."""
     for parameter in parameters:
-        if hasattr(parameter, MASTER):  # else it was reverted since
+        if hasattr(parameter, MASTER):  # else it was reverted meanwhile
             _note_equal(parameter, getattr(parameter, MASTER))
 
 
@@ -310,9 +309,9 @@ def were_written_back(parameters: Sequence[Tensor]) -> None:
 
 
 def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward``, in which the model's low parameters are seen as fp32: what its author wrote it for.
+    """Wrap ``forward`` so that it sees the model's low-precision parameters upcast to fp32.
 
-    In a captured graph a parameter that is widened only to be lowered again is read as it is.
+    In a captured graph, an upcast followed by a downcast of a parameter is removed.
     """
 
     def amp_graph_widened(*args: Any, **kwargs: Any) -> Any:
@@ -327,7 +326,7 @@ def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _speak_fp32(model: Module, lowered: Sequence[Parameter]) -> None:
-    """Let every module that has a ``lowered`` parameter, tied ones too, save it in fp32 and load it into its master."""
+    """Make every module with a ``lowered`` parameter, even if tied, save it in fp32 and load it into its master."""
     held = {id(p) for p in lowered}
     for module in model.modules():
         if any(id(p) in held for p in module._parameters.values()):
@@ -339,12 +338,12 @@ def _save_fp32(module: Module, state: dict[str, Any], prefix: str, _: Any) -> No
     for name, parameter in module._parameters.items():
         found = state.get(prefix + name)
         if parameter is not None and hasattr(parameter, MASTER) and isinstance(found, Tensor):
-            if found is not parameter:  # keep_vars=True asks for the parameter itself
+            if found is not parameter:  # keep_vars=True returns the parameter itself
                 state[prefix + name] = full_value(parameter)
 
 
 def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put what is loaded into the masters exactly; the parameters themselves are about to be loaded, rounded."""
+    """Copy loaded values exactly into the masters; torch then loads the rounded parameters."""
     for name, parameter in module._parameters.items():
         master: Master | None = getattr(parameter, MASTER, None)
         given = state.get(prefix + name)
@@ -355,10 +354,10 @@ def _load_fp32(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
                 master.full.copy_(given)
             names = [n for n, p in module._parameters.items() if p is parameter and prefix + n in state]
             _note_equal(parameter, master)
-            master.version += len(names)  # of the copies that torch makes next
+            master.version += len(names)  # after the copies that torch makes next
 
 
 def _remove(hooks: dict[int, Any], hook: Callable[..., None]) -> None:
-    """Remove ``hook``, which torch may have wrapped, from ``hooks``."""
+    """Remove ``hook``, possibly wrapped by torch, from ``hooks``."""
     for key in [key for key, found in hooks.items() if hook in (found, getattr(found, "hook", None))]:
         del hooks[key]

@@ -1,7 +1,7 @@
-"""Unscale, clip, update and round weights in one pass over memory, where a C compiler is at hand.
+"""Unscales, clips, updates and rounds weights in one pass over memory, if a C compiler is installed.
 
-Before: gradients widened, ``check_finite_and_unscale_``, ``_fused_adamw_``, ``_foreach_copy_``: each reads and writes
-all parameters. After: ``look_at_gradients`` over gradients as backward makes them, and ``one_pass_update_``.
+Before: upcast gradients, ``check_finite_and_unscale_``, ``_fused_adamw_``, ``_foreach_copy_``: each reads and writes
+all parameters. After: ``look_at_gradients`` over backward's own gradients, and ``one_pass_update_``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = ("auto", "one_pass", "torch")
 
 @dataclass(frozen=True)
 class OnePass:
-    """An update in one pass: the rule of each group, and the one low precision of gradients and copies.
+    """The one-pass update: the rule of each group, and the low dtype of gradients and copies.
 
     Exactness: parameters, state and copies are those of torch's fused kernels on widened gradients, bit for bit; the
     last elements of a tensor, fewer than a vector's 16, to a last place, and the norm that clips to a few.
@@ -35,11 +35,11 @@ class OnePass:
     low: torch.dtype
 
     def takes(self, grad: Tensor) -> Tensor:
-        """Return ``grad`` in a precision that the pass reads: as it is, or fp32."""
+        """Return ``grad`` in a dtype that the pass reads: unchanged, or fp32."""
         return grad if grad.dtype in (torch.float32, self.low) else grad.float()
 
     def add(self, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Add up the gradients of a micro-batch, in fp32."""
+        """Accumulate the gradients of a micro-batch, in fp32."""
         OPS.add_gradients_(list(sums), list(grads), self.rules[0])
 
     def finish(
@@ -51,7 +51,7 @@ class OnePass:
         clip_norm: float | None,
         clip_value: float | None,
     ) -> Tensor | None:
-        """Update all groups; return ``found_inf``. Without a loss scale it is None, and so is ``inverse``."""
+        """Update all groups; return ``found_inf``. Without a loss scale, it and ``inverse`` are None."""
         found_inf, clip = None, None
         if inverse is not None or clip_norm is not None:
             grads = [grad for group in given for grad in group.grads]
@@ -68,11 +68,11 @@ class OnePass:
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """The tensors of one group in a step; ``lows`` has None where a parameter has no copy."""
+    """The tensors of one group in a step; ``lows`` has None for a parameter without a copy."""
 
     params: list[Tensor]
     grads: list[Tensor]
-    states: Sequence[Sequence[Tensor]]  # the last is the steps where the rule counts them
+    states: Sequence[Sequence[Tensor]]  # the last is the step counts, if the rule has them
     lows: list[Tensor | None]
     counted: bool
 
@@ -100,7 +100,7 @@ def rule_of(update: GroupUpdate, low: torch.dtype) -> str:
 
 
 def options_of(update: GroupUpdate) -> dict[str, Any]:
-    """Return the options of a group as ``one_pass_update_`` takes them, without those that are zero."""
+    """Return the nonzero options of a group as ``one_pass_update_`` takes them."""
     group = update.group
     found = {name: group.get(name, 0.0) for name in ("weight_decay", "eps", "momentum", "lr_decay", "maximize")}
     found["beta1"], found["beta2"] = (float(beta) for beta in group.get("betas", (0.0, 0.0)))
@@ -108,7 +108,7 @@ def options_of(update: GroupUpdate) -> dict[str, Any]:
 
 
 def check_way(update: str, compile: Any) -> None:
-    """Raise CaptureError where ``update`` names no way to update, or one that ``compile`` does not go with."""
+    """Raise CaptureError for an unknown ``update``, or one that ``compile`` does not support."""
     if update not in WAYS or (update == "one_pass" and compile != "eager"):
         raise CaptureError(
             f"TrainStep: update={update!r} with compile={compile!r}\n"
@@ -124,23 +124,23 @@ def plan_one_pass(
     lows: Mapping[int, list[Tensor]],
     tables: Collection[int] = (),
 ) -> tuple[OnePass | None, str]:
-    """Return the update in one pass, or None; and how the step updates, in words.
+    """Return the one-pass update, or None; and a description of the update.
 
-    way: one of WAYS; "auto" where it pays and can be. target_of: what is updated for a parameter. lows: the copies of
-    each parameter, by id. tables: the ids of those that embeddings read. Raises CaptureError or CompilerError where
-    "one_pass" cannot be.
+    way: one of WAYS; "auto" uses it if possible and profitable. target_of: the tensor updated for a parameter. lows:
+    the copies of each parameter, by id. tables: the ids of embedding tables. Raises CaptureError or CompilerError if
+    "one_pass" is impossible.
     """
     if compile != "eager":
         return None, "pointwise operations, for the compiler"
     why = "as asked" if way == "torch" else _why_not(updates, target_of, lows)
-    gains = {*lows, *tables}  # by fewer casts, and by rows instead of tables of zeros
+    gains = {*lows, *tables}  # fewer casts, and rows instead of dense gradients of tables
     elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in gains)
     if not why and way == "auto" and not one_pass_is_profitable("cpu", elements):
-        why = f"{elements:,} elements are too few to compile for"
+        why = f"{elements:,} elements are too few to be worth compiling"
     if why and way == "one_pass":
         raise CaptureError(
-            f"TrainStep: update='one_pass', but {why}\n  legal: what SGD, Adam, AdamW and Adagrad update on the CPU in "
-            "eager mode, fp32 with copies in one low precision\n  fix:   update='auto'"
+            f"TrainStep: update='one_pass', but {why}\n  legal: SGD, Adam, AdamW and Adagrad on the CPU in eager mode, "
+            "over fp32 weights with copies in one low dtype\n  fix:   update='auto'"
         )
     one_pass = None if why else _compiled(way, updates, lows)
     return (one_pass, "one pass") if isinstance(one_pass, OnePass) else (None, f"torch's kernels: {why or one_pass}")
@@ -163,26 +163,26 @@ def _why_not(
     updates: Sequence[GroupUpdate], target_of: Callable[[Tensor], Tensor], lows: Mapping[int, list[Tensor]]
 ) -> str:
     if not updates:
-        return "the optimizer is called behind the graph, or trains nothing"
+        return "the optimizer is called after the graph, or trains nothing"
     if len({copy.dtype for copies in lows.values() for copy in copies}) != 1:
-        return "weights have no copies in low precision, or copies in several"
+        return "weights have no low-precision copies, or copies in several dtypes"
     for update in updates:
         if why := why_not_flat(update, target_of):
             return why
         for p in update.params:
             target = target_of(p)
             if not all(_is_alike(low, target, low.dtype) for low in lows.get(id(p), ())):
-                return f"the copy of a parameter of shape {tuple(p.shape)} lies otherwise"
+                return f"the copy of a parameter of shape {tuple(p.shape)} has another layout"
     return ""
 
 
 def why_not_flat(update: GroupUpdate, target_of: Callable[[Tensor], Tensor] = lambda p: p) -> str:
-    """Return why parameters or state of a group are none that the pass goes through, or ""."""
+    """Return why the pass does not support the parameters or state of a group, or ""."""
     kinds = [kind for kind, name in zip(update.states, update.state_names(), strict=True) if name != "step"]
     for i, p in enumerate(update.params):
         target = target_of(p)
         if not _is_flat(target) or not all(_is_alike(kind[i], target, torch.float32) for kind in kinds):
-            return f"a parameter of shape {tuple(p.shape)} or its state is not fp32 on the CPU, without gaps"
+            return f"a parameter of shape {tuple(p.shape)} or its state is not dense fp32 on the CPU"
     return ""
 
 

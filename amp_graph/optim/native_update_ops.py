@@ -1,6 +1,6 @@
-"""The operators of the one-pass update, by names that graphs show, over compiled C.
+"""The custom operators of the one-pass update, implemented in C.
 
-Before: gradients widened one by one, checked, a fused kernel, weights rounded one by one. After:
+Before: gradients are upcast one by one and checked, a fused kernel runs, weights are rounded one by one. After:
 ``look_at_gradients`` and ``one_pass_update_``, which read low-precision gradients and write low-precision copies.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amp_graph.optim.gradient_layout import laid_out_as
 from amp_graph.passes.native.jit_compiler import load, threads_for
-from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.native.operator_library import OPS as OPS  # re-exported for callers
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -32,7 +32,7 @@ INFINITE = float("inf")
 
 @lru_cache
 def library(rule: str) -> ctypes.CDLL:
-    """Return what is compiled for ``rule``: words of RULES, FLAGS and LOWS, as in "adam decoupled bf16"."""
+    """Return the library compiled for ``rule``: words of RULES, FLAGS and LOWS, as in "adam decoupled bf16"."""
     words = rule.split()
     flags = [f"-D{flag.upper()}={int(flag in words)}" for flag in FLAGS]
     low = ["-DLOW_FP16"] if "fp16" in words else []
@@ -64,14 +64,14 @@ def one_pass_update_(
     with_rows: list[int] | None = None,
     alone: list[int] | None = None,
 ) -> None:
-    """Update parameters, state and low-precision copies in place; nothing changes where ``found_inf`` is above 0.
+    """Update parameters, state and low-precision copies in place; no change if ``found_inf`` is above 0.
 
-    params: fp32. grads: fp32 or the low precision of ``rule``. states: fp32, for each kind of state one a parameter.
-    steps: 0-d fp32, one a parameter or none. lows: the copies of those parameters that ``with_low`` numbers.
-    A parameter and all that is its own have one layout without gaps. lr: 0-d fp64. found_inf, unscale, clip: 0-d fp32;
-    gradients are multiplied by ``unscale`` and ``clip``, one after the other, then held within ``clip_value``.
-    rows: what ``gradient_rows`` returned, slots and sums in turn, to be added to the gradients that ``with_rows``
-    numbers; those that ``alone`` numbers have nothing else.
+    params: fp32. grads: fp32 or the low dtype of ``rule``. states: fp32, one per parameter and kind of state.
+    steps: 0-d fp32, one per parameter or none. lows: the copies of the parameters with indices ``with_low``.
+    A parameter, its gradient, state and copy have the same dense layout. lr: 0-d fp64. found_inf, unscale, clip: 0-d
+    fp32; gradients are multiplied by ``unscale``, then by ``clip``, then clamped to ``clip_value``.
+    rows: results of ``gradient_rows``, slots and rows alternating, added to the gradients with indices ``with_rows``;
+    gradients with indices ``alone`` consist of rows only.
     """
     count = len(params)
     kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]
@@ -80,7 +80,7 @@ def one_pass_update_(
         copies[i] = address_of(low)
     columns = (*kinds, *[repeat(0)] * (3 - len(kinds)), addresses(steps) if steps else repeat(0), copies)
     added = Rows(rows, with_rows, alone)
-    laid = _laid_as(params, grads, added)  # kept until C has read it
+    laid = _laid_as(params, grads, added)  # keep it alive while C reads it
     table = _table(params, laid, added, *columns)
     sign, limit = -1.0 if maximize else 1.0, INFINITE if clip_value is None else clip_value
     options = array("d", (weight_decay, eps, beta1, beta2, momentum, lr_decay, sign, limit))
@@ -114,7 +114,7 @@ def add_gradients_(
     with_rows: list[int] | None = None,
     alone: list[int] | None = None,
 ) -> None:
-    """Add ``grads``, fp32 or in the low precision of ``rule``, to ``sums``, fp32 and of the same layouts, in place.
+    """Add ``grads``, fp32 or in the low dtype of ``rule``, to fp32 ``sums`` of the same layouts, in place.
 
     rows, with_rows, alone: as for ``one_pass_update_``.
     """
@@ -125,7 +125,7 @@ def add_gradients_(
 
 
 class Rows:
-    """What is added to some gradients row by row, as ``one_pass_update_`` takes it."""
+    """Row-sparse gradients, as ``one_pass_update_`` takes them."""
 
     def __init__(self, tensors: list[Tensor] | None, numbers: list[int] | None, alone: list[int] | None) -> None:
         pairs = zip((tensors or ())[::2], (tensors or ())[1::2], strict=True)
@@ -133,14 +133,14 @@ class Rows:
         self.alone = set(alone or ())
 
     def words(self, number: int) -> tuple[int, int, int]:
-        """Return the addresses of slots and rows, and a row's width; zeros where nothing is added."""
+        """Return the addresses of slots and rows, and a row's width; zeros without rows."""
         if number not in self.by_number:
             return 0, 0, 0
         slots, rows = self.by_number[number]
         return address_of(slots), address_of(rows), rows.shape[1]
 
     def size(self, number: int, like: Tensor) -> int:
-        """Return how many elements the gradient has: those of ``like``, or of the whole table."""
+        """Return the gradient's number of elements: of ``like``, or of the whole table."""
         if number not in self.by_number:
             return like.numel()
         slots, rows = self.by_number[number]
@@ -148,12 +148,12 @@ class Rows:
 
 
 def _laid_as(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows) -> list[Tensor]:
-    """Return ``grads`` in the layouts of ``params``, as they were traced: a kernel may return another."""
+    """Return ``grads`` in the layouts of ``params``, as traced: at run time a kernel may return another layout."""
     return [g if i in rows.alone else laid_out_as(p, g) for i, (p, g) in enumerate(zip(params, grads, strict=True))]
 
 
 def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *columns: Iterable[int]) -> array[int]:
-    """Return what C calls an array of Parameter: twelve words each."""
+    """Return an array of C's struct Parameter: twelve words each."""
     columns = columns or (repeat(0),) * 5
     places = (0 if i in rows.alone else address_of(g) for i, g in enumerate(grads))
     sizes, are_low = (rows.size(i, p) for i, p in enumerate(params)), (g.dtype.itemsize < 4 for g in grads)
@@ -162,12 +162,12 @@ def _table(params: Sequence[Tensor], grads: Sequence[Tensor], rows: Rows, *colum
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Return where tensors lie, 0 for None."""
+    """Return the addresses of tensors, 0 for None."""
     return [0 if t is None else address_of(t) for t in tensors]
 
 
 def place(words: array[Any]) -> ctypes.c_void_p:
-    """Return a pointer to ``words``, which has to outlive it."""
+    """Return a pointer to ``words``, which must outlive it."""
     return ctypes.c_void_p(words.buffer_info()[0])
 
 

@@ -1,7 +1,7 @@
-"""What a step's graph holds of an optimizer, and how it is noticed that this is no longer what the optimizer has.
+"""Guards on an optimizer's options and state, which a step's graph contains.
 
-Before: ``optimizer.state.clear()``, or a checkpoint loaded, under a graph that has the old moments as its inputs.
-After: the next step is traced anew.
+Before: after ``optimizer.state.clear()`` or a loaded checkpoint, a graph still has the old moments as its inputs.
+After: the next step is traced again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from amp_graph.optim.check_optimizer import refuse_hooks, refuse_state_of_anothe
 from amp_graph.optim.torch_fused_update import GroupUpdate, why_not_fused
 from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 
-RATES = frozenset(("lr", "initial_lr"))  # which schedules set anew before each step, and graphs read as tensors
+RATES = frozenset(("lr", "initial_lr"))  # set by schedules before each step; graphs read them as tensors
 NOT_IN_GRAPHS = RATES | {"params"}
-RESTLESS = 4  # steps in a row that begin with other options than the one before: a schedule, not a decision
+RESTLESS = 4  # consecutive steps with changed options: a schedule changes them
 
-State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # of a parameter: what graphs read, by name
+State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # the state of a parameter that graphs read, by name
 
 
 class Objects:
-    """The very objects that an optimizer had where nothing had changed: compared in half the time of their values."""
+    """The identities of an optimizer's objects: comparing them takes half the time of comparing values."""
 
     def __init__(self, optimizer: Optimizer, stateful: Sequence[Tensor]) -> None:
-        """Keep them; ``stateful`` are the parameters whose state graphs read."""
+        """Store them; ``stateful`` are the parameters whose state graphs read."""
         groups = optimizer.param_groups
         self.otherwise, self.groups, self.stateful = steps_otherwise(optimizer), groups, stateful
         self.states = [optimizer.state[p] for p in stateful]
@@ -41,13 +41,13 @@ class Objects:
 
     @classmethod
     def of(cls, optimizer: Optimizer, stateful: Sequence[Tensor]) -> Objects | None:
-        """Return them, or None where an option may become another while it stays the same object."""
+        """Return them, or None if an option is mutable."""
         groups = optimizer.param_groups
         fixed = all(_is_fixed(value) for group in groups for k, value in group.items() if k not in NOT_IN_GRAPHS)
         return cls(optimizer, stateful) if fixed and all(p in optimizer.state for p in stateful) else None
 
     def are_those_of(self, optimizer: Optimizer) -> bool:
-        """Say whether ``optimizer`` has these objects still, whatever its learning rates are."""
+        """Return whether ``optimizer`` still has these objects; learning rates are ignored."""
         if optimizer.param_groups is not self.groups or steps_otherwise(optimizer) != self.otherwise:
             return False
         for objects, known in self.lists:
@@ -60,25 +60,25 @@ class Objects:
 
 
 class WatchedOptimizer:
-    """An optimizer whose options and state are part of graphs; ``forget``, which it keeps weakly, drops them.
+    """An optimizer whose options and state are part of graphs; ``forget``, weakly referenced, drops the graphs.
 
-    ``why_outside``: why its ``step()`` is called behind the graph, or "" where the update is part of it.
+    ``why_outside``: why its ``step()`` is called after the graph, or "" if the update is part of the graph.
     """
 
     def __init__(self, optimizer: Optimizer, forget: Callable[[], None]) -> None:
-        """Take note of the options, and have every load forget the graphs; only state that fits is loaded."""
+        """Record the options, and drop graphs at each load of state; a load with wrong shapes is refused."""
         self.optimizer = optimizer
         self.why_outside = why_not_fused(optimizer)
         self._options = self._read_options()
-        self._changes = 0  # calls in a row before which options changed
+        self._changes = 0  # consecutive calls with changed options
         self._read: dict[int, State] = {}
         self._objects: Objects | None = None
         _forget_when_loaded(optimizer, weakref.WeakMethod(forget))
 
     def has_changed(self) -> bool:
-        """Say, once, whether options are others than at the last call, or the state is another than was read.
+        """Return whether options changed since the last call, or the state was replaced; reset the flag.
 
-        Raises CaptureError for parameters that have got hooks meanwhile, too.
+        Raises CaptureError if parameters have new hooks.
         """
         refuse_hooks(self.optimizer)
         if self._objects is not None and self._objects.are_those_of(self.optimizer):
@@ -94,10 +94,10 @@ class WatchedOptimizer:
         return not same
 
     def _changed(self, before: list[Any]) -> None:
-        """Decide anew where the update is done."""
+        """Decide again where the update runs."""
         pairs = zip(before[1:], self._options[1:], strict=False)
         names = sorted({name for old, new in pairs for name in new[0] if old[0].get(name) != new[0][name]})
-        self._changes = self._changes + 1 if names else 0  # other parameters are to be traced anew wherever
+        self._changes = self._changes + 1 if names else 0  # changed parameters need a new trace in any case
         if not self.why_outside and self._changes >= RESTLESS:
             self._leave_graphs(names)
         elif not self.why_outside.startswith(SCHEDULED):
@@ -107,30 +107,30 @@ class WatchedOptimizer:
     def _leave_graphs(self, names: Sequence[str]) -> None:
         self.why_outside = f"{SCHEDULED}{', '.join(names)}"
         warn(
-            f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} steps "
-            "in a row, each of which was traced anew: from now on optimizer.step() is called behind the graph\n"
-            "  fix:   nothing, or leave them as they are: cycle_momentum=False for OneCycleLR and CyclicLR. Learning "
-            "rates may change at any step",
+            f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} "
+            "consecutive steps, and each was traced again: from now on optimizer.step() is called after the graph\n"
+            "  fix:   none needed; to keep the update in the graph, keep these options constant: cycle_momentum=False "
+            "for OneCycleLR and CyclicLR. Learning rates may change at any step",
         )
 
     def owned(self) -> set[int]:
-        """Return the parameters that the optimizer has, by id."""
+        """Return the optimizer's parameters, by id."""
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     # -- state ----------------------------------------------------------------------------------------
 
     def was_read_by(self, updates: Sequence[GroupUpdate]) -> None:
-        """Take note of the state that a graph reads."""
+        """Record the state that a graph reads."""
         self._objects = None
         self._read.update((id(p), (p, values)) for p, values in _states(updates))
 
     def forget_state(self) -> None:
-        """Take note that no graph reads any."""
+        """Record that no graph reads any state."""
         self._objects = None
         self._read.clear()
 
     def has_state_of(self, updates: Sequence[GroupUpdate]) -> bool:
-        """Say whether the optimizer has all the state that ``updates`` read: it is made anew in another layout."""
+        """Return whether the optimizer still has the state that ``updates`` read; a new layout replaces it."""
         return all(self._has(p, values) for p, values in _states(updates))
 
     def _has_all_that_was_read(self) -> bool:
@@ -148,9 +148,9 @@ class WatchedOptimizer:
     # -- options --------------------------------------------------------------------------------------
 
     def _read_options(self) -> list[Any]:
-        """Return what of the optimizer is part of graphs: options, who is updated, and the groups that both are from.
+        """Return the parts of the optimizer in graphs: its options, its updated parameters, and their groups.
 
-        All options but learning rates, which are read from those groups; none of one that is called behind the graph.
+        All options except learning rates, which are read from the groups; none if it is called after the graph.
         """
         found: list[Any] = [steps_otherwise(self.optimizer)]
         for group in self.optimizer.param_groups:
@@ -167,12 +167,12 @@ def _without_rates(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_fixed(option: Any) -> bool:
-    """Say whether ``option`` is what it is for good; tensors may be filled, lists changed."""
+    """Return whether ``option`` is immutable, unlike tensors and lists."""
     return all(map(_is_fixed, option)) if isinstance(option, tuple) else isinstance(option, (NoneType, str, Real))
 
 
 def _mark(option: Any) -> Any:
-    """Return what is another where ``option`` is: tensors may be filled, and do not compare."""
+    """Return a value that changes with ``option``: tensors can be written and do not compare."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_mark, option)) if isinstance(option, (tuple, list)) else option
@@ -186,12 +186,12 @@ def _states(updates: Sequence[GroupUpdate]) -> Iterator[State]:
 
 
 def load_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return where ``optimizer`` keeps the hooks of ``load_state_dict``, in which a step hangs its own."""
+    """Return the optimizer's dict of ``load_state_dict`` hooks, to which a step adds its own."""
     return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
 
 
 def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call ``forget``, while there is one, once the optimizer's state was replaced by a loaded one that fits."""
+    """Call ``forget``, if it is still alive, after a matching state was loaded into the optimizer."""
 
     def before(optimizer: Optimizer, given: dict[str, Any]) -> None:
         if forget() is not None:

@@ -1,6 +1,6 @@
-"""SGD, Adam, AdamW and Adagrad for one's own loop over a converted model: the update in one pass over memory.
+"""SGD, Adam, AdamW and Adagrad with a one-pass update, for users' own loops over a converted model.
 
-Before: ``torch.optim.AdamW(model.parameters(), fused=True)``, after whose step the model casts every weight anew.
+Before: ``torch.optim.AdamW(model.parameters(), fused=True)``, after whose step the model casts every weight again.
 After: ``amp_graph.optim.AdamW(model.parameters())``, which writes the low-precision copies as it updates the weights.
 """
 
@@ -31,47 +31,46 @@ Copies = dict[int, tuple[WeightCopies, KeptCopy, Signs]]  # by parameter's id
 
 
 class OnePassOptimizer(Optimizer):
-    """What the optimizers here have in common: options, state and ``state_dict`` of torch's of the same name.
+    """The base of the optimizers here: options, state and ``state_dict`` as in torch's class of the same name.
 
-    After a step the low-precision copies that a converted model keeps of its parameters are current: the next forward
-    casts none. Parameters, state and copies are those of torch's fused kernel, bit for bit but for the last elements of
-    a tensor, fewer than 16: a last place. Torch's kernels do the step where something is not fp32 on the CPU, of fewer
-    than a million weights, and without a C compiler. ``how``: "one pass", or "torch's kernels" and why, of the last.
+    A step also updates the low-precision copies in a converted model's weight cache: the next forward casts none.
+    Parameters, state and copies are bit-equal to those of torch's fused kernel, except a tensor's last elements, fewer
+    than 16, which may differ in the last place. Torch's kernels run the step for other tensors than fp32 on the CPU,
+    for fewer than a million weights, and without a C compiler. ``how``: "one pass", or "torch's kernels" and why.
 
-    The step shows in version counters, which torch's fused kernels leave alone, and copies are not made anew for its
-    sake.
-    Raises ScaleError for ``fused=False``; else what torch's raise.
+    The step changes version counters, unlike torch's fused kernels, without invalidating the cached copies.
+    Raises ScaleError for ``fused=False``; else the same errors as torch's.
     """
 
     updates_as: ClassVar[type[Optimizer]]
     how: str = "no step yet"
-    update_shows: bool = False  # whether version counters show the last step, and copies were written along
+    update_shows: bool = False  # whether the last step changed version counters and wrote the copies
     _step_supports_amp_scaling = True
     _no_compiler: str = ""
 
     def __init_subclass__(cls) -> None:
-        """Show torch's options to who asks for the signature."""
+        """Copy the signature of torch's class."""
         cls.__signature__ = inspect.signature(cls.updates_as)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what torch's class of the same name takes."""
+        """Take the arguments of torch's class of the same name."""
         if options.get("fused") is False:
             name = type(self).__name__
             raise ScaleError(
-                f"amp_graph.optim.{name}: fused=False, and all that is not done in one pass is done by fused kernels\n"
+                f"amp_graph.optim.{name}: fused=False, but these optimizers fall back to fused kernels\n"
                 f"  legal: fused=True, which is the default\n  fix:   torch.optim.{name}(..., fused=False)"
             )
         super().__init__(*args, **{**options, "fused": True})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up what was saved, of an optimizer whose kernels may have been others."""
+        """Restore a saved optimizer, which may have used other kernels."""
         super().__setstate__(state)
         for group in self.param_groups:
             group["foreach"], group["fused"] = None, True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; return what ``closure``, called before, returned."""
+        """Update the parameters that have gradients; return the result of ``closure``, called first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,7 +101,7 @@ class OnePassOptimizer(Optimizer):
                     model.was_written(p, kept, before)
 
     def _compiled(self, rules: Sequence[str]) -> str:
-        """Return why the pass cannot be compiled, or "" once it is."""
+        """Return why the pass cannot be compiled, or "" if it is compiled."""
         try:
             for rule in rules:
                 library(rule)
@@ -111,30 +110,30 @@ class OnePassOptimizer(Optimizer):
         return self._no_compiler
 
     def _is_bad(self) -> bool:
-        """Say whether a scaler found a gradient that is not finite."""
+        """Return whether a scaler found a gradient that is not finite."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and found_inf.item() > 0
 
     def _unscale(self, trained: Sequence[Tensor]) -> None:
-        """Divide gradients, in place, by the scale that a scaler left to the kernels, as torch's do."""
+        """Divide gradients in place by the scale that a scaler passed to the optimizer, as torch's kernels do."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             torch._foreach_div_([p.grad for p in trained if p.grad is not None], scale)
 
 
 def _why_not(trained: Sequence[Tensor]) -> str:
-    """Return why torch's kernels update what is ``trained``, as far as its gradients and number say, or ""."""
+    """Return why torch's kernels must update ``trained``, because of its gradients or size, or ""."""
     for p in trained:
         grad = p.grad
-        assert grad is not None, "asked of those that have one"
+        assert grad is not None, "only called for parameters with a gradient"
         if grad.dtype != torch.float32 or grad.device.type != "cpu" or grad.layout is not torch.strided:
             return f"the gradient of a parameter of shape {tuple(p.shape)} is not fp32 on the CPU"
     elements = sum(p.numel() for p in trained)
-    return "" if one_pass_is_profitable("cpu", elements) else f"{elements:,} elements are too few to compile for"
+    return "" if one_pass_is_profitable("cpu", elements) else f"{elements:,} elements are too few to be worth compiling"
 
 
 def _copies_of(params: Sequence[Tensor]) -> Copies:
-    """Return the copies that may be written along: of each parameter one, and all in one precision."""
+    """Return the copies that the pass can write: one per parameter, all in one dtype."""
     found: Copies = {}
     for model in copies_of_models():
         if not found or model.dtype == next(iter(found.values()))[0].dtype:
@@ -143,7 +142,7 @@ def _copies_of(params: Sequence[Tensor]) -> Copies:
 
 
 def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
-    """Update parameters, state and copies, which nothing shows."""
+    """Update parameters, state and copies, without changing version counters."""
     for update in updates:
         lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
         grads: list[Any] = [p.grad for p in update.params]
@@ -154,7 +153,7 @@ def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtyp
 
 
 class SGD(OnePassOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD``, in one pass; with dampening by torch's kernels."""
+    """``torch.optim.SGD`` in one pass; with dampening, torch's kernels."""
 
     updates_as = torch.optim.SGD
 

@@ -1,4 +1,4 @@
-"""The gradient of a table as the rows that were read: an operator over compiled C.
+"""A custom operator, in C, for the gradient of an embedding table as the rows that were read.
 
 Before: ``add(embedding_dense_backward(g, ids), _embedding_bag_backward(h, more, offsets))``, two tables of zeros and
 their sum. After: ``gradient_rows([g, h], [ids, more], [None, offsets])``, the rows alone and where each is.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.optim.native_update_ops import addresses, library, place
-from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.native.operator_library import OPS as OPS  # re-exported for callers
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -28,12 +28,11 @@ def gradient_rows(
     table: int,
     rule: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the backwards of embeddings add up to without a table of zeros: where each row is, and the rows.
+    """Return the sum of embedding gradients without a dense table: the slot of each row, and the rows.
 
-    For each that reads the table: grads: fp32, [*, width], ids: integers, [*]; or, for bags that are sums, fp32,
-    [bags, width], and [elements], with ``offsets``, integers, where each bag begins. paddings: a row that has no
-    gradient, or -1.
-    slots: int32, [table], -1 for rows that no ``ids`` name. rows: fp32, of which those that slots name are written.
+    For each reader of the table: grads: fp32, [*, width], ids: integers, [*]; or, for sum bags, grads [bags, width],
+    ids [elements], and ``offsets``: integers, the start of each bag. paddings: a row without a gradient, or -1.
+    slots: int32, [table], -1 for rows not in ``ids``. rows: fp32; only those that slots refer to are written.
     """
     width, total = grads[0].shape[-1], sum(i.numel() for i in ids)
     slots, rows = torch.full((table,), -1, dtype=torch.int32), torch.empty(min(total, table), width)
@@ -53,7 +52,7 @@ def _gather(rule: str) -> Any:
 
 
 def _read(grad: Tensor, ids: Tensor, offsets: Tensor | None, padding: int) -> tuple[array[int], tuple[Any, ...]]:
-    """Return what C calls a Read, and the tensors that it points to."""
+    """Return C's struct Read, and the tensors that it points to."""
     flat, given = ids.long().contiguous(), grad.reshape(grad.numel() // max(1, grad.shape[-1]), grad.shape[-1])
     given = given if given.stride(1) == 1 else given.contiguous()
     begins = None if offsets is None else offsets.long().contiguous()

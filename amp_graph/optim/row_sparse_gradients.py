@@ -1,7 +1,7 @@
-"""Gradients of tables as the rows that were read, where the update can take them so.
+"""Rewrites dense gradients of embedding tables to the rows that were read, if the update supports that.
 
-Before: ``add(embedding_dense_backward(g, ids), low.float())``, a table of zeros and a widened one. After:
-``gradient_rows([g], [ids])`` and ``low``, which ``one_pass_update_`` adds up row by row.
+Before: ``add(embedding_dense_backward(g, ids), low.float())``, a dense table and an upcast one. After:
+``gradient_rows([g], [ids])`` and ``low``, which ``one_pass_update_`` adds row by row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
 ATEN: Any = torch.ops.aten
-READERS = (  # operators that take gradients with rows, and the place of gradients among their arguments
+READERS = (  # operators that accept rows, and the index of their gradients argument
     (OPS.one_pass_update_.default, 1),
     (OPS.look_at_gradients.default, 0),
     (OPS.add_gradients_.default, 1),
@@ -34,27 +34,27 @@ SUMS, MEANS = 0, 1  # modes of bags
 
 @dataclass(frozen=True)
 class Read:
-    """One gradient of a table: rows for ``ids``, or for the bags of them that begin at ``offsets``."""
+    """One gradient of a table: rows for ``ids``, or for bags of them that start at ``offsets``."""
 
     grad: Node
     ids: Node
     offsets: Node | None
     padding: int
-    divisor: Node | None = None  # by bag, of means
+    divisor: Node | None = None  # per bag, for means
 
 
 @dataclass(frozen=True)
 class Table:
-    """A gradient that is, or that adds, those of embeddings."""
+    """A gradient that is the sum of embedding gradients and at most one dense gradient."""
 
     total: Node
     backwards: tuple[Node, ...]
     reads: tuple[Read, ...]
-    dense: Node | None  # what they are added to
+    dense: Node | None  # the dense gradient
 
 
 def tables_of(gm: GraphModule, *, sparse: bool = False) -> list[int]:
-    """Return which inputs of a captured graph its embeddings read as their tables; those of ``sparse`` ones alone."""
+    """Return the inputs of a captured graph that embeddings read as tables; ``sparse``: only sparse embeddings."""
     inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     calls = [(n, f) for f in (F.embedding, F.embedding_bag) for n in gm.graph.find_nodes(op="call_function", target=f)]
     given = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments for n, f in calls]
@@ -64,10 +64,10 @@ def tables_of(gm: GraphModule, *, sparse: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class RowSparseGradients(Pass):
-    """Replaces the gradient of an embedding table with the rows that were read, where the update takes rows.
+    """Replaces the gradient of an embedding table with the rows that were read, if the update takes rows.
 
-    Law: the rows are added up in fp32 in the order of ``ids``, then to the dense gradient, as in the table. Exactness:
-    rounding-equal.
+    Law: the rows are summed in fp32 in the order of ``ids``, then added to the dense gradient, as in the dense table.
+    Exactness: rounding-equal.
     """
 
     name: ClassVar[str] = "row-sparse-gradients"
@@ -83,7 +83,7 @@ class RowSparseGradients(Pass):
 
 
 def _table(total: Node) -> Table | None:
-    """Return what ``total`` is made of, if it is rows of a table, and one dense gradient at most."""
+    """Return the parts of ``total``, if these are rows of a table and at most one dense gradient."""
     summands = list(_summands(total))
     backwards = tuple(n for n in summands if n.target in (EMBEDDING, BAGS))
     reads = tuple(found for n in backwards if (found := _read(n)) is not None)
@@ -96,7 +96,7 @@ def _table(total: Node) -> Table | None:
 
 
 def _summands(total: Node) -> Iterator[Node]:
-    """Yield what ``total`` adds up, sums within it that nobody else reads included."""
+    """Yield the summands of ``total``, descending into sums without other readers."""
     if total.target is not ATEN.add.Tensor or total.kwargs or len(total.all_input_nodes) != 2:
         yield total
         return
@@ -105,7 +105,7 @@ def _summands(total: Node) -> Iterator[Node]:
 
 
 def _read(backward: Node) -> Read | None:
-    """Return what ``backward`` adds up, if that is rows as they are or, of means, divided."""
+    """Return the rows that ``backward`` sums, if they are unscaled or, for means, divided."""
     given: Any = backward.args
     if backward.target is EMBEDDING:
         grad, ids, _, padding, by_frequency = given
@@ -117,7 +117,7 @@ def _read(backward: Node) -> Read | None:
 
 
 def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> bool:
-    """Say whether all is fp32 in rows that lie one behind the other, and read by the update alone."""
+    """Return whether all is contiguous fp32, and read by the update only."""
     alike = all(value(n).dtype == torch.float32 and is_contiguous(value(n)) for n in (*backwards, total))
     own = all(n is total or len(n.users) == 1 for n in backwards)
     taken = all(any(user.target is target for target, _ in READERS) for user in total.users)
@@ -125,7 +125,7 @@ def _fits(total: Node, backwards: tuple[Node, ...], reads: tuple[Read, ...]) -> 
 
 
 def _unwidened(dense: Node) -> Node:
-    """Return what ``dense`` was cast from, where the update reads that."""
+    """Return the source of ``dense`` if that is an upcast and the update can read the source."""
     source = dense.all_input_nodes[0] if dense.target is ATEN._to_copy.default else dense
     fits = value(source).dtype.itemsize == 2 and is_contiguous(value(source))
     return source if fits else dense
@@ -157,7 +157,7 @@ def _rule(reader: Node) -> str:
 
 
 def _made(gm: GraphModule, table: Table, rule: str) -> tuple[Node, Node]:
-    """Insert the rows behind the last of the gradients that they take the place of."""
+    """Insert the rows after the last of the gradients that they replace."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     before = max(table.backwards, key=order.__getitem__)
     columns = [list(c) for c in zip(*((_divided(gm, before, r), r.ids, r.offsets) for r in table.reads), strict=True)]
@@ -186,7 +186,7 @@ def _inserted(gm: GraphModule, before: Node, target: Any, *args: Any) -> Node:
 
 
 def _erase(gm: GraphModule, node: Node) -> None:
-    """Erase what nobody reads any more: sums, tables and widened gradients."""
+    """Erase dead nodes: sums, dense tables and upcast gradients."""
     if node.users or node.target not in (ATEN.add.Tensor, ATEN._to_copy.default, EMBEDDING, BAGS):
         return
     sources = list(node.all_input_nodes)

@@ -1,7 +1,7 @@
 """A ``torch.optim`` optimizer's update as operations of a graph: the fused kernels, predicated on ``found_inf``.
 
-Before: ``optimizer.step()``, a Python loop over parameters. After: one ``_fused_adamw_`` a group, which changes
-nothing where a gradient was infinite. The state stays the optimizer's own, so its ``state_dict`` is as ever.
+Before: ``optimizer.step()``, a Python loop over parameters. After: one ``_fused_adamw_`` per group, which changes
+nothing if a gradient was infinite. The state stays the optimizer's own, so ``state_dict`` works as usual.
 Source: torch/optim/{sgd,adam,adagrad}.py.
 """
 
@@ -22,7 +22,7 @@ from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 from amp_graph.policy import HALVES
 
 SEVERAL, APART = 16, ("cuda",)
-UPDATES_AS = "updates_as"  # the attribute by which optimizers of amp_graph name torch's
+UPDATES_AS = "updates_as"  # the attribute of our optimizers that holds torch's class
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -31,24 +31,24 @@ STATES = {
 
 
 def kind_of(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the class whose rule ``optimizer`` updates by: its own, or for one of ``amp_graph.optim`` torch's."""
-    kind: type[Optimizer] = vars(type(optimizer)).get(UPDATES_AS, type(optimizer))  # of no class derived from ours
+    """Return the class whose rule ``optimizer`` uses: its own, or torch's for one of ``amp_graph.optim``."""
+    kind: type[Optimizer] = vars(type(optimizer)).get(UPDATES_AS, type(optimizer))  # not for classes derived from ours
     return kind
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
-    """Return why the update cannot be part of the graph, or "" where it can."""
+    """Return why the update cannot be part of the graph, or "" if it can."""
     return why_no_kernel(optimizer) or steps_otherwise(optimizer)
 
 
 def why_no_kernel(optimizer: Optimizer) -> str:
-    """Return why the rule of ``optimizer`` is not one of the fused kernels', or "" where it is."""
+    """Return why the rule of ``optimizer`` has no fused kernel, or "" if it has."""
     kind = kind_of(optimizer)
     if kind not in (SGD, Adam, AdamW, Adagrad):
         return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
     for group in optimizer.param_groups:
         if group.get("dampening") and group["momentum"]:
-            return "SGD with dampening treats its first step otherwise"
+            return "SGD with dampening treats its first step differently"
         if group.get("differentiable"):
             return "differentiable=True"
         if any(p.is_complex() or p.is_sparse for p in group["params"]):
@@ -60,12 +60,12 @@ def why_no_kernel(optimizer: Optimizer) -> str:
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """The update of one parameter group, for those of its parameters that have gradients."""
+    """The update of one parameter group's parameters that have gradients."""
 
     group: dict[str, Any]
     kind: type[Optimizer]
     params: tuple[Tensor, ...]
-    states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, each with one tensor a parameter
+    states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, one tensor per parameter
 
     def state_names(self) -> tuple[str, ...]:
         """Return the names of ``states`` in the optimizer's own state."""
@@ -79,7 +79,7 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        """Update ``params`` and ``states`` in place; nothing changes where ``found_inf`` is above 0."""
+        """Update ``params`` and ``states`` in place; no change if ``found_inf`` is above 0."""
         odd = {i for i, p in enumerate(params) if not self._is_for_kernel(p, grads[i], *(s[i] for s in states))}
         for apply, own in ((self.apply_pointwise, odd), (self._apply_fused, set(range(len(params))) - odd)):
             if own:
@@ -87,7 +87,7 @@ class GroupUpdate:
                 apply(of[0], of[1], of[2:], lr, found_inf)
 
     def _is_for_kernel(self, p: Tensor, *others: Tensor) -> bool:
-        """Say whether torch's fused kernel updates ``p`` as it should: they look neither at strides nor at gaps."""
+        """Return whether torch's fused kernel is correct for ``p``: it ignores strides and gaps."""
         if self.kind is SGD and p.dtype in HALVES and p.device.type == "cpu":  # hardly changes it
             return False
         return is_dense(p) and all(not t.dim() or t.stride() == p.stride() for t in others)
@@ -130,9 +130,9 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        """Do the same in operations that a compiler fuses into its own kernel; equal to a few last places.
+        """Do the same in pointwise operations, which a compiler fuses into one kernel; equal to a few last places.
 
-        What is in low precision is computed with in fp32, and rounded once, as in the fused kernels.
+        Low-precision tensors are computed in fp32 and rounded once, as in the fused kernels.
         """
         rule = _sgd if self.kind is SGD else _adagrad if self.kind is Adagrad else _adam
         decoupled = self.kind is AdamW or self.group.get("decoupled_weight_decay", False)
@@ -167,9 +167,9 @@ def _adagrad(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr:
 def _adam_factors(
     group: dict[str, Any], steps: Sequence[Tensor], lr: Tensor, decoupled: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return for each parameter what all its elements are multiplied by, [3, n] in ``dtype``.
+    """Return the scalar factors of each parameter, [3, n] in ``dtype``.
 
-    lr / (1 - beta1**t), 1 / sqrt(1 - beta2**t), and what a decoupled weight decay leaves of the parameter, or 1.
+    lr / (1 - beta1**t), 1 / sqrt(1 - beta2**t), and the factor of a decoupled weight decay, or 1.
     """
     beta1, beta2 = (float(b) for b in group["betas"])
     counts = torch.stack(list(steps)) + 1
@@ -183,9 +183,9 @@ def _adam_factors(
 
 
 def _each_apart(factors: Tensor) -> Sequence[Tensor]:
-    """Return the factors of each parameter: in memory of its own where a kernel's code would name the place in one.
+    """Return the factors of each parameter, in separate tensors if kernels would otherwise contain their offset.
 
-    Triton compiles that of parameters alike once then, and not as often as there are parameters.
+    Triton then compiles one kernel for all parameters of the same shape, not one per parameter.
     """
     found = factors.unbind(1)
     return torch._foreach_add(list(found), 0.0) if factors.device.type in APART else found
@@ -202,7 +202,7 @@ def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factor
 
 
 def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[GroupUpdate]:
-    """Return the updates of ``optimizer`` for the parameters in ``trained``; makes the state that is missing."""
+    """Return the updates of ``optimizer`` for the parameters in ``trained``; creates missing state."""
     wanted = {id(p) for p in trained}
     found = []
     for group in optimizer.param_groups:
@@ -213,7 +213,7 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         names = _state_names(kind, group)
         for p in params:
             master = updated_master(p)
-            if names:  # else a look at it would make an empty one
+            if names:  # reading it would create an empty one
                 _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
         found.append(GroupUpdate(group, kind, params, states))
@@ -225,7 +225,7 @@ def _state_names(kind: type[Optimizer], group: dict[str, Any]) -> tuple[str, ...
 
 
 def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:
-    """Make what torch.optim makes at its first step, where the fused kernels want it."""
+    """Create the state that torch.optim creates at its first step, on the device that fused kernels need."""
     for name in names:
         if name == "step":
             known = state.get("step", 0.0)
@@ -237,9 +237,9 @@ def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) 
 
 
 def _lies_like(state: Tensor, parameter: Tensor) -> bool:
-    """Say whether kernels may go through both as one row of numbers, as the fused ones do without looking.
+    """Return whether both have the same memory order, which fused kernels assume without a check.
 
-    They may not where Adagrad made its state before a model was lowered, where a state was saved of a model in another
-    memory format, or the model was brought into one since. What has gaps is left to kernels that know of strides.
+    They differ if Adagrad created its state before a model was lowered, if the state was saved from a model in another
+    memory format, or if the model's memory format changed. Tensors with gaps are left to kernels that use strides.
     """
     return state.dtype == parameter.dtype and (not is_dense(parameter) or state.stride() == parameter.stride())

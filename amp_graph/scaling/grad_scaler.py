@@ -1,4 +1,4 @@
-"""``GradScaler``: drop-in for ``torch.amp.GradScaler``, with a floor, a ceiling, hysteresis, and nothing on the host.
+"""``GradScaler``: drop-in for ``torch.amp.GradScaler``, with a floor, a ceiling, hysteresis, and no host syncs.
 
 Before: ``scaler = torch.amp.GradScaler("cuda")``. After: ``scaler = amp_graph.GradScaler()``; the loop stays.
 Source: torch/amp/grad_scaler.py, whose protocol (and ``isinstance``) this keeps.
@@ -23,7 +23,7 @@ from amp_graph.scaling.loss_scale import STUCK, FloorWatch, LossScale, check_at_
 
 
 def _kept(name: str) -> Any:
-    """Return a property for what ``torch.amp.GradScaler`` keeps in itself and this class in its ``LossScale``."""
+    """Return a property for an attribute of ``torch.amp.GradScaler`` that this class stores in its ``LossScale``."""
 
     def write(self: GradScaler, value: Any) -> None:
         self._loss_scale.change(name, value)
@@ -32,7 +32,7 @@ def _kept(name: str) -> Any:
 
 
 def _not_begun() -> dict[str, Any]:
-    """Return what was done for an optimizer since the last update, which is nothing; as torch's scaler keeps it."""
+    """Return torch's per-optimizer state of a scaler, as at the start of an iteration."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
@@ -42,13 +42,13 @@ class GradScaler(torch.amp.GradScaler):
     As ``torch.amp.GradScaler``: ``scale``, ``unscale_``, ``step``, ``update``, ``get_scale``, ``state_dict`` (which
     either loads from the other), several losses and optimizers. Beyond it:
 
-    hysteresis: bad steps since the scale last grew before it backs off (DeepSpeed and Megatron use 2).
-    floor, ceiling: limits of the scale. ``at_floor``: "warn" or "error" where gradients stay infinite there.
+    hysteresis: bad steps since the last growth before the scale backs off (DeepSpeed and Megatron use 2).
+    floor, ceiling: limits of the scale. ``at_floor``: "warn" or "error" if gradients stay infinite there.
     process_group: agree on infinite gradients over these ranks; None for all ranks of an initialized
     ``torch.distributed``, False for no agreement (DDP's gradients are equal on all ranks anyway).
     ``skipped_steps``, ``found_inf``: tensors on the device, for a learning-rate scheduler or a log.
 
-    Fused optimizers are stepped without a copy to the host; others, as in torch, need to know the verdict there.
+    Fused optimizers step without a copy to the host; others, as in torch, need ``found_inf`` on the host.
     A step without any gradient is legal. Raises ScaleError for calls out of order.
     """
 
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         at_floor: str = "warn",
         process_group: Any = None,
     ) -> None:
-        """Make a scaler; its state is put on the device of the first loss that it scales."""
+        """Create a scaler; its state is placed on the device of the first loss that it scales."""
         check_at_floor("GradScaler", at_floor)
         if isinstance(enabled, str):  # "false" is true
             raise ScaleError(f"GradScaler: enabled={enabled!r}\n  legal: True, False\n  fix:   enabled=True")
@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
 
-    # What the inherited scale, get_scale, get_growth_factor, set_growth_factor, ... read and write.
+    # Read and written by the inherited scale, get_scale, get_growth_factor, set_growth_factor, ...
     _growth_factor, _backoff_factor = _kept("growth_factor"), _kept("backoff_factor")
     _growth_interval = _kept("growth_interval")
     _init_scale = property(lambda self: self._loss_scale.values()[0])
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
     # -- the loop -------------------------------------------------------------------------------------
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        """Put the state on the device of the first loss: what ``scale``, which is torch's, asks for."""
+        """Place the state on the device of the first loss; torch's ``scale`` calls this."""
         self._loss_scale.to(dev)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -117,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step ``optimizer`` unless a gradient is infinite or NaN, in which case nothing of it changes."""
+        """Step ``optimizer``, unless a gradient is infinite or NaN; then nothing changes."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
@@ -143,10 +143,10 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_on_host(self, optimizer: Optimizer, unscaled: bool, kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer that must not be called where a gradient is infinite."""
-        # One that is not torch's own may hand the step on to another, which reads the same gradients.
+        """Step an optimizer that must not be called if a gradient is infinite."""
+        # An optimizer of another library may delegate the step to an inner one, which reads the same gradients.
         on_masters = is_torchs(optimizer) and not unscaled and steps_on_masters(optimizer)
-        if on_masters:  # their gradients are unscaled once they are fp32
+        if on_masters:  # their gradients are unscaled after the upcast to fp32
             self._check(optimizer, torch.ones_like(self._loss_scale.scale))
         elif not unscaled:
             self.unscale_(optimizer)
@@ -157,12 +157,12 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(**kwargs)
 
     def _step_on_device(self, optimizer: Any, unscaled: bool, kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer whose kernels take the scale and the verdict as tensors."""
+        """Step an optimizer whose kernels take the scale and ``found_inf`` as tensors."""
         known = getattr(optimizer, "grad_scale", None)
         if not unscaled and all(g.dtype.itemsize >= 4 for g in _gradients(optimizer)):
-            # The check goes through all of them anyway; the kernels then need not write them again.
+            # The check reads all of them anyway; unscaling here saves the kernels a write.
             self._check(optimizer, self._loss_scale.inverse())
-        elif not unscaled:  # in low precision, small ones would be lost: the kernels unscale as they go
+        elif not unscaled:  # low-precision gradients would underflow: the kernels unscale them
             scale = self._loss_scale.scale
             self._check(optimizer, torch.ones_like(scale))
             known = scale if known is None else scale * known
@@ -174,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale by what the steps since the last update found, or set it to ``new_scale``."""
+        """Adjust the scale by the steps since the last update, or set it to ``new_scale``."""
         if not self._enabled:
             return
         states = self._per_optimizer_states.values()
@@ -195,10 +195,10 @@ class GradScaler(torch.amp.GradScaler):
     # -- gradients ------------------------------------------------------------------------------------
 
     def _refuse(self, caller: str, optimizer: Any) -> None:
-        """Raise ScaleError where there is no optimizer, or nothing to unscale."""
+        """Raise ScaleError if ``optimizer`` is none, or nothing was scaled."""
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
             raise ScaleError(
-                f"GradScaler.{caller}: a {type(optimizer).__name__} in the place of the optimizer\n"
+                f"GradScaler.{caller}: expected an optimizer, got a {type(optimizer).__name__}\n"
                 f"  legal: a torch.optim.Optimizer\n  fix:   scaler.{caller}(optimizer)"
             )
         if not self._loss_scale.ready:
@@ -208,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _check(self, optimizer: Optimizer, inv_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
-        """Unscale the gradients of ``optimizer``; keep and return a verdict for each device that holds some."""
+        """Unscale the gradients of ``optimizer``; store and return ``found_inf`` for each of their devices."""
         found = {inv_scale.device: torch.zeros_like(inv_scale)}
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in _gradients(optimizer):
@@ -226,12 +226,12 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """Look at gradients as they are: torch's, for whoever takes its scaler apart."""
+        """Check gradients without unscaling; part of torch's private protocol."""
         self._refuse("_check_inf_per_device", optimizer)
         return self._check(optimizer, torch.ones_like(self._loss_scale.scale))
 
     def _agree(self, verdict: torch.Tensor) -> None:
-        """Let an infinite gradient on one rank be one on all."""
+        """Combine ``found_inf`` over all ranks."""
         distributed = torch.distributed
         if self._group is False or not (distributed.is_available() and distributed.is_initialized()):
             return
@@ -246,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
     # -- the floor ------------------------------------------------------------------------------------
 
     def _look_at_floor(self) -> None:
-        """Say where gradients stay infinite at the floor; on other devices than the CPU only every STUCK updates."""
+        """Report gradients that stay infinite at the floor; on devices other than the CPU only every STUCK updates."""
         stuck = self._loss_scale.state[4]
         self._updates += 1
         on_cpu = stuck.device.type == "cpu"
@@ -258,14 +258,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _complain_of_floor(self, steps: int) -> None:
         known = [state["optimizer"]() for state in self._per_optimizer_states.values() if "optimizer" in state]
-        culprit = next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that is gone")
+        culprit = next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that no longer exists")
         complain_of_floor("GradScaler", steps, self._loss_scale.floor, culprit, self._at_floor)
 
     # -- reading and saving ---------------------------------------------------------------------------
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """How many updates followed an infinite gradient, a 0-d int32 tensor on the device; 0 before the first."""
+        """The number of skipped steps, a 0-d int32 tensor on the device; 0 before the first."""
         return self._loss_scale.state[3] if self._loss_scale.ready else torch.tensor(self._loss_scale.values()[3])
 
     @property
@@ -274,11 +274,11 @@ class GradScaler(torch.amp.GradScaler):
         return torch.zeros(()) if self._verdict is None else self._verdict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers; ``torch.amp.GradScaler`` loads it too. Empty where not enabled."""
+        """Return the state as numbers; ``torch.amp.GradScaler`` can load it. Empty if not enabled."""
         return self._loss_scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of ``torch.amp.GradScaler``; ScaleError, and no change, where it is neither."""
+        """Load a state of this class or of ``torch.amp.GradScaler``; for another raise ScaleError, without a change."""
         if self._enabled:
             self._loss_scale.load_state_dict(state_dict)
 
@@ -292,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _starts_from_nothing(optimizer: Optimizer) -> bool:
-    """Say whether the fused SGD would make its momentum in this step: where skipped, it leaves that uninitialized."""
+    """Return whether fused SGD would create its momentum in this step: a skipped step leaves it uninitialized."""
     return isinstance(optimizer, torch.optim.SGD) and any(
         group["momentum"] and any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
         for group in optimizer.param_groups
@@ -300,7 +300,7 @@ def _starts_from_nothing(optimizer: Optimizer) -> bool:
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield what holds the gradients' values: dense tensors, the local parts of distributed ones."""
+    """Yield the tensors that hold gradient values: dense ones, and local parts of distributed ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -308,14 +308,14 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 continue
             if hasattr(grad, "to_local"):
                 grad = grad.to_local()
-            if grad.is_sparse:  # duplicates may overflow only in their sum
+            if grad.is_sparse:  # the sum of duplicates may overflow
                 parameter.grad = grad = grad.coalesce()
                 grad = grad._values()
             yield grad
 
 
 def _first_bad(optimizer: Optimizer) -> str:
-    """Return the first parameter of ``optimizer`` whose gradient is not finite, as its user knows it."""
+    """Return a description of the first parameter of ``optimizer`` whose gradient is not finite."""
     for name, parameter in named_parameters(optimizer):
         grad = parameter.grad
         if grad is not None and not torch.isfinite(grad.coalesce()._values() if grad.is_sparse else grad).all():

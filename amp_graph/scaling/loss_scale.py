@@ -1,6 +1,6 @@
 """The loss scale: its options, its state on the device, and how both are saved.
 
-Before: a Python float and a host copy each step. After: tensors that ``amp_graph::update_loss_scale_`` moves.
+Before: a Python float and a host copy each step. After: tensors that ``amp_graph::update_loss_scale_`` updates.
 Source of the method: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 """
 
@@ -17,19 +17,19 @@ import torch
 from amp_graph.errors import ScaleError, warn
 from amp_graph.passes.loss_scaling.operators import OPS
 
-STUCK = 20  # bad steps in a row at the floor before it is said
+STUCK = 20  # consecutive bad steps at the floor before a warning
 
 
 @dataclass
 class LossScale:
-    """A dynamic loss scale. Steps without infinite gradients make it grow, others make it back off.
+    """A dynamic loss scale: it grows after steps with finite gradients and backs off after others.
 
-    init_scale: the first scale. growth_factor (> 1) after ``growth_interval`` good steps in a row; backoff_factor
-    (< 1) after a bad one, with ``hysteresis`` > 1 after that many bad ones since it last grew. Factors that are
-    powers of two make scaling exact. floor, ceiling: limits of the scale, at which it stays.
+    init_scale: the first scale. growth_factor (> 1): applied after ``growth_interval`` consecutive good steps.
+    backoff_factor (< 1): applied after ``hysteresis`` bad steps since the last growth. Powers of two make scaling
+    exact. floor, ceiling: limits of the scale.
     dynamic: False for a static scale, which still skips bad steps and counts them.
 
-    Raises ScaleError for options that make no sense.
+    Raises ScaleError for invalid options.
     """
 
     init_scale: float = 2.0**16
@@ -42,7 +42,7 @@ class LossScale:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse options that make no sense; the state is made at the first ``to``."""
+        """Refuse invalid options; the state is created at the first ``to``."""
         _refuse(vars(self), "", "leave {name} out: its default is {default:g}")
         if self.dynamic and not self.floor <= self.init_scale <= self.ceiling:
             raise ScaleError(
@@ -54,12 +54,12 @@ class LossScale:
             setattr(self, name, int(getattr(self, name)))
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
-        self._known = self._options_known()  # for which the counts are
+        self._known = self._options_known()  # the options that the counts refer to
 
     # -- state ----------------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> LossScale:
-        """Put the state on ``device``, at the first call; it stays there."""
+        """Place the state on ``device`` at the first call; it stays there."""
         if self._state is None:
             value, *counts = self._start
             tensors = [torch.tensor(n, dtype=torch.int32, device=device) for n in counts]
@@ -75,33 +75,33 @@ class LossScale:
     def state(self) -> tuple[torch.Tensor, ...]:
         """Scale (fp32), growth tracker, hysteresis left, skipped steps, bad steps at the floor (int32), all 0-d."""
         if self._state is None:
-            raise ScaleError("loss scale: it is on no device yet\n  fix:   scaler.scale(loss) before anything else")
+            raise ScaleError("loss scale: it has no device yet\n  fix:   scaler.scale(loss) before anything else")
         return self._state
 
     @property
     def scale(self) -> torch.Tensor:
-        """The scale, a 0-d fp32 tensor that changes in place."""
+        """The scale, a 0-d fp32 tensor that is updated in place."""
         return self.state[0]
 
     def inverse(self) -> torch.Tensor:
-        """Return 1 / scale, 0-d fp32: by way of fp64, so that it is exact to the last bit."""
+        """Return 1 / scale, 0-d fp32, computed in fp64 and correctly rounded."""
         return self.scale.double().reciprocal().float()
 
     def options(self) -> tuple[float, float, int, int, float, float]:
         """Return the options as ``amp_graph::update_loss_scale_`` takes them."""
-        if not self.dynamic:  # never grows, backs off by nothing, and stays wherever it is set
+        if not self.dynamic:  # a static scale: no growth, no backoff, no limits
             return 2.0, 1.0, MOST, 1, 0.0, LARGEST
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
 
     def _options_known(self) -> tuple[tuple[float, float, int, int, float, float], int]:
-        return self.options(), self.hysteresis  # which a static scale has, too, for when it is dynamic again
+        return self.options(), self.hysteresis  # a static scale keeps them, in case it becomes dynamic again
 
     def take_up_options(self) -> None:
-        """Make the counts fit options that are others than at the last call.
+        """Adjust the counts after a change of options.
 
-        Good steps that are already more than a shorter growth interval count as one less than it: the kernel grows at
-        equality, and what is past it would never grow again. Bad steps that were seen count with another hysteresis.
+        Good steps beyond a shorter growth interval are set to one less than it: the kernel grows at equality, and would
+        never grow past it. Earlier bad steps count under a new hysteresis as well.
         """
         before, now = self._known, self._options_known()
         if now == before:
@@ -115,13 +115,13 @@ class LossScale:
             self._state[2].add_(more).clamp_(min=0)
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Move the scale by a step's verdict (0-d fp32, above 0 for a bad step)."""
+        """Adjust the scale by a step's ``found_inf`` (0-d fp32, above 0 for a bad step)."""
         self.take_up_options()
         scale, *counts = self.state
         OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
 
     def values(self) -> tuple[float, int, int, int, int]:
-        """Return the state as numbers: one copy to the host where the device is not the CPU."""
+        """Return the state as numbers, with one copy to the host from another device."""
         if self._state is None:
             return self._start
         scale, *counts = torch.stack([t.double() for t in self._state]).tolist()
@@ -131,7 +131,7 @@ class LossScale:
     # -- saving ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.amp.GradScaler.state_dict`` returns, and beside it what that does not have."""
+        """Return the entries of ``torch.amp.GradScaler.state_dict``, and those that it does not have."""
         scale, good, left, skipped, stuck = self.values()
         return {
             "scale": scale,
@@ -151,7 +151,7 @@ class LossScale:
         """Load a state of this class or of ``torch.amp.GradScaler``; ScaleError, and no change, where it is neither."""
         if not isinstance(state, Mapping):
             raise ScaleError(
-                f"loss scale: a {type(state).__name__} in the place of its state\n"
+                f"loss scale: expected a state dict, got a {type(state).__name__}\n"
                 "  legal: what state_dict() of an enabled GradScaler returned, ours or torch's\n"
                 "  fix:   load the checkpoint's entry of the scaler"
             )
@@ -166,7 +166,7 @@ class LossScale:
             )
         names = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "floor", "ceiling")
         given = {name: state.get(name, getattr(self, name)) for name in names}
-        fix = "an older checkpoint, or none: a new scaler finds its scale within some steps"
+        fix = "load an older checkpoint, or none: a new scaler finds its scale within some steps"
         _refuse({**state, **given}, "the state has ", fix)
         given |= {name: int(given[name]) for name in WHOLE}
         good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
@@ -179,19 +179,19 @@ class LossScale:
             tensor.fill_(value)
 
     def change(self, name: str, value: Any) -> None:
-        """Set an option by hand."""
+        """Change an option."""
         if name not in RULES or name == "init_scale":
             legal = ", ".join(rule for rule in RULES if rule != "init_scale")
             raise ScaleError(
-                f"loss scale: {name!r} is no option that may change\n  legal: {legal}\n"
+                f"loss scale: option {name!r} cannot be changed\n  legal: {legal}\n"
                 "  fix:   loss_scale.set(value) for the scale itself"
             )
-        _refuse({"floor": self.floor, "ceiling": self.ceiling, name: value}, "", "a value that is legal")
+        _refuse({"floor": self.floor, "ceiling": self.ceiling, name: value}, "", "a legal value")
         setattr(self, name, int(value) if name in WHOLE else value)
         self.take_up_options()
 
     def set(self, value: float | torch.Tensor) -> None:
-        """Set the scale by hand; a tensor (one element) is copied without reading it on the host."""
+        """Set the scale; a tensor (one element) is copied without a host sync."""
         if not isinstance(value, torch.Tensor):
             _refuse({"scale": value}, "new_", "a power of two, for example 2.0**16")
         elif value.numel() != 1 or value.requires_grad:
@@ -204,19 +204,19 @@ class LossScale:
             self.scale.fill_(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy as options and numbers, on whatever device they are."""
+        """Pickle and copy as options and numbers, independent of the device."""
         return {**self.__dict__, "_start": self.values(), "_state": None}
 
 
 WHOLE = ("growth_interval", "hysteresis")  # options that are whole numbers
 LARGEST = float(torch.finfo(torch.float32).max)
-MOST = 2**31 - 1  # what an int32 counts to
+MOST = 2**31 - 1  # the largest int32
 
 
 def loss_scale_of(who: str, given: Any, *, zero: bool = False) -> LossScale | None:
-    """Return the loss scale that an argument names: static for a number, dynamic for "dynamic"; None for None.
+    """Return the loss scale of an argument: static for a number, dynamic for "dynamic", None for None.
 
-    zero: whether 0 means a dynamic one, too.
+    zero: whether 0 means dynamic as well.
     """
     if given is None or isinstance(given, LossScale):
         return given
@@ -240,7 +240,7 @@ def _is_count(value: Any, least: int) -> bool:
     return _is_number(value) and least <= value <= MOST and int(value) == value
 
 
-# Whether a value is legal beside the others that are given, and what is.
+# Checks of each value, given the other options, and the legal values.
 RULES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
     "init_scale": (lambda v, _: _is_number(v) and v > 0, "above 0, and finite in fp32"),
     "growth_factor": (lambda v, _: _is_number(v) and v > 1, "finite, above 1"),
@@ -260,7 +260,7 @@ OF_STATE = {
 
 
 def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
-    """Raise ScaleError for options, or what was saved of them, that make no sense."""
+    """Raise ScaleError for invalid options, also saved ones."""
     for name, (holds, legal) in OF_STATE.items():
         if name in given and not holds(given[name], given):
             fix = fix.format(name=name, default=getattr(LossScale, name, math.nan))
@@ -268,14 +268,14 @@ def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
 
 
 class FloorWatch:
-    """Reads how many bad steps in a row there were at the floor, without waiting for a GPU."""
+    """Reads the number of consecutive bad steps at the floor without a GPU sync."""
 
     def __init__(self) -> None:
-        """Begin with nothing read."""
+        """Start with nothing read."""
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def read(self, stuck: torch.Tensor) -> int:
-        """Return ``stuck`` (0-d int32) as a number: on CUDA as it was at an earlier call, from which it was copied."""
+        """Return ``stuck`` (0-d int32) as a number; on CUDA its value at an earlier call, copied asynchronously."""
         if stuck.device.type != "cuda":
             return int(stuck.item())
         found = 0
@@ -291,21 +291,21 @@ class FloorWatch:
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as one that has read nothing."""
+        """Copy and pickle as a new one."""
         return FloorWatch, ()
 
 
 def check_at_floor(who: str, at_floor: str) -> None:
-    """Refuse what ``at_floor`` cannot be."""
+    """Refuse an invalid ``at_floor``."""
     if at_floor not in ("warn", "error"):
         raise ScaleError(f"{who}: at_floor={at_floor!r}\n  legal: 'warn', 'error'\n  fix:   at_floor='warn'")
 
 
 def complain_of_floor(who: str, steps: int, floor: float, culprit: str, at_floor: str) -> None:
-    """Say, or raise as ScaleError, that gradients stay infinite at the smallest scale; ``culprit`` is the first."""
+    """Warn, or raise ScaleError, that gradients stay infinite at the smallest scale; ``culprit``: the first."""
     text = (
-        f"{who}: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, {floor:g}; no step is "
-        f"taken. The first bad one: {culprit}\n"
+        f"{who}: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, {floor:g}; these "
+        f"steps were skipped. The first bad one: {culprit}\n"
         "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
     )
     if at_floor == "error":

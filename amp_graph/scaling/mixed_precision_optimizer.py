@@ -1,7 +1,7 @@
 """``MixedPrecisionOptimizer``: apex's ``FP16_Optimizer`` over any torch optimizer.
 
-Before: ``optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)``. After: the same call of this class; with
-``optimizer.backward(loss)``, ``optimizer.clip_master_grads(norm)`` and ``optimizer.step()`` as they were.
+Before: ``optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)``. After: the same call of this class;
+``optimizer.backward(loss)``, ``optimizer.clip_master_grads(norm)`` and ``optimizer.step()`` do not change.
 Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts that use ``loss_scale=0``.
 """
 
@@ -23,35 +23,35 @@ from amp_graph.policy import HALVES
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
 
-OWN = ("optimizer", "scaler", "_pairs", "_plain", "_backward", "_unscaled")  # what an instance keeps
+OWN = ("optimizer", "scaler", "_pairs", "_plain", "_backward", "_unscaled")  # attributes of an instance
 
 
 def _inside(name: str) -> Any:
-    """Return a method that hands on to the one of that name of the optimizer inside."""
+    """Return a method that delegates to the inner optimizer's method of that name."""
 
     def method(self: MixedPrecisionOptimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.optimizer, name)(*args, **kwargs)
 
-    method.__name__, method.__doc__ = name, f"As ``torch.optim.Optimizer.{name}``: the hook is given the inner one."
+    method.__name__, method.__doc__ = name, f"As ``torch.optim.Optimizer.{name}``; the hook gets the inner optimizer."
     return method
 
 
 class MixedPrecisionOptimizer(Optimizer):
     """Loss scaling and fp32 master weights around ``optimizer``, which updates the masters.
 
-    optimizer: any torch optimizer. Parameters of it that are in fp16 or bf16 (``amp_graph.convert(model, "fp16-O2")``,
-    or a model that was cast by hand) get fp32 masters, which take their places in its groups, with their state;
-    parameters in fp32 are updated as they are.
+    optimizer: any torch optimizer. Its fp16 or bf16 parameters (``amp_graph.convert(model, "fp16-O2")``, or a model
+    that was cast by hand) get fp32 masters, which replace them and their state in its groups; fp32 parameters are
+    updated directly.
     static_loss_scale, dynamic_loss_scale, dynamic_loss_args ("init_scale", "scale_factor", "scale_window"): as in
-    apex; ``verbose`` is taken for its sake. loss_scale instead of these: a number, "dynamic" or 0 for a dynamic one,
+    apex; ``verbose`` is accepted and ignored. loss_scale instead of these: a number, "dynamic" or 0 for a dynamic one,
     or a ``LossScale``.
 
-    A step with an infinite gradient changes nothing and lowers the scale; with a fused ``optimizer`` nothing is copied
-    to the host. Learning-rate schedulers take this object; hooks are those of the optimizer inside. Copied and pickled
-    together with the model, in either order, the copies train on. Raises ScaleError for calls out of order.
+    A step with an infinite gradient changes nothing and lowers the scale; a fused ``optimizer`` needs no copy to the
+    host. Learning-rate schedulers accept this object; hooks are those of the inner optimizer. It can be copied and
+    pickled together with the model, in either order. Raises ScaleError for calls out of order.
     """
 
-    def __init__(  # the base class would make groups and state of its own
+    def __init__(  # the base class would create its own groups and state
         self,
         optimizer: Optimizer,
         static_loss_scale: float = 1.0,
@@ -61,10 +61,10 @@ class MixedPrecisionOptimizer(Optimizer):
         *,
         loss_scale: LossScale | str | float | None = None,
     ) -> None:
-        """Make masters for what ``optimizer`` has in low precision."""
+        """Create masters for the low-precision parameters of ``optimizer``."""
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, MixedPrecisionOptimizer):
             raise ScaleError(
-                f"MixedPrecisionOptimizer: a {type(optimizer).__name__} in the place of the optimizer\n"
+                f"MixedPrecisionOptimizer: expected an optimizer, got a {type(optimizer).__name__}\n"
                 "  legal: a torch.optim.Optimizer\n  fix:   MixedPrecisionOptimizer(torch.optim.AdamW(...))"
             )
         refuse_closures("MixedPrecisionOptimizer", optimizer)
@@ -72,7 +72,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self.scaler = GradScaler()
         self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters in low precision and their masters
-        self._plain: list[Tensor] = []  # parameters that are fp32 themselves
+        self._plain: list[Tensor] = []  # fp32 parameters
         with groups_kept_where_it_raises(optimizer):
             for group in optimizer.param_groups:
                 self._put_masters_into(group)
@@ -93,9 +93,9 @@ class MixedPrecisionOptimizer(Optimizer):
     # -- the loop -------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Compute gradients of the scaled ``loss`` (one element); gradients of several calls add up until ``step``.
+        """Compute gradients of the scaled ``loss`` (one element); gradients accumulate until ``step``.
 
-        update_master_grads: taken for apex's sake; masters get their gradients when they are first needed.
+        update_master_grads: accepted as in apex and ignored; masters get their gradients when first needed.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ScaleError(
@@ -111,10 +111,10 @@ class MixedPrecisionOptimizer(Optimizer):
         self._backward = True
 
     def update_master_grads(self) -> None:
-        """Give masters their unscaled fp32 gradients, once between two steps; ``step`` does it where nobody did."""
+        """Set the masters' unscaled fp32 gradients, once between two steps; ``step`` does it if needed."""
         self._need_backward("update_master_grads")
         for parameter, _ in self._pairs:
-            master_of(parameter)  # which follows what was written into weights since
+            master_of(parameter)  # also updates masters after writes to weights
         if self._unscaled:
             return
         for parameter, full in self._pairs:
@@ -125,7 +125,7 @@ class MixedPrecisionOptimizer(Optimizer):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm, a 0-d fp32 tensor."""
         self._need_backward("clip_master_grads")
-        if not (isinstance(max_norm, Real) and max_norm > 0):  # with less, the update would go uphill, or nowhere
+        if not (isinstance(max_norm, Real) and max_norm > 0):  # 0 or less would reverse or cancel the update
             raise ScaleError(
                 f"MixedPrecisionOptimizer.clip_master_grads: max_norm={max_norm!r}\n  legal: a number above 0\n"
                 "  fix:   optimizer.clip_master_grads(1.0)"
@@ -135,7 +135,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def step(self, closure: None = None) -> Any:  # type: ignore[override]
-        """Update masters and round them into the model's parameters, unless a gradient is infinite; move the scale."""
+        """Update masters and round them into the parameters, unless a gradient is infinite; adjust the scale."""
         if closure is not None:
             raise ScaleError(
                 "MixedPrecisionOptimizer.step: a closure would compute gradients after they were checked\n"
@@ -160,7 +160,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 parameter.grad.detach_().zero_()
         for _, full in self._pairs:
             full.grad = None
-        if self._unscaled:  # what was unscaled is gone
+        if self._unscaled:  # the unscaled gradients are dropped
             self.scaler._per_optimizer_states.clear()
         self._backward = self._unscaled = False
 
@@ -168,7 +168,7 @@ class MixedPrecisionOptimizer(Optimizer):
         if not self._backward:
             raise ScaleError(
                 f"MixedPrecisionOptimizer.{caller}: no gradients since the last step\n"
-                "  fix:   optimizer.backward(loss) in the place of loss.backward()"
+                "  fix:   optimizer.backward(loss) instead of loss.backward()"
             )
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -179,22 +179,22 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer inside, with masters for what is in low precision."""
+        """The groups of the inner optimizer, with masters in place of low-precision parameters."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer inside, by master."""
+        """The state of the inner optimizer, by master."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
+        """The defaults of the inner optimizer."""
         return self.optimizer.defaults
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale as a number: a copy to the host where it is on another device."""
+        """The loss scale as a number; copies it to the host."""
         return self.scaler.get_scale()
 
     @loss_scale.setter
@@ -208,11 +208,11 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped, a 0-d int32 tensor on the device."""
+        """The number of skipped steps, a 0-d int32 tensor on the device."""
         return self.scaler.skipped_steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside, with masters for what is in low precision."""
+        """Add a group to the inner optimizer, with masters for its low-precision parameters."""
         groups = self.optimizer.param_groups
         held = {id(low): n for n, group in enumerate(groups) for low in self._lows_of(group)}
         self.optimizer.add_param_group(param_group)
@@ -226,7 +226,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._put_masters_into(groups[-1])
 
     def _lows_of(self, group: dict[str, Any]) -> list[Tensor]:
-        """Return the parameters in low precision whose masters are in ``group``."""
+        """Return the low-precision parameters whose masters are in ``group``."""
         lows = {id(full): low for low, full in self._pairs}
         return [lows[id(full)] for full in group["params"] if id(full) in lows]
 
@@ -240,11 +240,11 @@ class MixedPrecisionOptimizer(Optimizer):
     # -- saving ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle between two steps, without the ``step`` of the original that a scheduler puts there."""
+        """Copy and pickle between two steps, without the ``step`` wrapper that a scheduler sets on the original."""
         return {name: self.__dict__[name] for name in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up the state, and let the model's parameters, which were copied too, know of their masters here."""
+        """Restore the state, and attach the masters to the copied parameters."""
         self.__dict__.update(state)
         for parameter, full in self._pairs:
             share_master(parameter, full)
@@ -258,9 +258,9 @@ class MixedPrecisionOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; ScaleError, and no change, where it does not fit.
+        """Load a ``state_dict`` result; if it does not fit, raise ScaleError and change nothing.
 
-        A state without masters (of level O1, where parameters are fp32) leaves them as the model's are.
+        A state without masters (of level O1, with fp32 parameters) keeps the model's current values.
         """
         masters = self._masters_in(state_dict)
         refuse_state_of_another_model("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
@@ -278,7 +278,7 @@ class MixedPrecisionOptimizer(Optimizer):
             write_back([p for p, _ in self._pairs])
 
     def _masters_in(self, state: Any) -> Sequence[Tensor]:
-        """Return the masters in ``state``, of which there may be none; ScaleError for what ``state_dict`` never was."""
+        """Return the masters in ``state``, possibly none; ScaleError if it is not a ``state_dict`` result."""
         shapes = [tuple(full.shape) for _, full in self._pairs]
         wrong = _no_state(state)
         masters = [] if wrong else state.get("masters", [])
@@ -293,7 +293,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return masters
 
     def __repr__(self) -> str:
-        """Name the optimizer inside."""
+        """Name the inner optimizer."""
         return f"MixedPrecisionOptimizer({self.optimizer!r})"
 
 
@@ -305,7 +305,7 @@ APEX = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_wind
 
 
 def _scale_of(given: Any, static: Any, dynamic: Any, options: Any) -> LossScale:
-    """Return the loss scale that the arguments name: 0 and "dynamic" mean a dynamic one."""
+    """Return the loss scale of the arguments: 0 and "dynamic" mean a dynamic one."""
     if given is None and type(dynamic) is not bool:
         raise ScaleError(
             f"MixedPrecisionOptimizer: dynamic_loss_scale={dynamic!r}\n  legal: True, False\n"
@@ -316,7 +316,7 @@ def _scale_of(given: Any, static: Any, dynamic: Any, options: Any) -> LossScale:
 
 
 def _apex_scale(options: Any) -> LossScale:
-    """Return the dynamic scale that apex's ``dynamic_loss_args`` ask for."""
+    """Return the dynamic scale of apex's ``dynamic_loss_args``."""
     if not isinstance(options, Mapping) or not options.keys() <= APEX.keys():
         raise ScaleError(
             f"MixedPrecisionOptimizer: dynamic_loss_args={options!r}\n  legal: a dict of {', '.join(APEX)}\n"
@@ -328,9 +328,9 @@ def _apex_scale(options: Any) -> LossScale:
 
 
 def _no_state(given: Any) -> str:
-    """Return why ``given`` is nothing that ``state_dict`` has returned, or ""."""
+    """Return why ``given`` is not a ``state_dict`` result, or ""."""
     if not isinstance(given, Mapping):
-        return f"a {type(given).__name__} in the place of the state"
+        return f"expected a state dict, got a {type(given).__name__}"
     kinds: dict[str, type] = {"optimizer": Mapping, "loss_scale": Mapping, "masters": Sequence}
     for name, kind in kinds.items():
         if name not in given and name != "masters":
@@ -344,5 +344,5 @@ def _no_state(given: Any) -> str:
 
 
 def _as_full(value: Any) -> Any:
-    """Return a piece of an optimizer's state in fp32 where it is in low precision."""
+    """Return an entry of an optimizer's state, upcast to fp32 if it is low."""
     return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value

@@ -118,7 +118,7 @@ def test_optimizers_that_need_a_closure_are_refused():
         lambda: amp_graph.TrainStep(model, LOSS, optimizer, "bf16-O2"),
         lambda: amp_graph.MixedPrecisionOptimizer(optimizer),
     ):
-        with pytest.raises(ScaleError, match=r"LBFGS.step asks for a closure(?s:.*)legal:(?s:.*)fix:"):
+        with pytest.raises(ScaleError, match=r"LBFGS.step needs a closure(?s:.*)legal:(?s:.*)fix:"):
             call()
     assert same(model.state_dict(), before)
     assert all(p.dtype == torch.float32 for p in model.parameters())

@@ -504,7 +504,7 @@ def test_few_weights_are_not_compiled_for(monkeypatch):
     model, optimizer = build()
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
     step(*next(batches(1)))
-    assert "too few to compile for" in amp_graph.report(step).text(width=None)
+    assert "too few to be worth compiling" in amp_graph.report(step).text(width=None)
 
 
 def large():
@@ -548,8 +548,8 @@ def test_what_was_asked_for_is_refused_by_name(monkeypatch, tmp_path):
 
     refused(CaptureError, "update='both'", update="both")
     refused(CaptureError, "update='one_pass' with compile='aot_eager'", update="one_pass", compile="aot_eager")
-    refused(CaptureError, "behind the graph", update="one_pass", optimizer=torch.optim.RMSprop)
-    refused(CaptureError, "no copies in low precision", update="one_pass", policy="bf16-O0")
+    refused(CaptureError, "after the graph", update="one_pass", optimizer=torch.optim.RMSprop)
+    refused(CaptureError, "no low-precision copies", update="one_pass", policy="bf16-O0")
     without_compiler(monkeypatch, tmp_path)
     refused(CompilerError, "no-such-compiler", update="one_pass")
 

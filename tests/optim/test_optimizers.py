@@ -392,7 +392,7 @@ def reasons():
         "is not fp32 on the CPU": of_fp64,
         "without gaps": with_gaps,
         "no compiler here": no_compiler,
-        "too few to compile for": few,
+        "too few to be worth compiling": few,
         "dampening": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.9, dampening=0.1),
     }
 

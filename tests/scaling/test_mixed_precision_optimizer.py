@@ -333,9 +333,9 @@ def test_bad_input():
         optimizer.backward(3.0)
     with pytest.raises(ScaleError, match="closure"):
         optimizer.step(lambda: None)
-    with pytest.raises(ScaleError, match="a Net in the place"):
+    with pytest.raises(ScaleError, match="expected an optimizer, got a Net"):
         amp_graph.MixedPrecisionOptimizer(model)
-    with pytest.raises(ScaleError, match="a MixedPrecisionOptimizer in the place"):
+    with pytest.raises(ScaleError, match="expected an optimizer, got a MixedPrecisionOptimizer"):
         amp_graph.MixedPrecisionOptimizer(optimizer)
     with pytest.raises(ScaleError, match="loss_scale='often'"):
         amp_graph.MixedPrecisionOptimizer(build()[1], loss_scale="often")

@@ -178,7 +178,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     inside = [name for name, part in model.named_modules() if part is not model and conversion_of(part) is not None]
     if inside:
         raise CaptureError(
-            f"convert: {len(inside)} of its submodules are converted already: {_few(inside)}\n"
+            f"convert: {len(inside)} of its submodules are already converted: {_few(inside)}\n"
             f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); that converts its submodules, too"
         )
     named = [*model.named_parameters(), *model.named_buffers()]

@@ -61,7 +61,7 @@ def test_a_part_of_a_model_that_nobody_has_is_converted():
 def test_parts_of_copies_are_parts_of_these():
     model = amp_graph.convert(net(), "bf16")
     copied = copy.deepcopy(model)
-    with pytest.raises(CaptureError, match="part '0'"):
+    with pytest.raises(CaptureError, match="submodule '0'"):
         amp_graph.convert(copied[0], "bf16")
     alone = copy.deepcopy(model[0])
     assert amp_graph.convert(alone, "bf16") is alone
@@ -71,7 +71,7 @@ def test_a_part_that_two_converted_models_share_runs_in_both():
     shared = nn.Linear(8, 8)
     one, two = (amp_graph.convert(nn.Sequential(shared, nn.Linear(8, n)), "bf16") for n in (2, 3))
     assert (one(X).shape, two(X).shape) == ((4, 2), (4, 3))
-    with pytest.raises(CaptureError, match="part '0'"):
+    with pytest.raises(CaptureError, match="submodule '0'"):
         amp_graph.convert(shared, "bf16")
 
 

@@ -229,7 +229,7 @@ ERRORS = {
     "unknown node": (
         ["explain", "FILE:build", "linaer"],
         1,
-        ["no node 'linaer'", "near: ", "linear", "fix:"],
+        ["no node 'linaer'", "similar: ", "linear", "fix:"],
     ),
     "unknown op": (
         ["lists", "gelo"],

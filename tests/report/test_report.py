@@ -85,7 +85,7 @@ def test_the_text_fits_one_screen_and_says_all():
     for wanted in (
         "amp_graph report: Net",
         "policy     bf16-O1,accuracy=fast",
-        "accuracy   fast: low-precision streams",
+        "accuracy   fast: low-precision residual streams",
         "precision  bf16, compile=eager",
         "captured   1 graph, 0 graph breaks",
         "graph 0: train, with gradients, bf16",

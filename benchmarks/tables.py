@@ -19,12 +19,12 @@ SAID = (
 )  # in a title, where they are set
 COMPILED = "Inductor"
 COSTS = """\
-The second table of each mode has what was measured once: milliseconds, and as a multiple of the estimated limit
+The second table of each mode has figures measured once: milliseconds, and their ratio to the estimated limit
 (`limits.py`); casts, and the megabytes that they read and write; the megabytes saved for backward as activations and as
-low-precision copies of weights (their sum where a compiler hides which is which), the peak beyond what is held between
-steps, and what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels,
-their milliseconds, and these as a part of the step. An operation is looked at once in a process: the passes of the rows
-below have it easier. Empty: it cannot be seen."""
+low-precision weight copies (their sum if a compiler hides the split), the peak above what is held between steps, and
+what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels, their
+milliseconds, and these as a fraction of the step. Facts about operations are cached per process, so the passes of later
+rows take less time. Empty: not measurable."""
 Results = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Writes a list as TOML: what ``parse`` reads back as the same rules and heading."""
+"""Writes a list as TOML that ``parse`` reads back as the same rules and heading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from amp_graph.lists.schema import Kind, ModuleRule, OpList, Rule
 
 
 def dump(op_list: OpList) -> str:
-    """Return the whole list, nothing extended, as the text of a TOML file."""
+    """Return the whole list, with all extended lists merged, as the text of a TOML file."""
     head = {
         "name": op_list.name,
         "dtype": op_list.dtype,

@@ -1,4 +1,4 @@
-"""The base of all errors, the warning, and the error of lists: they stand below all that raises or gives them."""
+"""The base class of all errors, the warning, and the error of lists; every other room imports from here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class AmpGraphError(Exception):
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """Return how ``value`` is written, the middle left out where it is long."""
+    """Return the repr of ``value``, with the middle of a long one left out."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         return f"a {type(value).__name__} of {value.bit_length()} bits" if isinstance(value, int) else "..."
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
@@ -33,11 +33,11 @@ class ListError(AmpGraphError):
 
 
 class AmpGraphWarning(UserWarning):
-    """Something ran otherwise than asked, and the numbers are still right."""
+    """Something did not run as requested, and the results are still correct."""
 
 
 def warn(text: str) -> None:
-    """Give ``text`` as an AmpGraphWarning of the user's line: the nearest one outside of amp_graph and torch."""
+    """Issue ``text`` as an AmpGraphWarning at the user's line: the nearest one outside of amp_graph and torch."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
         level, frame = level + 1, frame.f_back

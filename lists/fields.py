@@ -1,4 +1,4 @@
-"""Reads the fields of a TOML table, refusing a wrong key or type with the file and line it stands on."""
+"""Reads the fields of a TOML table; refuses a wrong key or type with file and line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.lines import Lines
 
-LONGEST_NAME = 200  # characters; what is longer resembles none
+LONGEST_NAME = 200  # characters; longer names get no suggestion
 
 
 def check_keys(
@@ -26,7 +26,7 @@ def check_keys(
 def table(value: object, where: str, fix: str) -> Mapping[str, object]:
     """Return `value` if it is a table."""
     if not isinstance(value, dict):
-        raise ListError(f"{shortened(value)} where a table belongs", where=where, legal="a table", fix=fix)
+        raise ListError(f"expected a table, got {shortened(value)}", where=where, legal="a table", fix=fix)
     return value
 
 
@@ -54,7 +54,7 @@ def strings(value: object, key: str, where: str, fix: str) -> tuple[str, ...]:
 
 
 def choice(entry: Mapping[str, object], key: str, legal: tuple[str, ...], lines: Lines, default: str) -> str:
-    """Return a field of ``[list]`` that has few legal values."""
+    """Return a field of ``[list]`` with an enumerated value."""
     value = entry.get(key, default)
     if value != default and value not in legal:
         near = did_you_mean(str(value), legal)
@@ -68,7 +68,7 @@ def choice(entry: Mapping[str, object], key: str, legal: tuple[str, ...], lines:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean a, b?``, or nothing where no known name is near."""
+    """Return ``; did you mean a, b?``, or "" if no known name is similar."""
     near = nearest(name, known)
     return f"; did you mean {', '.join(near)}?" if near else ""
 

@@ -37,7 +37,7 @@ def find(name: str) -> Path:
     try:
         path = Path(name).expanduser().resolve() if name.endswith(".toml") else FOLDER / f"{name}.toml"
         is_file = path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long, with NUL, of no user's home, a circle of links
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, an unknown user's home, a symlink loop
         is_file = False
     if not is_file:
         known = ("default", *builtin_names())
@@ -53,7 +53,7 @@ def read(path: Path) -> ListFile:
     """Return the parsed file, from memory unless it has changed."""
     try:
         return _parsed(path, path.stat().st_mtime_ns)
-    except OSError as error:  # gone since it was found
+    except OSError as error:  # deleted since it was found
         raise ListError(str(error), where=str(path), fix='lists = "default"') from error
 
 

@@ -1,4 +1,4 @@
-"""Where in a TOML file something stands: tomllib does not say, so the text is scanned for table headers."""
+"""Finds line numbers in a TOML file: tomllib has none, so the text is scanned for table headers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 class Lines:
-    """Where each table of a file begins, and where in it a string is quoted."""
+    """The line of each table of a file, and of strings in it."""
 
     def __init__(self, text: str, file: str) -> None:
         self._file = file

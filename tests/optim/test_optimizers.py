@@ -390,7 +390,7 @@ def reasons():
     patch = pytest.MonkeyPatch()
     return patch, {
         "is not fp32 on the CPU": of_fp64,
-        "without gaps": with_gaps,
+        "is not dense fp32": with_gaps,
         "no compiler here": no_compiler,
         "too few to be worth compiling": few,
         "dampening": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.9, dampening=0.1),

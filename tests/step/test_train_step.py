@@ -725,7 +725,11 @@ def test_bad_input():
     refused("loss_scale=-1", model, loss, optimizer, "bf16", error=ScaleError, loss_scale=-1.0)
     refused("asks for 'fp16-O1'", amp_graph.convert(model, "bf16"), loss, optimizer, "fp16")
     step = amp_graph.TrainStep(*build()[:1], loss, optimizer, "fp16")
-    for wrong, said in ((None, "no loss scale"), ({}, "no loss scale"), ({"loss_scale": 5}, "expected a state dict, got a int")):
+    for wrong, said in (
+        (None, "no loss scale"),
+        ({}, "no loss scale"),
+        ({"loss_scale": 5}, "expected a state dict, got a int"),
+    ):
         with pytest.raises(ScaleError, match=said + r"(.|\n)*fix:"):
             step.load_state_dict(wrong)
 

@@ -171,8 +171,10 @@ class Policy:
             )
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
         fields: dict[str, Any] = {}
+        before = ""
         for word in filter(None, words):
-            found = _field(word, text)
+            found = _field(word, text, before)
+            before = word if "=" in word else ""
             for name in found.keys() & fields.keys():
                 raise PolicyError(
                     f"policy: {shortened(text)} sets {name} twice, {shortened(fields[name])} and "
@@ -301,10 +303,10 @@ def word_of(dtype: torch.dtype) -> str:
     return next(word for word, known in DTYPES.items() if known == dtype)
 
 
-def _field(word: str, text: str) -> dict[str, Any]:
-    """Read one word of a policy's text."""
+def _field(word: str, text: str, before: str = "") -> dict[str, Any]:
+    """Read one word of a policy's text, which follows ``before``, a ``name=value``, or "" if it follows another."""
     if "=" not in word:
-        return _head(word, text)
+        return _head(word, text, before)
     name, value = (part.strip() for part in word.split("=", 1))
     known = {f.name: f for f in dataclasses.fields(Policy)}
     if name not in known:
@@ -318,7 +320,7 @@ def _field(word: str, text: str) -> dict[str, Any]:
     return {name: ALIASES.get(value, value) if name == "dtype" else value}
 
 
-def _head(word: str, text: str) -> dict[str, Any]:
+def _head(word: str, text: str, before: str = "") -> dict[str, Any]:
     """Read ``bf16``, ``O1`` or ``fp16-O1``."""
     fields: dict[str, Any] = {}
     for part in word.split("-"):
@@ -329,15 +331,19 @@ def _head(word: str, text: str) -> dict[str, Any]:
             fields["level"] = part
         else:
             legal = {*DTYPES, "auto", *LEVELS} | {f"{f.name}=..." for f in dataclasses.fields(Policy)}
-            raise PolicyError(_unknown("word", part, legal, text))
+            raise PolicyError(_unknown("word", part, legal, text, before))
     return fields
 
 
-def _unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
+def _unknown(what: str, name: str, legal: set[str], text: str = "", before: str = "") -> str:
+    """Say that ``name`` is unknown; ``before`` is the ``name=value`` that it follows, of which it may be a value."""
     alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
-    short = name[:LONGEST_NAME]
-    near = [alias] if alias else difflib.get_close_matches(short, [w.removesuffix("=...") for w in legal], 1, 0.5)
-    hint = f"\n  fix:   did you mean {near[0]!r}?" if near else "\n  fix:   policy='bf16,accuracy=fast'"
+    known = {w.removesuffix("=...").lower(): w.removesuffix("=...") for w in legal}
+    near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), known, 1, 0.5)
+    hint = f"did you mean {alias or known[near[0]]!r}?" if alias or near else "policy='bf16,accuracy=fast'"
+    if before and isinstance(getattr(Policy, before.partition("=")[0].strip(), ()), tuple) and not alias:
+        hint = f"several values are separated by |: {shortened(before.strip() + '|' + name)}"
+    hint = f"\n  fix:   {hint}"
     where = f" in {shortened(text)}" if text else ""
     return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}{hint}"
 
@@ -363,14 +369,14 @@ def _skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the current names of the words of ``skip=``. Raises PolicyError for an unknown pass or group."""
     if not words:
         return ()
-    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_legal, nearest  # loads every pass
+    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_legal, is_pass, nearest  # loads every pass
 
     found = tuple(current_word(word) for word in words)
     for word, given in zip(found, words, strict=True):
         if not is_legal(word):
             near = nearest(given[:LONGEST_NAME])
             raise PolicyError(
-                f"policy: unknown skip value {shortened(given)}\n"
+                f"policy: skip={shortened(given)}: {'this pass is not optional' if is_pass(word) else 'no such pass'}\n"
                 f"  legal: an optional pass that `amp-graph passes` lists, or a group: {', '.join(sorted(GROUPS))}\n"
                 + (f"  fix:   did you mean {' or '.join(map(repr, near))}?" if near else "  fix:   skip=backend")
             )

@@ -37,9 +37,12 @@ DIAGRAM = {
 
 def table() -> str:
     """Return the table of passes in Markdown, in order."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     found = worth()
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row, found.get(row.name, ""))) + " |" for row in EVERY)])
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(row, found.get(row.name, "")) for row in EVERY)]
+    if not found:  # nothing was measured: no empty column
+        place = COLUMNS.index("worth")
+        rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def worth() -> dict[str, str]:

@@ -34,6 +34,11 @@ def is_legal(word: str) -> bool:
     return word in SKIPPABLE or word in GROUPS
 
 
+def is_pass(word: str) -> bool:
+    """Say whether ``word``, a present name with underscores, names a pass of the table, optional or not."""
+    return any(row.word == word for row in TABLE)
+
+
 def nearest(word: str) -> list[str]:
     """Return the legal words closest to ``word``; former names match too, and give current ones."""
     known = {**{name: name for name in (*SKIPPABLE, *GROUPS)}, **ALIASES}

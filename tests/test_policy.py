@@ -274,3 +274,13 @@ def test_a_text_without_end_is_refused_in_a_few_words(text):
 def test_a_backslash_hides_no_comma(text):
     made = Policy.parse(text.replace("\\,remove", "\\ ,remove"))
     assert Policy.parse(str(made)) == made
+
+
+def test_values_that_a_comma_separates_are_one_error_with_the_text_that_is_meant():
+    with pytest.raises(PolicyError, match=r"unknown word 'tanh'(?s:.*)'deny=gelu\|tanh'"):
+        Policy.parse("bf16,deny=gelu,tanh")
+
+
+def test_a_word_in_capitals_is_recognized():
+    with pytest.raises(PolicyError, match="did you mean 'bf16'"):
+        Policy.parse("BF16")

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
-from amp_graph.passes.loss_scaling.joint_graph import joint_of
+from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of
 from amp_graph.passes.loss_scaling.unscale import own_gradients
 
 
@@ -60,4 +60,5 @@ class ClipGradients(Pass):
             return PassResult(gm)
         grads = own_gradients(gm)
         append(gm, clip_, grads, self.norm, self.value)
+        change_joint(gm, clipped=True)
         return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))

@@ -32,8 +32,8 @@ class JointGraph:
     loss, found_inf, and the values of ``gradients``: numbers of outputs. Outputs are added behind the others, so a
     number is valid for as long as the graph lives. seed: the node that is the gradient of the loss, where backward
     starts. parameters: the input that an update of each parameter writes. scale: the input that gradients are
-    multiplied by at present, or "". inputs: those that passes added, in order; the caller supplies their tensors
-    behind all others.
+    multiplied by at present, or "". clipped: a pass has clipped them. inputs: those that passes added, in order; the
+    caller supplies their tensors behind all others.
     """
 
     loss: int
@@ -42,6 +42,7 @@ class JointGraph:
     parameters: Mapping[str, str] = field(default_factory=dict)
     scale: str = ""
     found_inf: int | None = None
+    clipped: bool = False
     inputs: tuple[str, ...] = ()
 
 

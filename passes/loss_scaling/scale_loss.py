@@ -55,6 +55,8 @@ class ScaleLoss(Pass):
             raise PassError(f"pass scale-loss: gradients are multiplied by {joint.scale} already\n  fix:   run it once")
         if joint.found_inf is not None:
             raise PassError("pass scale-loss: gradients were checked and unscaled already\n  fix:   run it first")
+        if joint.clipped:
+            raise PassError("pass scale-loss: gradients were clipped, unscaled\n  fix:   run it first")
         if not joint.gradients or (not self.scaled and self.micro_batches == 1):
             return PassResult(gm)
         seed = node_named(gm, joint.seed)

@@ -137,6 +137,7 @@ ORDERS = [
     (CheckFiniteAndUnscale(),),
     (ScaleLoss(), ScaleLoss()),
     (ScaleLoss(), ClipGradients(norm=1.0)),
+    (ClipGradients(norm=1.0), ScaleLoss(), CheckFiniteAndUnscale()),
     (FAST,),
     (ScaleLoss(), CheckFiniteAndUnscale(), AverageOverRanks("0", 2)),
     (ScaleLoss(), CheckFiniteAndUnscale(), ScaleLoss()),

@@ -115,7 +115,7 @@ def _both(one, other):
 COMPARED = sorted(name for name, case in CASES.items() if not case.tags & INCOMPARABLE)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(50)
 @pytest.mark.filterwarnings("ignore:amp_graph. MixtralForCausalLM. only a part:amp_graph.errors.AmpGraphWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # a checkpoint's
 @pytest.mark.parametrize("name", COMPARED)

@@ -152,6 +152,7 @@ def test_casts_of_activations_where_fast(name):
     assert activations(ours) <= 0.25 * activations(theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DEEP)
 def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     ours, _ = step(DEEP[name], "bf16")
@@ -170,6 +171,7 @@ def test_a_second_micro_batch_casts_no_weight(name):
     assert ours.total < theirs.total
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WIDE)
 def test_saved_activations_where_fast(name):
     _, ours = step(WIDE[name], "bf16,accuracy=fast")
@@ -186,6 +188,7 @@ def test_norms_that_llama_writes_out_cost_no_casts_and_save_what_they_read(polic
     assert our_bytes <= saved * their_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
 def test_saved_activations_as_exact_as_autocast(case):
     _, ours = step(case, "bf16")
@@ -199,7 +202,7 @@ COMPARABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & 
 LIKE = "bf16,keep_outputs=false"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_never_more_casts_than_autocast(name):
     ours, _ = step(CASES[name], LIKE, saves=False)

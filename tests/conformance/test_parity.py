@@ -63,7 +63,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", sorted(n for n, c in CASES.items() if "no_autocast" not in c.tags and n not in ELSEWHERE)
 )

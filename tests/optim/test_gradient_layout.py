@@ -62,7 +62,7 @@ def resumed(kind, layout, compile):
     return model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compile", ["eager", INDUCTOR])
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_state_saved_in_one_layout_goes_on_in_another(name, compile):

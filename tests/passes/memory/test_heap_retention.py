@@ -360,7 +360,7 @@ def test_keep_heap_is_for_policies_that_leave_it_open_and_for_later_captures(mon
     assert amp_graph.memory.keep_heap()
     for step in (before, told_not_to, told_to):
         step(x)
-    kept = ["left in the process" in amp_graph.report(step).text() for step in (before, told_not_to, told_to)]
+    kept = ["kept in the process" in amp_graph.report(step).text() for step in (before, told_not_to, told_to)]
     assert kept == [False, False, True]
     assert amp_graph.memory.keep_heap(on=False)
     after = step_of(512)

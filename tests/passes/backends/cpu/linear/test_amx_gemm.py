@@ -74,7 +74,7 @@ def check(found, a, b, wide, bias=None):
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (a.shape[1] + 2) * 2**-24).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_size_and_order_of_memory(size, biased):
@@ -90,7 +90,7 @@ def test_every_size_and_order_of_memory(size, biased):
             assert torch.equal(wide, found.float())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -22,7 +22,7 @@ def benchmark():
     return module
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, capsys):
     words = ["--quick", "--models", "cnn", "--seeds", "2", "--steps", "3", "--threads", "1"]
     found = benchmark.main([*words, "--json", str(tmp_path / "found.json")])["cnn"]

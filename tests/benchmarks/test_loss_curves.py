@@ -66,6 +66,7 @@ def test_a_loss_that_is_not_finite_is_no_course(benchmark, bad):
         benchmark.course(mine, LINES)
 
 
+@pytest.mark.slow
 def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, capsys):
     path = tmp_path / "curves.json"
     words = ["--quick", "--models", "cnn", "--seeds", "2", "--steps", "10", "--threads", "1"]

@@ -107,13 +107,14 @@ def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
     assert given_back > 16 << 20  # with the step: six activations of 4 MiB, and more; of a call 12, and more
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @needs_glibc
 @pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_what_others_have_taken_is_kept_anew(kind):
     assert printed(STEPS, KEEP, kind, 2000)[0] < 50
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_control_what_others_have_taken_is_missed_where_nobody_looks():
     unwatched = "import amp_graph.passes.memory.heap_retention as k; k.KeptHeap.watch = lambda *given: lambda: None\n"

@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.optim.row_sparse_gradient_op import OPS
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
+from amp_graph.passes.graph.edit import insert_call
+from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
@@ -178,11 +179,7 @@ def _divided(gm: GraphModule, before: Node, read: Read) -> Node:
 def _inserted(gm: GraphModule, before: Node, target: Any, *args: Any) -> Node:
     mode = fake_mode_of(gm)
     assert mode is not None, "a step is traced on fake tensors"
-    with gm.graph.inserting_before(before):
-        made = gm.graph.call_function(target, args)
-    made.meta = {k: v for k, v in before.meta.items() if k != "val"}
-    made.meta["val"] = run_node(made, mode)
-    return made
+    return insert_call(before, mode, target, *args)
 
 
 def _erase(gm: GraphModule, node: Node) -> None:

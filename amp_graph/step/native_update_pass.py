@@ -16,7 +16,7 @@ from amp_graph.optim.native_update import GroupTensors, OnePass
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
-from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, node_named, outputs, set_outputs
+from amp_graph.passes.loss_scaling.joint_graph import input_nodes, joint_of, node_named, return_found_inf
 from amp_graph.passes.loss_scaling.unscale import inverse_of
 from amp_graph.passes.step.update_parameters import GroupInputs, nodes_of
 
@@ -50,16 +50,14 @@ class UpdateInOnePass(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Append the update of all groups."""
         nodes = [nodes_of(gm, group) for group in self.groups]
-        inputs = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+        inputs = input_nodes(gm)
         first = [[inputs.get(self.lows.get(name, "")) for name in group.parameters] for group in self.groups]
         given = [(n.parameters, n.grads, n.states, low) for n, low in zip(nodes, first, strict=True)]
         joint = joint_of(gm)
         scale = node_named(gm, joint.scale) if joint.scale else None
         found_inf = append(gm, self._finish, given, [n.rate for n in nodes], scale)
         if found_inf is not None:
-            outs = outputs(gm)
-            set_outputs(gm, [*outs, found_inf])
-            change_joint(gm, scale="", found_inf=len(outs))
+            return_found_inf(gm, found_inf)
         count = sum(len(group.parameters) for group in self.groups)
         return PassResult(gm, (Change("update", "update in one pass", nodes[0].rate.name, f"{count} parameters"),))
 

@@ -75,7 +75,7 @@ def name_joint(
             "  legal: a tensor of one floating-point number\n  fix:   name_joint(gm, gradients, loss=its number)"
         )
     numbers = {name: _number(outs, given, f"the gradient of {name}") for name, given in gradients.items()}
-    inputs = {n.name for n in gm.graph.find_nodes(op="placeholder")}
+    inputs = input_nodes(gm)
     known = {name: given if isinstance(given, str) else given.name for name, given in (parameters or {}).items()}
     if missing := next((n for n in known.values() if n not in inputs), None):
         raise PassError(f"joint graph: {missing} is no input\n  legal: {', '.join(sorted(inputs))}")
@@ -144,7 +144,7 @@ def node_named(gm: GraphModule, name: str) -> Node:
 
 def parameter_nodes(gm: GraphModule, names: Sequence[str]) -> list[Node]:
     """Return the inputs that an update of these parameters writes."""
-    known = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    known = input_nodes(gm)
     inputs = joint_of(gm).parameters
     if missing := next((name for name in names if inputs.get(name) not in known), None):
         raise PassError(
@@ -152,6 +152,18 @@ def parameter_nodes(gm: GraphModule, names: Sequence[str]) -> list[Node]:
             "  fix:   name_joint(gm, gradients, parameters={name: input})"
         )
     return [known[inputs[name]] for name in names]
+
+
+def input_nodes(gm: GraphModule) -> dict[str, Node]:
+    """Return the inputs of ``gm`` by name, in order."""
+    return {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+
+
+def return_found_inf(gm: GraphModule, verdict: Node) -> None:
+    """Return ``verdict`` behind the other outputs: the gradients are checked, and no longer scaled."""
+    outs = outputs(gm)
+    set_outputs(gm, [*outs, verdict])
+    change_joint(gm, scale="", found_inf=len(outs))
 
 
 def found_inf_node(gm: GraphModule) -> Node | None:

@@ -16,13 +16,11 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import (
-    change_joint,
     gradient_nodes,
     joint_of,
     node_named,
-    outputs,
+    return_found_inf,
     set_gradients,
-    set_outputs,
     shared_gradients,
 )
 from amp_graph.passes.loss_scaling.operators import OPS
@@ -83,8 +81,6 @@ class CheckFiniteAndUnscale(Pass):
             return PassResult(gm)
         grads = own_gradients(gm)
         found_inf = append(gm, unscale, grads, node_named(gm, joint.scale))
-        outs = outputs(gm)
-        set_outputs(gm, [*outs, found_inf])
-        change_joint(gm, scale="", found_inf=len(outs))
+        return_found_inf(gm, found_inf)
         how = f"{len(grads)} gradients by one operator"
         return PassResult(gm, (Change("unscale", "check and unscale gradients", found_inf.name, how),))

@@ -13,7 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
-from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
+from amp_graph.passes.graph.edit import insert_call
+from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.profitability.thresholds import (
@@ -102,10 +103,7 @@ class _Sums:
         shape = list(value(mm).shape)
         if same(value(x).shape, shape):
             return x
-        with self.gm.graph.inserting_before(mm):
-            made = self.gm.graph.call_function(ATEN.view.default, (x, shape))
-        made.meta = {k: v for k, v in mm.meta.items() if k != "val"}
-        made.meta["val"] = run_node(made, self.mode)
+        made = insert_call(mm, self.mode, ATEN.view.default, x, shape)
         self.lives.order[made], self.lives.roots[made] = self.lives.order[mm], self.lives.roots[x]
         return made
 
@@ -164,10 +162,7 @@ class _Sums:
         return True
 
     def _made(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        with self.gm.graph.inserting_before(before):
-            made = self.gm.graph.call_function(target, args, kwargs)
-        made.meta = {k: v for k, v in before.meta.items() if k != "val"}
-        made.meta["val"] = run_node(made, self.mode)
+        made = insert_call(before, self.mode, target, *args, **kwargs)
         self.lives.add(made, before)
         return made
 

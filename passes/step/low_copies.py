@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
-from amp_graph.passes.loss_scaling.joint_graph import parameter_nodes
+from amp_graph.passes.loss_scaling.joint_graph import input_nodes, parameter_nodes
 
 
 def write_copies(lows: Sequence[Tensor], fulls: Sequence[Tensor], pointwise: bool) -> None:
@@ -43,7 +43,7 @@ class WriteLowCopies(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append the casts."""
-        known = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+        known = input_nodes(gm)
         fulls = dict(zip(self.copies, parameter_nodes(gm, list(self.copies)), strict=True))
         pairs = [(known[low], fulls[name]) for name, lows in self.copies.items() for low in lows]
         if not pairs:

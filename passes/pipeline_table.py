@@ -19,8 +19,7 @@ from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
 from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import FuseCastsIntoLinears
 from amp_graph.passes.backends.cpu.linear.gram_matrix import FuseGramMatrix
 from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedGemm
-from amp_graph.passes.backends.cpu.linear.lower_large_linears import LowerLargeLinears
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import LowerSmallLinears
+from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
 from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
@@ -176,11 +175,9 @@ TABLE = checked((
         needs=RUNS, after=("fp32-norm-gradients",), before=("recompute-activations",)),
     Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
-    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-small-linears",
-        "lower-large-linears")),
+    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
     Row(GroupedGemm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(LowerSmallLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("lower-large-linears",)),
-    Row(LowerLargeLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLargeLinears(o.in_step), devices=CPU, needs=RUNS),
+    Row(LowerLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLinears(o.in_step), devices=CPU, needs=RUNS),
     Row(BatchNormCounters, BACKEND, BIT_EXACT, lambda o: BatchNormCounters(o.planned_for), devices=CUDA, needs=RUNS),
     Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
@@ -191,7 +188,7 @@ TABLE = checked((
         after=("cache-weight-casts",)),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),
     Row(FuseCastsIntoLinears, BACKEND, BIT_EXACT, lambda o: FuseCastsIntoLinears(_copies(o)), COPIES, CPU, TRAINS,
-        after=("cache-weight-casts", "lower-small-linears")),
+        after=("cache-weight-casts", "lower-linears")),
     Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"),
         lambda o: FoldBatchNorms(_copies(o)), COPIES,
         CPU, INFERS, after=("cache-weight-casts",)),

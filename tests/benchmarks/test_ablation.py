@@ -58,22 +58,22 @@ def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monke
 
     path = held([row("small-linears", "mlp", 1.1, 1.05)])
     monkeypatch.setattr(ablation, "prepared", lambda *given: None)
-    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-small-linears": 3, "fuse-casts-into-linears": 1})
+    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-linears": 3, "fuse-casts-into-linears": 1})
     asked = []
     monkeypatch.setattr(ablation, "measured", lambda model, way, names, options: asked.append(names) or [])
     ablation.main(["--models", "mlp", "--ways", "convert", "--output", str(path)])
     assert asked == [{"fuse-casts-into-linears": 1}]
     (kept,) = json.loads(path.with_suffix(".json").read_text())["rows"]
-    assert kept["name"] == "lower-small-linears"
+    assert kept["name"] == "lower-linears"
 
 
 def test_one_model_from_beginning_to_end(tmp_path):
     import ablation
 
     words = ["--models", "mlp", "--ways", "convert", "--rounds", "2", "--scale", "0.25"]
-    ablation.main([*words, "--passes", "lower-small-linears", "--output", str(tmp_path / "a")])
+    ablation.main([*words, "--passes", "lower-linears", "--output", str(tmp_path / "a")])
     for one in json.loads((tmp_path / "a.json").read_text())["rows"]:
-        assert (one["name"], one["model"]) == ("lower-small-linears", "mlp")
+        assert (one["name"], one["model"]) == ("lower-linears", "mlp")
         assert one["low"] <= one["time"] <= one["high"]
     assert "| fuse-gelu | 0 |" in (tmp_path / "a.md").read_text()
     with pytest.raises(SystemExit, match="--output another path"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.linear.linear_functions import gradients_of_low, linear_low, multiplied
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import bias_of
+from amp_graph.passes.backends.cpu.linear.lower_linears import bias_of
 from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value

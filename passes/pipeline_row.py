@@ -112,7 +112,7 @@ class Row:
     after, before: names of passes that it must stand behind, or before.
     skippable: whether ``skip=`` may name it; the others make the plan and its casts, are parts of a training step, or
     have an option of their own.
-    worth: what it gains, in one line, or where that is measured.
+    worth: what it is needed for besides speed and memory, which ``benchmarks/ablation.py`` measures.
     """
 
     cls: type[Pass]

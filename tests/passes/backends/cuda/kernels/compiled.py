@@ -1,0 +1,78 @@
+"""Compile each kernel for real GPUs, without one, for what the functions that launch it give it.
+
+``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel. In the interpreter Python runs the
+kernels: what Triton's compiler refuses, such as a global variable, is seen here alone.
+"""
+
+import importlib
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from amp_graph.passes.backends.cuda.kernels import cross_entropy
+
+CAPABILITIES = (80, 90)
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+def compile_alone(seen, capability):
+    """Return what stands in for ``launch``: it compiles for what it is given, and runs nothing."""
+
+    def launch(module, kernel, programs, given, *, warps=8, **constants):
+        function = getattr(importlib.import_module(module), kernel)
+        names = function.arg_names
+        types = {name: "constexpr" for name in constants} | dict(zip(names, map(type_of, given), strict=False))
+        one = {name: x for name, x in zip(names, given, strict=False) if types[name] == "constexpr"}
+        places = {(names.index(name),): x for name, x in (constants | one).items()}
+        whole = {(names.index(n),): [["tt.divisibility", 16]] for n, x in zip(names, given, strict=False) if divides(x)}
+        source = ASTSource(function, {n: types[n] for n in names}, constexprs=places, attrs=whole)
+        options = {"num_warps": warps, "enable_fp_fusion": True}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert made.asm["cubin"]
+        seen.append(f"{kernel} sm_{capability} {constants} shared {made.metadata.shared}")
+
+    return launch
+
+
+def type_of(x):
+    if isinstance(x, torch.Tensor):
+        return TYPES[x.dtype]
+    if isinstance(x, float):
+        return "fp32"
+    return "constexpr" if x == 1 else "i32" if -(2**31) <= x < 2**31 else "i64"
+
+
+def divides(x):
+    return x.data_ptr() % 16 == 0 if isinstance(x, torch.Tensor) else isinstance(x, int) and x % 16 == 0 and x != 1
+
+
+def of_cross_entropy(low):
+    for classes in (4, 50257, 128256):
+        x, target = torch.empty(2, classes, dtype=low), torch.zeros(2, dtype=torch.int64)
+        for weight in (None, torch.ones(classes)):
+            for smooth in (0.0, 0.1):
+                _, stats = cross_entropy.cross_entropy_and_stats(x, target, weight, -100, smooth)
+                for others in (None, x.float()):
+                    given = (torch.ones(2), x, stats, target, weight, others, -100, smooth)
+                    cross_entropy.cross_entropy_backward_of_stats(*given)
+
+
+def main():
+    print("triton", triton.__version__)
+    for capability in CAPABILITIES:
+        for low in (torch.bfloat16, torch.float16):
+            for module, launches in ((cross_entropy, of_cross_entropy),):
+                seen = []
+                module.launch = compile_alone(seen, capability)
+                launches(low)
+                print("\n".join(sorted(set(seen))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,9 +69,9 @@ def require(module: str, check: Callable[[torch.device], str]) -> None:
             why = check(torch.device("cpu" if interprets() else "cuda"))
         _checked.add(module)
         if why:
-            _failed[module] = why
+            _failed.setdefault(module, why)  # or the error that a launch met
     if why:
-        raise CompilerError(f"no Triton kernel: {why}")
+        raise CompilerError(f"no Triton kernel: {_failed.get(module, why)}")
 
 
 _checked: set[str] = set()

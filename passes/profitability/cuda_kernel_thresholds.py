@@ -21,3 +21,17 @@ def cross_entropy_kernel_is_profitable(device: str, dtype: torch.dtype, rows: in
     per row.
     """
     return device == "cuda" and dtype in HALVES and rows >= FEWEST_ROWS and rows * classes >= FEWEST_LOGITS
+
+
+# A row is held in registers, by one warp at least; 32 warps hold 16 numbers of it per thread.
+NARROWEST, WIDEST = 128, 16384
+FEWEST_NORMED = 1 << 22
+
+
+def norm_kernel_is_profitable(device: str, elements: int, width: int) -> bool:
+    """Say whether a residual sum, a norm of rows of ``width`` and their casts are faster as one kernel.
+
+    Some 12 bytes an element instead of 24 in forward, 14 instead of 30 in backward: 40 us for 4 million elements, and
+    one launch each instead of three.
+    """
+    return device == "cuda" and NARROWEST <= width <= WIDEST and elements >= FEWEST_NORMED

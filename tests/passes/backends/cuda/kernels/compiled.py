@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from amp_graph.passes.backends.cuda.kernels import cross_entropy
+from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy
 
 CAPABILITIES = (80, 90)
 TYPES = {
@@ -63,11 +63,32 @@ def of_cross_entropy(low):
                     cross_entropy.cross_entropy_backward_of_stats(*given)
 
 
+def of_add_norm(low):
+    wide = torch.float32
+    for width, x, branch in (
+        (37, wide, low),
+        (1024, wide, low),
+        (8192, low, low),
+        (4096, low, None),
+        (16384, wide, None),
+    ):
+        x = torch.empty(3, width, dtype=x)
+        branch = None if branch is None else x.to(branch)
+        for centered in (True, False):
+            weight, bias = (torch.ones(width), torch.ones(width).to(low)) if branch is not None else (None, None)
+            for wants in ((True, False), (True, True), (False, True)):
+                stats, *_ = add_norm.forward(x, branch, weight, bias, width, 1e-5, low, *wants, centered)
+            for count, others in ((1, x), (2, None), (3, x.to(low)), (4, x), (5, None)):
+                grads = [x.to(low)] * (count - 1) + [x.float()]
+                wants = (count % 2 > 0, count > 1, count > 1 and weight is not None, count > 2 and weight is not None)
+                add_norm.backward(grads, others, x, stats, weight, width, low, *wants, centered)
+
+
 def main():
     print("triton", triton.__version__)
     for capability in CAPABILITIES:
         for low in (torch.bfloat16, torch.float16):
-            for module, launches in ((cross_entropy, of_cross_entropy),):
+            for module, launches in ((cross_entropy, of_cross_entropy), (add_norm, of_add_norm)):
                 seen = []
                 module.launch = compile_alone(seen, capability)
                 launches(low)

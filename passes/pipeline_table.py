@@ -215,5 +215,5 @@ TABLE = checked((
     Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
     Row(AccumulateInPlace, MEMORY, approximate("a product is added before it is rounded: one rounding less"),
         phases=STEP, needs=OURS),
-    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, devices=CPU, needs=OURS),
+    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
 ))  # fmt: skip

@@ -5,8 +5,9 @@
 #     benchmarks/gpu/check.sh                    # all parts, one after the other
 #     benchmarks/gpu/check.sh large compiled     # some of them
 #
-# Parts: correct (tests/cuda), kernels (Triton's against torch's), large (the sizes people train), small (where the GPU waits for Python), compiled (through
-# Inductor). Figures go to benchmarks/results/<name of the GPU>, or to $RESULTS, with the GPU's name and all versions.
+# Parts: correct (tests/cuda), kernels (Triton's against torch's operations), large (the sizes people train), small
+# (where the GPU waits for Python), compiled (through Inductor). Figures go to benchmarks/results/<name of the GPU>, or
+# to $RESULTS, with the GPU's name and all versions.
 # A part that takes too long is stopped; what it has measured by then is kept. A part run again replaces its figures.
 # It uses the torch of $PYTHON (python3) and installs nothing: what is missing is named.
 set -uo pipefail

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_backward, cross_entropy_rows
+from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import IN_PLACE
 from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.native.run_compiler import CompilerError
@@ -37,7 +38,7 @@ def cross_entropy_and_stats(
     losses, stats = flat.new_empty(rows, dtype=torch.float32), flat.new_empty((2, rows), dtype=torch.float32)
     if not flat.numel():
         return losses.fill_(torch.nan), stats
-    legal = torch.ones((), dtype=torch.int32, device=flat.device)
+    legal = torch.ones((), dtype=torch.uint8, device=flat.device)
     weight = None if weight is None else weight.contiguous()
     given = (flat, target.contiguous(), flat if weight is None else weight, losses, stats, legal)
     numbers = (rows, flat.stride(0), classes, ignore, 1 - smooth, smooth / classes)
@@ -46,7 +47,9 @@ def cross_entropy_and_stats(
         launch(SOURCE, "rows_kernel", rows, (*given, *numbers), **options, BLOCK=_block(classes))
     except CompilerError:
         return cross_entropy_rows(logits, target, weight, ignore, smooth), stats.new_empty((2, 0))
-    torch._assert_async(legal, "cross_entropy: an index of target is out of bounds")  # waits for nothing
+    torch._assert_async(
+        legal.view(torch.bool), "cross_entropy: an index of target is out of bounds"
+    )  # waits for nothing
     return losses, stats
 
 
@@ -59,14 +62,19 @@ def cross_entropy_backward_of_stats(
     grad_wide: Tensor | None,
     ignore: int,
     smooth: float,
+    *,
+    made: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of the logits as ``cross_entropy_backward`` does, from the ``stats`` of the forward pass."""
+    """Return the gradient of the logits as ``cross_entropy_backward`` does, from the ``stats`` of the forward pass.
+
+    ``made``: where to write it, contiguous. It may be the logits: each of them is read before it is written.
+    """
     again = (grad, logits, target, weight, grad_wide, ignore, smooth)
-    made = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    made = torch.empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
     if not logits.numel():
         return made
     if not stats.numel():
-        return cross_entropy_backward(*again)
+        return cross_entropy_backward(*again, made=made)
     flat = _flat(logits)
     rows, classes = flat.shape
     block = _block(classes)
@@ -80,8 +88,14 @@ def cross_entropy_backward_of_stats(
     try:
         launch(SOURCE, "gradient_kernel", rows * blocks, (*given, *numbers), **options, BLOCK=block)
     except CompilerError:
-        return cross_entropy_backward(*again)
+        return cross_entropy_backward(*again, made=made)
     return made
+
+
+def cross_entropy_backward_of_stats_(grad: Tensor, logits: Tensor, *given: Any) -> Tensor:
+    """``cross_entropy_backward_of_stats`` that writes the gradient over the logits, and returns them."""
+    made = cross_entropy_backward_of_stats(grad, logits, *given, made=logits if logits.is_contiguous() else None)
+    return made if made is logits else logits.copy_(made)
 
 
 def _flat(logits: Tensor) -> Tensor:
@@ -113,6 +127,13 @@ define_operator(
     cross_entropy_backward_of_stats,
     lambda grad, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
+define_operator(
+    "cross_entropy_backward_of_stats_(Tensor grad, Tensor(a!) logits, Tensor stats, Tensor target, Tensor? weight,"
+    " Tensor? grad_wide, int ignore_index, float smoothing) -> Tensor(a!)",
+    cross_entropy_backward_of_stats_,
+    lambda grad, logits, *_: logits,
+)
+IN_PLACE[OPS.cross_entropy_backward_of_stats.default] = OPS.cross_entropy_backward_of_stats_.default
 
 
 def kernels(low: torch.dtype) -> SimpleNamespace:

@@ -44,7 +44,7 @@ def _rows(
                 if WEIGHTED:
                     each = tl.load(weight + column, mask=inside, other=0.0)
                 before = tl.where(most == float("-inf"), shift, most)
-                apart += (before - shift) * weights + tl.sum(tl.where(inside, each * (x - shift), 0.0), 0)
+                apart += (before - shift) * weights + tl.sum(each * tl.where(inside, x - shift, 0.0), 0)
                 weights += tl.sum(each, 0)
             most = more
         is_class = (place >= 0) & (place < classes)

@@ -209,6 +209,17 @@ def test_the_logits_are_saved_and_two_numbers_a_row():
     assert sum(t.numel() for t in kept if t.is_floating_point()) == ROWS * CLASSES + 2 * ROWS
 
 
+def test_the_gradient_over_the_logits_has_the_same_bits():
+    x, target, grad = LOGITS.to(DEVICE).clone(), TARGET.to(DEVICE), drawn(ROWS).to(DEVICE)
+    for given in (x, x.t().contiguous().t()):
+        _, stats = kernels.KERNELS.forward(given, target, None, -100, 0.1)
+        again = (stats, target, None, None, -100, 0.1)
+        expected = kernels.KERNELS.backward(grad, given, *again)
+        over = given.clone(memory_format=torch.preserve_format)
+        assert kernels.cross_entropy_backward_of_stats_(grad, over, *again) is over
+        assert torch.equal(over, expected)
+
+
 def test_operators_and_what_fake_tensors_tell():
     x, target = LOGITS.to(DEVICE), TARGET.to(DEVICE)
     _, stats = kernels.KERNELS.forward(x, target, None, -100, 0.0)

@@ -76,8 +76,8 @@ def backward(
     if not total.numel():
         return norm_gradients_by_torch(*again)
     grads = [g.contiguous() for g in _few(grads)]
-    grad_sum, weight, total = (None if t is None else t.contiguous() for t in (grad_sum, weight, total))
-    assert total is not None, "the sum is saved"
+    grad_sum, weight = (None if t is None else t.contiguous() for t in (grad_sum, weight))
+    total = total.contiguous()
     rows, programs = stats.shape[1], _programs(stats, width)
     dsum = torch.empty_like(total, dtype=torch.float32) if wants_full else None
     dlow = torch.empty_like(total, dtype=low) if wants_low else None

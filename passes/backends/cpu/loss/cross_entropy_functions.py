@@ -160,7 +160,8 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ig
 def _parts(flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of at most ``CHUNK`` numbers, or of one row, with those rows in fp32, in reused memory."""
     rows, classes = flat.shape
-    at_once = min(rows, max(1, CHUNK // max(1, classes)))
+    most = CHUNK if flat.device.type == "cpu" else CHUNK << 7  # elsewhere launches take long, and caches are small
+    at_once = min(rows, max(1, most // max(1, classes)))
     scratch = torch.empty(at_once, classes, dtype=torch.float32, device=flat.device)
     for start in range(0, rows, max(1, at_once)):
         part = slice(start, start + at_once)

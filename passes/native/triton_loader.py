@@ -65,13 +65,20 @@ def require(module: str, check: Callable[[torch.device], str]) -> None:
     """
     why = why_no_triton() or _failed.get(module, "")
     if not why and module not in _checked and (interprets() or torch.cuda.is_available()):
-        with outside_modes(), torch.no_grad():
-            why = check(torch.device("cpu" if interprets() else "cuda"))
+        why = _checked_on(torch.device("cpu" if interprets() else "cuda"), check)
         _checked.add(module)
         if why:
             _failed.setdefault(module, why)  # or the error that a launch met
     if why:
         raise CompilerError(f"no Triton kernel: {_failed.get(module, why)}")
+
+
+def _checked_on(device: torch.device, check: Callable[[torch.device], str]) -> str:
+    try:
+        with outside_modes(), torch.inference_mode(False), torch.no_grad():  # whatever the call does that is planned
+            return check(device)
+    except Exception as error:  # of a device that is out of memory, of a torch that lacks what the check asks of it
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 _checked: set[str] = set()

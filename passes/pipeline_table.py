@@ -31,6 +31,8 @@ from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import Lo
 from amp_graph.passes.backends.cpu.pointwise.lower_dropout import LowerDropout
 from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
+from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
+from amp_graph.passes.backends.cuda.kernels import cross_entropy as _cross_entropy  # noqa: F401  registers kernels
 from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
 from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
 from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
@@ -174,9 +176,10 @@ TABLE = checked((
     Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA, needs=OURS),
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",)),
-    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"), devices=CPU,
-        needs=RUNS, after=("fp32-norm-gradients",), before=("recompute-activations",)),
+    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, lambda o: FuseCrossEntropy(o.planned_for), needs=RUNS),
+    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"),
+        lambda o: FuseAddNorm(o.planned_for), needs=RUNS, after=("fp32-norm-gradients",),
+        before=("recompute-activations",)),
     Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
     Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
@@ -213,5 +216,5 @@ TABLE = checked((
     Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
     Row(AccumulateInPlace, MEMORY, approximate("a product is added before it is rounded: one rounding less"),
         phases=STEP, needs=OURS),
-    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, devices=CPU, needs=OURS),
+    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
 ))  # fmt: skip

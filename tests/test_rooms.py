@@ -75,6 +75,11 @@ HIDDEN = {
     " nothing was converted: what tells optimizers of masters imports their module",
     ("amp_graph/policy.py", "amp_graph.passes.pipeline_skips"): "asked only of policies that skip passes: the table"
     " imports every pass",
+    (
+        "passes/native/triton_loader.py",
+        "a name",
+    ): "the source of a Triton kernel, which imports triton, is imported when"
+    " the kernel is first launched: triton may be missing, and takes a second to import",
     ("amp_graph/cli/target.py", "a name"): "the user's module, which the command line names",
 }
 

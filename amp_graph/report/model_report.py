@@ -22,6 +22,7 @@ from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
@@ -194,7 +195,10 @@ def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> It
 
 
 def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the C kernels that are unavailable on this machine, and why, if the model is on the CPU."""
+    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
+    if any(p.device.type == "cuda" for p in model.parameters()):
+        for name, why in why_failed().items():
+            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
     if all(p.device.type == "cpu" for p in model.parameters()):
         for why, names in why_refused().items():
             yield f"torch's kernels in place of {', '.join(names)}: {why}"

@@ -122,7 +122,8 @@ class CapturedGraphs:
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None
-        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
+        how: dict[str, Any] = {"eager": eager, "inductor": self.options if self.compile == "inductor" else None}
+        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
 
     def _recorded(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]

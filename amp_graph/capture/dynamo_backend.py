@@ -58,7 +58,7 @@ def amp_graph(
     example = "torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
-    rewrite_in_place(gm, read, eager=chosen == "eager")
+    rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
     return lower(gm, example_inputs, chosen, read, options=found)
 
 

@@ -74,7 +74,8 @@ class StepBuilder:
         compiled = (self.compile, device) == ("inductor", "cpu")
         last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if compiled else []
         own, eager = None if device == "cpu" else device, self.compile == "eager"
-        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, in_step=True)
+        inductor = self.options if self.compile == "inductor" else None
+        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
         if not eager:
             run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
         return CapturedStep(rewritten, take_loss_mark(gm))

@@ -34,6 +34,7 @@ from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpca
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
+from amp_graph.passes.backends.inductor.gradients_like_parameters import GiveGradientsParameterStrides
 from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.base import Pass
@@ -56,6 +57,7 @@ from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
     EAGER_OR_STEP,
+    INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
     OPAQUE,
@@ -213,6 +215,7 @@ TABLE = checked((
     Row(ChunkUpcastLinears, BACKEND, ROUNDING_EQUAL, lambda o: ChunkUpcastLinears(_copies(o)), COPIES, CPU,
         (*INFERS, KEEP_MEMORY), after=("prepack-weights", "reuse-output-buffers")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
+    Row(GiveGradientsParameterStrides, BACKEND, BIT_EXACT, phases=HANDOVER, needs=(OPAQUE, INDUCTOR_CALLS, TRAINING)),
     # Flat graphs: those inside Inductor, and those of whole steps.
     Row(FuseAddmmBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,

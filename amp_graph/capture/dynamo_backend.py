@@ -122,7 +122,8 @@ def _lowered(
         return direct_calls(gm)
     tag_checkpoints(gm)
     device = device_of(gm)
-    run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
+    inductor = (options or {}) if compile == "inductor" else None
+    run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, inductor=inductor)))
     return compiler_of(compile, policy, device, options=options)(gm, list(example_inputs))
 
 

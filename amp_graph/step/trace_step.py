@@ -77,7 +77,7 @@ class StepBuilder:
         inductor = self.options if self.compile == "inductor" else None
         rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
         if not eager:
-            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
+            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
         return CapturedStep(rewritten, take_loss_mark(gm))
 
     def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:

@@ -33,8 +33,9 @@ from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpca
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
 from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as _cross_entropy  # noqa: F401  registers kernels
-from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
+from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
+from amp_graph.passes.backends.inductor.gradients_like_parameters import GiveGradientsParameterStrides
 from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.base import Pass
@@ -57,9 +58,11 @@ from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
     EAGER_OR_STEP,
+    INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
     OPAQUE,
+    PADS_MATMULS,
     ROUNDING_EQUAL,
     TRAINING,
     Phase,
@@ -116,6 +119,11 @@ def _recompute(o: PipelineOptions) -> Pass:
     return RecomputeActivations(thorough=o.recompute != "some", sparing=o.recompute == "most", fewest=fewest)
 
 
+def _layout(o: PipelineOptions) -> Pass:
+    # On the CPU Inductor runs all convolutions in channels_last.
+    return ChannelsLast(o.inductor if o.planned_for == "cuda" else None, o.training)
+
+
 def _gradient_memory(o: PipelineOptions) -> Pass:
     return ReuseEmbeddingGradients(user=o.user) if o.copies is None else ReuseEmbeddingGradients(o.copies.gradients)
 
@@ -161,10 +169,10 @@ TABLE = checked((
     Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
     Row(FoldUpcastsIntoReductions, BACKEND, ROUNDING_EQUAL, lambda o: FoldUpcastsIntoReductions(o.planned_for),
         devices=CUDA, needs=OURS),
-    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS, before=(
+    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, _layout, needs=OURS, before=(
         "lower-pointwise-conv", "convolution", "transposed-conv-bias-gradient", "depthwise",
         "global-avg-pool-gradient", "lower-group-norm",
-        "pad-shapes", "fuse-batch-norm-relu")),
+        "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
     Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP), before=("convolution",)),
     Row(Convolution, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
@@ -173,7 +181,10 @@ TABLE = checked((
     Row(Conv1d, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, after=("depthwise",)),
     Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, devices=CPU, needs=OURS),
     Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA, needs=OURS),
+    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,
+        needs=(OPAQUE, PADS_MATMULS)),
+    Row(PadChannels, BACKEND, ROUNDING_EQUAL, lambda o: PadChannels(o.planned_for), devices=CUDA, needs=OURS,
+        joins=("pad-shapes",)),  # once one pass
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",)),
     Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, lambda o: FuseCrossEntropy(o.planned_for), needs=RUNS),
@@ -208,6 +219,7 @@ TABLE = checked((
     Row(ChunkUpcastLinears, BACKEND, ROUNDING_EQUAL, lambda o: ChunkUpcastLinears(_copies(o)), COPIES, CPU,
         (*INFERS, KEEP_MEMORY), after=("prepack-weights", "reuse-output-buffers")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
+    Row(GiveGradientsParameterStrides, BACKEND, BIT_EXACT, phases=HANDOVER, needs=(OPAQUE, INDUCTOR_CALLS, TRAINING)),
     # Flat graphs: those inside Inductor, and those of whole steps.
     Row(FuseAddmmBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,

@@ -38,7 +38,7 @@ ROOMS = (
     ("passes/pipeline_skips.py", "passes/pipeline.py"),
     ("amp_graph/errors.py",),
     ("amp_graph/policy.py", "amp_graph/devices.py", "amp_graph/precision.py"),
-    ("amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/capture",),

@@ -24,6 +24,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
 from amp_graph.capture.run_as_captured import or_as_captured, plain_runner
+from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
@@ -73,6 +74,7 @@ class CapturedGraphs:
     escaped: EscapedCode
     log: CaptureLog
     said: Complaints
+    options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
     runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
@@ -120,7 +122,8 @@ class CapturedGraphs:
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None
-        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
+        how: dict[str, Any] = {"eager": eager, "inductor": self.options if self.compile == "inductor" else None}
+        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
 
     def _recorded(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
@@ -157,7 +160,7 @@ class CapturedGraphs:
         """Return a callable that runs a rewritten graph, and falls back to the captured graph if that fails."""
         always = has_symbols(rewritten.gm)
         try:
-            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy, options=self.options)
         except Exception as error:
             self._tell_of(error)
             return as_captured()
@@ -212,7 +215,7 @@ class CapturedGraphs:
             self.escaped.stop_for_fp32(f"{what}: {where}")
             self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
         self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
-        return self._counted(lower(gm, example_inputs, self.compile, self.policy))
+        return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
     def _counted(self, run: Runner, alone: bool = False, watch: Callable[[], None] | None = None) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.

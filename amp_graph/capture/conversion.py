@@ -14,7 +14,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from amp_graph.capture.graph_limits import GraphLimits
 from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
 from amp_graph.capture.sparse_operands import with_sparse_in_full
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
+from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
@@ -77,6 +78,7 @@ class Conversion:
     wrapped: Callable[..., Any] | None = None
     measured: tuple[Measured, ...] = ()  # measured effects of rounding in its graphs, for error budgets
     max_graphs: int = MOST  # per code object
+    options: Options = field(default_factory=dict)  # Inductor's
 
     def __post_init__(self) -> None:
         """Read the model's forward; the model does not change before ``attach``."""
@@ -87,7 +89,7 @@ class Conversion:
         self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
         self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
-        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
+        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
         self._misses = 0  # calls in which no graph ran
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
@@ -360,13 +362,13 @@ class Conversion:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
         copy_masters(self.model, memo)
         wrapped = copy.deepcopy(self.wrapped, memo)
-        options = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
-        return restore(copied, *options)
+        how = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
+        return restore(copied, *how, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
         how = (self.policy, self.compile, self.dynamic, self.strict)
-        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options)
 
 
 def restore(
@@ -378,9 +380,10 @@ def restore(
     wrapped: Callable[..., Any] | None = None,
     measured: tuple[Measured, ...] = (),
     max_graphs: int = MOST,
+    options: Options | None = None,
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {})
     made.attach()
     return made
 

@@ -78,6 +78,7 @@ def states(policy: Policy, device: str, mode: Mode) -> list[State]:
         options = policy.pipeline_options(
             device,
             eager=mode.compile == "eager",
+            inductor={} if mode.compile == "inductor" else None,
             in_step=mode.step,
             copies=WeightCopies(policy.torch_dtype(device)),
         )

@@ -16,6 +16,7 @@ import torch
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
@@ -126,7 +127,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         type(model).__name__,
         found.policy,
         _dtype(found.policy, found.model),
-        _backend(found.compile),
+        _backend(found.compile, found.options),
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
@@ -145,7 +146,7 @@ def _of_step(step: TrainStep) -> Report:
         f"TrainStep of {type(step.model).__name__}",
         step.policy,
         _dtype(step.policy, step.model),
-        _backend(step.compile),
+        _backend(step.compile, step.compiler_options),
         "" if graphs else NOT_CAPTURED.replace("model", "step"),
         tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
         (),
@@ -209,8 +210,9 @@ def _weights(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in named}
 
 
-def _backend(compile: Compile) -> str:
-    return compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+def _backend(compile: Compile, options: Options) -> str:
+    name = compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+    return f"{name}{options_text(options)}"
 
 
 def _dtype(policy: Policy, model: torch.nn.Module) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -118,7 +119,8 @@ def is_cast(node: Node) -> bool:
 
 def cast_dtype(node: Node) -> torch.dtype:
     """Return the dtype that a cast converts to."""
-    dtype: torch.dtype = node.args[1] if node.target is shared_cast else value(node).dtype
+    dtype: Any = node.args[1] if node.target is shared_cast else value(node).dtype
+    assert isinstance(dtype, torch.dtype), "a cast is to a dtype"
     return dtype
 
 

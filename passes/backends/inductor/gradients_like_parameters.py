@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.backends.inductor.contiguous_weight_gradients import OPS
+from amp_graph.passes.backends.inductor import contiguous_weight_gradients as _defines_in_rows  # noqa: F401
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.meta_keys import CAST, REGION
+from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
@@ -102,7 +103,7 @@ class _GradientLike(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return laid(grad, ctx.strides), None
 
 

@@ -39,8 +39,9 @@ def why_not(mode: Any, options: Mapping[Any, Any]) -> tuple[str, str]:
 
 
 def _why_not(name: Any, setting: Any) -> tuple[str, str]:
-    from torch._inductor import config
+    from torch._inductor import config as module
 
+    config: Any = module
     known: dict[str, Any] = config.get_config_copy()
     if not isinstance(name, str) or name.replace("-", "_") not in known:
         near = difflib.get_close_matches(str(name), known, 3, 0.6)

@@ -1,6 +1,6 @@
 """Host time of a call and its backward on models of no size, over that of ``torch.autocast``.
 
-    python benchmarks/host_time.py [--rounds 30] [--models linear,bert] [--modes train,inference] [--output PATH]
+    python benchmarks/host_time.py [--rounds 30] [--models linear_4,bert_16] [--modes train,inference] [--output PATH]
 
 Python and dispatch are nearly all that such a call takes, and as much of it is spent where a GPU waits for the host.
 ``convert(model, "bf16")`` runs eagerly, with the default words; the baselines are ``torch.autocast`` and plain fp32.
@@ -25,8 +25,8 @@ import torch
 from host_models import MODELS
 from interleaved import interleaved, parser_of, quartiles
 from model_case import Case
-from result_file import opened, run_of, written
 from result_file import machine as this_machine
+from result_file import opened, run_of, written
 from tables import about
 from torch import nn
 

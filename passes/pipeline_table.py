@@ -186,7 +186,8 @@ TABLE = checked((
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
         after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
     # Weights whose copies outlive the call.
-    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o)), COPIES, CPU, skippable=False),
+    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o), o.training), COPIES, CPU,
+        skippable=False),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(_copies(o), o.device), COPIES, CUDA,
         after=("cache-weight-casts",)),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),

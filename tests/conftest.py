@@ -74,9 +74,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _all_is_worth_it(request, monkeypatch):
-    """Lower the tests' small models whatever that takes, but for what is marked ``by_profit``."""
+    """Lower the tests' small models, and keep their weights' copies, whatever that takes, but where ``by_profit``."""
     if "by_profit" not in request.keywords:
         monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", math.inf)
+        monkeypatch.setattr("amp_graph.passes.profitability.thresholds.FEWEST_KEPT", 0)
 
 
 @pytest.fixture(autouse=True)

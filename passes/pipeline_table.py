@@ -144,7 +144,7 @@ TABLE = checked((
         lambda o: InsertCasts(o.dtype, o.keep_outputs), after=("plan-precision",), skippable=False),
     Row(EliminateCasts, CASTS, BIT_EXACT),
     Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
-    Row(ShareCasts, CASTS, ROUNDING_EQUAL, after=("eliminate-casts",)),
+    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step), after=("eliminate-casts",)),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU),
     Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),

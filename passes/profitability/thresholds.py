@@ -34,21 +34,6 @@ def explicit_backward_is_profitable(device: str, dtype: torch.dtype, queries: in
     return device == "cpu" and dtype == torch.bfloat16 and queries * keys <= MOST_SCORES and multiplies_bf16()
 
 
-# Elements of a weight below which one more cast takes no longer than the look whether its copy is current.
-FEWEST_KEPT = 1 << 15
-
-
-def keeping_a_copy_is_profitable(elements: int, trained: bool) -> bool:
-    """Say whether a low-precision copy of a weight of so many ``elements`` should outlive the call.
-
-    Microseconds of reading a copy over those of a cast, each with its backward, CPU: with an update before each call +7
-    up to 16,384 elements, +9 at 32,768, -23 at 131,072 with four calls per update; without any update 0 to +4 up to
-    4,096, -3 to +1 at 16,384, -6 at 32,768. Where no gradients are recorded nothing has to lead back to the weight, and
-    copies are packed.
-    """
-    return not trained or elements >= FEWEST_KEPT
-
-
 def attention_call_is_profitable(device: str, dtype: torch.dtype) -> bool:
     """Say whether one attention call beats its formula, which materializes all scores and saves the probabilities.
 

@@ -22,7 +22,7 @@ from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
 from amp_graph.passes.memory.ops_with_recomputed_inputs import original
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import keeping_a_copy_is_profitable
+from amp_graph.passes.profitability.call_thresholds import keeping_a_copy_is_profitable
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, reads_cached_weight, traits_of
 from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import storage_key
@@ -54,7 +54,7 @@ class CacheWeightCasts(Pass):
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
                 continue
             if not keeping_a_copy_is_profitable(concrete_size(value(node).numel()), self.training and is_trained(node)):
-                skips.append(Skip(node.name, "no copy of this weight is kept: a cast takes no longer than a check of it"))
+                skips.append(Skip(node.name, "no copy of this weight is kept: a cast takes as long as a check of it"))
                 continue
             node.op, node.target = "call_function", self.copies.read
             node.kwargs = _how_it_is_read(node)

@@ -57,7 +57,6 @@ def cast_at_each_call(weight: Tensor, bare: bool = True) -> Tensor:
 
 def linear_of(read: WeightCopy, read_bias: WeightCopy | None = None) -> Callable[..., Tensor]:
     """Return ``linear_low`` for fp32 parameters, of which ``read`` returns copies, ``read_bias`` those of biases."""
-
     reads = (read, read_bias or read)
 
     def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -106,7 +106,7 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
         nonlocal last
         if last is not None:
             guards = last.guards()
-            if guards is not None and guards.cache_entry is not None and guards.check(local):
+            if guards is not None and guards.cache_entry is not None and guards.root.check(local):
                 return last
         for entry in entries(code):
             if entry.guard_manager.check(local):

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.backends.cpu.linear.linear_functions import gradients_of_low, linear_low, multiplied
+from amp_graph.passes.backends.cpu.linear.linear_functions import (
+    gradients_of_low,
+    linear_low,
+    multiplied,
+    shaped_as,
+)
 from amp_graph.passes.backends.cpu.linear.lower_small_linears import bias_of
 from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows
 from amp_graph.passes.base import Change, Pass, PassResult
@@ -34,12 +39,13 @@ Reads = tuple[WeightCopy, WeightCopy]  # of a weight, and of its bias
 
 class _OfParameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, read: Reads, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low = read[0](weight, bare=True)
+    def forward(ctx: Any, reads: Reads, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = reads[0](weight, bare=True)
         _, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, low if of_x else None)
         ctx.weight = weight  # only for second derivatives
-        return multiplied(x, low.t(), None if bias is None else read[1](bias, bare=True))
+        found = multiplied(as_rows(x), low.t(), None if bias is None else reads[1](bias, bare=True))
+        return shaped_as(found, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -62,9 +68,8 @@ def linear_of(read: WeightCopy, read_bias: WeightCopy | None = None) -> Callable
     def linear_of_parameters(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if leaves_to_torch(x, weight, bias):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        # Reshaped outside: a view that a Function returns cannot be written in place.
-        found: Tensor = _OfParameters.apply(reads, as_rows(x), weight, bias)
-        return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
+        found: Tensor = _OfParameters.apply(reads, x, weight, bias)
+        return found
 
     return linear_of_parameters
 

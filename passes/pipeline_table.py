@@ -155,7 +155,7 @@ TABLE = checked((
     Row(EliminateCasts, CASTS, BIT_EXACT,
         worth="fewest casts: removes those that the user's code or another pass made"),
     Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
-    Row(ShareCasts, CASTS, ROUNDING_EQUAL, after=("eliminate-casts",),
+    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step), after=("eliminate-casts",),
         worth="accuracy: gradients of several readers are summed in fp32"),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
         worth="accuracy: the gradients of a norm's weight and bias are summed in fp32"),
@@ -201,7 +201,8 @@ TABLE = checked((
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
         after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
     # Weights whose copies outlive the call.
-    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o)), COPIES, CPU, skippable=False),
+    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o), o.training), COPIES, CPU,
+        skippable=False),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(_copies(o), o.device), COPIES, CUDA,
         after=("cache-weight-casts",)),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),

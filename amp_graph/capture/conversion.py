@@ -36,7 +36,13 @@ from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.precision.measure_sensitivity import Measured
-from amp_graph.passes.torch_compat.dispatch import being_traced, in_transform, is_autocast_on, mode_without_capture
+from amp_graph.passes.torch_compat.dispatch import (
+    being_traced,
+    has_modes,
+    in_transform,
+    is_autocast_on,
+    mode_without_capture,
+)
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import (
     Find,
@@ -181,14 +187,14 @@ class Conversion:
         if in_transform():
             self.said.complain("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self._wide(*args, **kwargs)
-        mode = mode_without_capture() if self.policy.level != "O0" else ""
-        if mode:
+        if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
             self.said.complain(
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.escaped.how}"
             )
             return self.escaped.run(self._wide, args, kwargs)
-        before, alone = self.runs, self.captured.runs_left_alone
-        if self.limits.passes():
+        captured, limits = self.captured, self.limits
+        before, alone = captured.runs, captured.runs_left_alone
+        if limits.has_pauses() and limits.passes():
             return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -201,7 +207,7 @@ class Conversion:
         try:
             result = (found or self._looked_up)(*args, **kwargs)
         except NoGraph as stopped:
-            if not self.limits.has_none(stopped):
+            if not limits.has_none(stopped):
                 raise
         except FailsUnderAutocast:
             self._run = self._capturing()
@@ -212,10 +218,10 @@ class Conversion:
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and refused_under_fx(error):
-                if self.runs == before and wait_for_traces_of_others():
+                if captured.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if self.runs == before:  # Dynamo skips a frame for good after its trace raised
+            if captured.runs == before:  # Dynamo skips a frame for good after its trace raised
                 self._run = self._escaping() if self._whole is not None else self._capturing()
             raise
         else:
@@ -225,11 +231,12 @@ class Conversion:
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
         self.limits.ran()
-        if self.runs == before:
+        captured = self.captured
+        if captured.runs == before:
             self._nothing_ran()
         elif self.log.events:
             self._look_for_what_escaped()
-        elif self.captured.runs_left_alone - alone == self.runs - before == 1:
+        elif captured.runs_left_alone - alone == captured.runs - before == 1:
             self._leave_alone(args, kwargs)
         return result
 

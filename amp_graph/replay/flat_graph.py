@@ -1,0 +1,356 @@
+"""Traces a captured graph and its backward into two flat graphs of ATen calls, which need no autograd to run.
+
+Before: the rewritten GraphModule, which runs under autograd. After: ``Flat.forward``, which returns the outputs and the
+values that backward reads, and ``Flat.backward``, which takes those and the outputs' gradients.
+
+The trace keeps the operations as they are (no functionalization, no decompositions), so the kernels are those that
+autograd would run, in its order. Every reader of an input has a gradient of its own: autograd sums them outside, in the
+order in which it would have received them one by one. That matters in the last bit where several calls share a weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
+from amp_graph.passes.graph.direct_dispatch import direct_calls
+from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.graph.node_info import is_mutable, is_view, written_by_name
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
+from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.passes.torch_compat.storage import storage_key
+
+# The strides of the gradient that each differentiable output receives; None for an output that receives none.
+Pattern = tuple[tuple[int, ...] | None, ...]
+
+
+class CannotBeFlat(Exception):
+    """A graph cannot be traced flat, or must not be; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of the captured graph: a new tensor (``place`` in the flat forward's results), or something given.
+
+    ``passed``: the number of the argument that is returned as it is. ``constant``: what is returned if both are None.
+    """
+
+    place: int | None = None
+    passed: int | None = None
+    constant: Any = None
+    has_gradient: bool = False
+
+
+@dataclass
+class Flat:
+    """Two flat graphs, and how they connect to the captured graph's arguments and outputs.
+
+    tensors: the arguments that forward takes, all that are tensors. made: how many new tensors it returns, in front of
+    the saved values. routes: the argument that each gradient of backward belongs to. kept: the arguments that backward
+    takes, in front of the saved values and the outputs' gradients. written: the arguments that are written to.
+    """
+
+    tensors: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    made: int
+    routes: tuple[int, ...]
+    written: frozenset[int]
+    forward: GraphModule
+    backward: GraphModule | None
+    saved: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()
+    pattern: Pattern = ()
+    run_forward: Callable[..., Any] = field(init=False, repr=False)
+    run_backward: Callable[..., Any] | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Bind the operators of both graphs."""
+        self.run_forward = direct_calls(self.forward)
+        if self.backward is not None:
+            self.run_backward = direct_calls(self.backward)
+
+    @property
+    def with_gradient(self) -> tuple[int, ...]:
+        """The places, in forward's results, of the outputs that have a gradient."""
+        found = dict.fromkeys(o.place for o in self.outputs if o.place is not None and o.has_gradient)
+        return tuple(found)
+
+
+@dataclass
+class _Leaves:
+    """Tensors that stand for arguments while a graph is traced: one for each reader of what has a gradient.
+
+    numbers: the argument of each leaf; further readers follow behind the arguments themselves. readers: the leaf that
+    a node reads of an input. routes: leaves with a gradient, the last reader first, as autograd meets them.
+    """
+
+    numbers: list[int]
+    readers: dict[tuple[Node, Node], int]
+    routes: list[int]
+
+
+class _EachUse(Interpreter):
+    """Runs a graph with a tensor of its own for each reader of an input."""
+
+    def __init__(self, gm: GraphModule, readers: dict[tuple[Node, Node], int]) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.readers, self.leaves = readers, list[Any]()
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        """Return the arguments of ``n``, with its own leaves."""
+
+        def one(source: Node) -> Any:
+            leaf = self.readers.get((source, n))
+            return self.env[source] if leaf is None else self.leaves[leaf]
+
+        return map_arg(n.args, one), map_arg(n.kwargs, one)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call one function; a checkpoint's recomputation becomes a part of the trace."""
+        if target is run_checkpoint:
+            kwargs = {**kwargs, "keeps_random_state": False}
+        return super().call_function(target, args, kwargs)
+
+    def run_on(self, args: Sequence[Any], leaves: list[Any]) -> Any:
+        """Run the graph; ``leaves``: one tensor for each reader."""
+        self.leaves = leaves
+        return self.run(*args)
+
+
+def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = None) -> Flat:
+    """Trace ``gm`` and its backward for these arguments; ``pattern`` None: each output's gradient is laid out as it.
+
+    Nothing runs on real data. Raises CannotBeFlat with the reason.
+    """
+    grad = torch.is_grad_enabled()
+    leaves = _leaves_of(gm, args, grad)
+    given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in leaves.numbers]
+    seen = _Traced(gm, args, leaves, grad, pattern)
+    try:
+        with torch.no_grad(), collector_waits(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # kernels warn about fake operands
+            joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    except CannotBeFlat:
+        raise
+    except Exception as error:
+        told = (str(error).strip().splitlines() or [""])[0]
+        raise CannotBeFlat(f"it cannot be traced: {type(error).__name__}: {told}") from error
+    return _Partition(joint, seen).flat()
+
+
+def _leaves_of(gm: GraphModule, args: Sequence[Any], grad: bool) -> _Leaves:
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    found = _Leaves(list(tensors), {}, [])
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for place, i in enumerate(tensors):
+        if not (grad and args[i].requires_grad):
+            continue
+        own = []
+        for user in (n for n in gm.graph.nodes if n.op != "output" and n in inputs[i].users):
+            leaf = len(found.numbers) if own else place
+            if own:
+                found.numbers.append(i)
+            found.readers[inputs[i], user] = leaf
+            own.append(leaf)
+        found.routes += reversed(own)
+    return found
+
+
+class _Traced:
+    """The function that is traced; it notes what the outputs are, and where forward ends."""
+
+    def __init__(
+        self, gm: GraphModule, args: Sequence[Any], leaves: _Leaves, grad: bool, pattern: Pattern | None
+    ) -> None:
+        self.run = _EachUse(gm, leaves.readers)
+        self.args, self.leaves, self.grad, self.pattern = list(args), leaves, grad, pattern
+        self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
+        self.outputs: tuple[Output, ...] = ()
+        self.forward_nodes: dict[str, None] = {}  # names, in order
+        self.seed_nodes: list[str] = []
+        self.made = 0
+
+    def __call__(self, *given: Tensor) -> list[Any]:
+        """Run forward, and backward if gradients are recorded; return new outputs and gradients."""
+        args = list(self.args)
+        for i, leaf in zip(self.tensors, given, strict=False):
+            args[i] = leaf
+        with torch.set_grad_enabled(self.grad):
+            new = self._read(self.run.run_on(args, list(given)), given)
+        self.made = len(new)
+        self.forward_nodes = names_traced_so_far()
+        return [*new, *self._gradients([t for t in new if t.requires_grad], given)]
+
+    def _read(self, results: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Note what the outputs are, and return those that are new tensors."""
+        own = {id(leaf): i for leaf, i in zip(leaves, self.leaves.numbers, strict=True)}
+        memory = {storage_key(leaf) for leaf in leaves}
+        new: dict[int, int] = {}
+        found, tensors = [], []
+        for result in results:
+            if not isinstance(result, Tensor):
+                found.append(Output(constant=result))
+            elif id(result) in own:
+                found.append(Output(passed=own[id(result)]))
+            else:
+                if id(result) not in new:
+                    key = storage_key(result)
+                    if key is None:
+                        raise CannotBeFlat("an output is not an ordinary tensor")
+                    if key in memory:
+                        raise CannotBeFlat("an output shares memory with an input or with another output")
+                    memory.add(key)
+                    new[id(result)] = len(new)
+                    tensors.append(result)
+                found.append(Output(place=new[id(result)], has_gradient=result.requires_grad))
+        self.outputs = tuple(found)
+        return tensors
+
+    def _gradients(self, outs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradient of each leaf in ``routes``."""
+        wanted = [leaves[i] for i in self.leaves.routes]
+        if self.pattern is None:
+            self.pattern = tuple(tuple(out.stride()) for out in outs)
+        pairs = [(out, steps) for out, steps in zip(outs, self.pattern, strict=True) if steps is not None]
+        if not wanted or not pairs:
+            return [None for _ in wanted]
+        seeds = [torch.empty_strided(o.shape, s, dtype=o.dtype, device=o.device) for o, s in pairs]
+        self.seed_nodes = [name for name in names_traced_so_far() if name not in self.forward_nodes]
+        return list(torch.autograd.grad([out for out, _ in pairs], wanted, seeds, allow_unused=True))
+
+
+class _Partition:
+    """Divides a traced graph at the end of forward."""
+
+    def __init__(self, joint: GraphModule, seen: _Traced) -> None:
+        self.joint, self.seen = joint, seen
+        nodes = list(joint.graph.nodes)
+        self.inputs = [n for n in nodes if n.op == "placeholder"]
+        numbers = seen.leaves.numbers
+        self.argument = dict(zip(self.inputs, numbers, strict=True))
+        self.first = {i: n for n, i in reversed(self.argument.items())}  # of several leaves, the first
+        made = [n for n in nodes if n.op not in ("placeholder", "output")]
+        self.ahead = [n for n in made if n.name in seen.forward_nodes]
+        self.behind = [n for n in made if n.name not in seen.forward_nodes]
+        self.results: list[Any] = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def flat(self) -> Flat:
+        """Return both graphs."""
+        seen = self.seen
+        outs, grads = self.results[: seen.made], self.results[seen.made :]
+        has_backward = any(isinstance(g, Node) for g in grads)
+        kept, again, saved = self._read_behind(grads) if has_backward else ([], [], [])
+        backward = self._backward(kept, again, saved, grads) if has_backward else None
+        return Flat(
+            seen.tensors,
+            seen.outputs,
+            seen.made,
+            tuple(seen.leaves.numbers[i] for i in seen.leaves.routes),
+            self._written(),
+            self._forward([*outs, *saved]),
+            backward,
+            tuple(n.name for n in saved),
+            tuple(self.argument[n] for n in kept),
+            seen.pattern or (),
+        )
+
+    def _read_behind(self, grads: Sequence[Any]) -> tuple[list[Node], list[Node], list[Node]]:
+        """Return what backward reads: arguments, views and constants that it makes again, and saved values."""
+        ahead = set(self.ahead)
+        kept: dict[Node, None] = {}
+        again: dict[Node, None] = {}
+        saved: dict[Node, None] = {}
+
+        def read(node: Node) -> None:
+            if node in self.argument:
+                kept[self.first[self.argument[node]]] = None
+            elif node in ahead:
+                if _is_made_again(node, self.argument):
+                    for source in node.all_input_nodes:
+                        read(source)
+                    again[node] = None
+                else:
+                    saved[node] = None
+
+        for node in self.behind:
+            for source in node.all_input_nodes:
+                read(source)
+        for grad in grads:
+            if isinstance(grad, Node):
+                read(grad)
+        return list(kept), list(again), list(saved)
+
+    def _forward(self, results: Sequence[Node]) -> GraphModule:
+        graph = Graph()
+        env: dict[Node, Node] = {}
+        for n in self.inputs[: len(self.seen.tensors)]:
+            env[n] = graph.node_copy(n)
+        self._merge_leaves(env)
+        for n in self.ahead:
+            env[n] = graph.node_copy(n, env.__getitem__)
+        graph.output(tuple(env[n] for n in results))
+        return _module(self.joint, graph)
+
+    def _backward(
+        self, kept: Sequence[Node], again: Sequence[Node], saved: Sequence[Node], grads: Sequence[Any]
+    ) -> GraphModule:
+        graph = Graph()
+        env: dict[Node, Node] = {}
+        seeds = set(self.seen.seed_nodes)
+        for n in kept:
+            env[n] = graph.node_copy(n)
+        for n in (*saved, *(n for n in self.behind if n.name in seeds)):
+            env[n] = graph.placeholder(n.name)
+            env[n].meta = dict(n.meta)
+        self._merge_leaves(env)
+        for n in (*again, *(n for n in self.behind if n.name not in seeds)):
+            env[n] = graph.node_copy(n, env.__getitem__)
+        graph.output(tuple(env[g] if isinstance(g, Node) else None for g in grads))
+        return _module(self.joint, graph)
+
+    def _merge_leaves(self, env: dict[Node, Node]) -> None:
+        """Let further readers of an argument read the argument."""
+        for n, i in self.argument.items():
+            if n not in env and self.first[i] in env:
+                env[n] = env[self.first[i]]
+
+    def _written(self) -> frozenset[int]:
+        """Return the arguments that are written to; refuses those with a gradient."""
+        memory = {storage_key(value(n)): i for n, i in self.argument.items()}
+        trained = {self.seen.leaves.numbers[i] for i in self.seen.leaves.routes}
+        found = set()
+        for node in (*self.ahead, *self.behind):
+            if isinstance(node.target, OpOverload) and is_mutable(node.target):
+                for source in written_by_name(node):
+                    for t in tensors(value(source)):
+                        if (i := memory.get(storage_key(t))) is not None:
+                            found.add(i)
+        if found & trained:
+            raise CannotBeFlat("it writes to an input that has a gradient")
+        return frozenset(found)
+
+
+def _is_made_again(node: Node, arguments: dict[Node, int]) -> bool:
+    """Say whether ``node`` is a constant, or a view of an argument: nothing that has to be saved."""
+    if node.op == "get_attr":
+        return True
+    if not (isinstance(node.target, OpOverload) and is_view(node.target) and len(node.all_input_nodes) == 1):
+        return False
+    (source,) = node.all_input_nodes
+    return source in arguments or _is_made_again(source, arguments)
+
+
+def _module(root: GraphModule, graph: Graph) -> GraphModule:
+    graph.eliminate_dead_code()
+    graph.lint()
+    return GraphModule(root, graph)

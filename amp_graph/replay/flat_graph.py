@@ -4,8 +4,8 @@ Before: the rewritten GraphModule, which runs under autograd. After: ``Flat.forw
 values that backward reads, and ``Flat.backward``, which takes those and the outputs' gradients.
 
 The trace keeps the operations as they are (no functionalization, no decompositions), so the kernels are those that
-autograd would run, in its order. Every reader of an input has a gradient of its own: autograd sums them outside, in the
-order in which it would have received them one by one. That matters in the last bit where several calls share a weight.
+autograd would run, in its order. Each edge of autograd's graph that leads to an argument has a gradient of its own
+(``argument_edges``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.graph.direct_dispatch import direct_calls
@@ -28,6 +27,7 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.replay.argument_edges import Edges
 
 # The strides of the gradient that each differentiable output receives; None for an output that receives none.
 Pattern = tuple[tuple[int, ...] | None, ...]
@@ -85,46 +85,18 @@ class Flat:
         return tuple(found)
 
 
-@dataclass
-class _Leaves:
-    """Tensors that stand for arguments while a graph is traced: one for each reader of what has a gradient.
+class _Inline(Interpreter):
+    """Runs a graph such that a checkpoint's recomputation becomes a part of the trace."""
 
-    numbers: the argument of each leaf; further readers follow behind the arguments themselves. readers: the leaf that
-    a node reads of an input. routes: leaves with a gradient, the last reader first, as autograd meets them.
-    """
-
-    numbers: list[int]
-    readers: dict[tuple[Node, Node], int]
-    routes: list[int]
-
-
-class _EachUse(Interpreter):
-    """Runs a graph with a tensor of its own for each reader of an input."""
-
-    def __init__(self, gm: GraphModule, readers: dict[tuple[Node, Node], int]) -> None:
+    def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.extra_traceback = False
-        self.readers, self.leaves = readers, list[Any]()
-
-    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
-        """Return the arguments of ``n``, with its own leaves."""
-
-        def one(source: Node) -> Any:
-            leaf = self.readers.get((source, n))
-            return self.env[source] if leaf is None else self.leaves[leaf]
-
-        return map_arg(n.args, one), map_arg(n.kwargs, one)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call one function; a checkpoint's recomputation becomes a part of the trace."""
+        """Call one function."""
         if target is run_checkpoint:
             kwargs = {**kwargs, "keeps_random_state": False}
         return super().call_function(target, args, kwargs)
-
-    def run_on(self, args: Sequence[Any], leaves: list[Any]) -> Any:
-        """Run the graph; ``leaves``: one tensor for each reader."""
-        self.leaves = leaves
-        return self.run(*args)
 
 
 def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = None) -> Flat:
@@ -133,9 +105,8 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     Nothing runs on real data. Raises CannotBeFlat with the reason.
     """
     grad = torch.is_grad_enabled()
-    leaves = _leaves_of(gm, args, grad)
-    given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in leaves.numbers]
-    seen = _Traced(gm, args, leaves, grad, pattern)
+    seen = _Traced(gm, args, grad, pattern)
+    given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
     try:
         with torch.no_grad(), collector_waits(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # kernels warn about fake operands
@@ -148,52 +119,31 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     return _Partition(joint, seen).flat()
 
 
-def _leaves_of(gm: GraphModule, args: Sequence[Any], grad: bool) -> _Leaves:
-    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-    found = _Leaves(list(tensors), {}, [])
-    inputs = gm.graph.find_nodes(op="placeholder")
-    for place, i in enumerate(tensors):
-        if not (grad and args[i].requires_grad):
-            continue
-        own = []
-        for user in (n for n in gm.graph.nodes if n.op != "output" and n in inputs[i].users):
-            leaf = len(found.numbers) if own else place
-            if own:
-                found.numbers.append(i)
-            found.readers[inputs[i], user] = leaf
-            own.append(leaf)
-        found.routes += reversed(own)
-    return found
-
-
 class _Traced:
-    """The function that is traced; it notes what the outputs are, and where forward ends."""
+    """The function that is traced; it notes what the outputs are, where forward ends, and what gradients belong to."""
 
-    def __init__(
-        self, gm: GraphModule, args: Sequence[Any], leaves: _Leaves, grad: bool, pattern: Pattern | None
-    ) -> None:
-        self.run = _EachUse(gm, leaves.readers)
-        self.args, self.leaves, self.grad, self.pattern = list(args), leaves, grad, pattern
+    def __init__(self, gm: GraphModule, args: Sequence[Any], grad: bool, pattern: Pattern | None) -> None:
+        self.run, self.args, self.grad, self.pattern = _Inline(gm), list(args), grad, pattern
         self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self.outputs: tuple[Output, ...] = ()
         self.forward_nodes: dict[str, None] = {}  # names, in order
         self.seed_nodes: list[str] = []
         self.made = 0
+        self.routes: list[int] = []
 
-    def __call__(self, *given: Tensor) -> list[Any]:
+    def __call__(self, *leaves: Tensor) -> list[Any]:
         """Run forward, and backward if gradients are recorded; return new outputs and gradients."""
-        args = list(self.args)
-        for i, leaf in zip(self.tensors, given, strict=False):
-            args[i] = leaf
+        for i, leaf in zip(self.tensors, leaves, strict=True):
+            self.args[i] = leaf
         with torch.set_grad_enabled(self.grad):
-            new = self._read(self.run.run_on(args, list(given)), given)
+            new = self._read(self.run.run(*self.args), leaves)
         self.made = len(new)
         self.forward_nodes = names_traced_so_far()
-        return [*new, *self._gradients([t for t in new if t.requires_grad], given)]
+        return [*new, *self._gradients([t for t in new if t.requires_grad], leaves)]
 
     def _read(self, results: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
         """Note what the outputs are, and return those that are new tensors."""
-        own = {id(leaf): i for leaf, i in zip(leaves, self.leaves.numbers, strict=True)}
+        own = {id(leaf): i for i, leaf in zip(self.tensors, leaves, strict=True)}
         memory = {storage_key(leaf) for leaf in leaves}
         new: dict[int, int] = {}
         found, tensors = [], []
@@ -217,16 +167,17 @@ class _Traced:
         return tensors
 
     def _gradients(self, outs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradient of each leaf in ``routes``."""
-        wanted = [leaves[i] for i in self.leaves.routes]
+        """Return the gradients in the order of ``routes``."""
         if self.pattern is None:
             self.pattern = tuple(tuple(out.stride()) for out in outs)
+        edges = Edges(outs, {id(leaf): i for i, leaf in zip(self.tensors, leaves, strict=True)})
+        self.routes = edges.routes
         pairs = [(out, steps) for out, steps in zip(outs, self.pattern, strict=True) if steps is not None]
-        if not wanted or not pairs:
-            return [None for _ in wanted]
+        if not edges.leaves or not pairs:
+            return [None for _ in self.routes]
         seeds = [torch.empty_strided(o.shape, s, dtype=o.dtype, device=o.device) for o, s in pairs]
         self.seed_nodes = [name for name in names_traced_so_far() if name not in self.forward_nodes]
-        return list(torch.autograd.grad([out for out, _ in pairs], wanted, seeds, allow_unused=True))
+        return edges.gradients([out for out, _ in pairs], seeds)
 
 
 class _Partition:
@@ -236,9 +187,7 @@ class _Partition:
         self.joint, self.seen = joint, seen
         nodes = list(joint.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
-        numbers = seen.leaves.numbers
-        self.argument = dict(zip(self.inputs, numbers, strict=True))
-        self.first = {i: n for n, i in reversed(self.argument.items())}  # of several leaves, the first
+        self.argument = dict(zip(self.inputs, seen.tensors, strict=True))
         made = [n for n in nodes if n.op not in ("placeholder", "output")]
         self.ahead = [n for n in made if n.name in seen.forward_nodes]
         self.behind = [n for n in made if n.name not in seen.forward_nodes]
@@ -255,7 +204,7 @@ class _Partition:
             seen.tensors,
             seen.outputs,
             seen.made,
-            tuple(seen.leaves.numbers[i] for i in seen.leaves.routes),
+            tuple(seen.routes),
             self._written(),
             self._forward([*outs, *saved]),
             backward,
@@ -273,7 +222,7 @@ class _Partition:
 
         def read(node: Node) -> None:
             if node in self.argument:
-                kept[self.first[self.argument[node]]] = None
+                kept[node] = None
             elif node in ahead:
                 if _is_made_again(node, self.argument):
                     for source in node.all_input_nodes:
@@ -293,9 +242,8 @@ class _Partition:
     def _forward(self, results: Sequence[Node]) -> GraphModule:
         graph = Graph()
         env: dict[Node, Node] = {}
-        for n in self.inputs[: len(self.seen.tensors)]:
+        for n in self.inputs:
             env[n] = graph.node_copy(n)
-        self._merge_leaves(env)
         for n in self.ahead:
             env[n] = graph.node_copy(n, env.__getitem__)
         graph.output(tuple(env[n] for n in results))
@@ -312,22 +260,14 @@ class _Partition:
         for n in (*saved, *(n for n in self.behind if n.name in seeds)):
             env[n] = graph.placeholder(n.name)
             env[n].meta = dict(n.meta)
-        self._merge_leaves(env)
         for n in (*again, *(n for n in self.behind if n.name not in seeds)):
             env[n] = graph.node_copy(n, env.__getitem__)
         graph.output(tuple(env[g] if isinstance(g, Node) else None for g in grads))
         return _module(self.joint, graph)
 
-    def _merge_leaves(self, env: dict[Node, Node]) -> None:
-        """Let further readers of an argument read the argument."""
-        for n, i in self.argument.items():
-            if n not in env and self.first[i] in env:
-                env[n] = env[self.first[i]]
-
     def _written(self) -> frozenset[int]:
         """Return the arguments that are written to; refuses those with a gradient."""
         memory = {storage_key(value(n)): i for n, i in self.argument.items()}
-        trained = {self.seen.leaves.numbers[i] for i in self.seen.leaves.routes}
         found = set()
         for node in (*self.ahead, *self.behind):
             if isinstance(node.target, OpOverload) and is_mutable(node.target):
@@ -335,7 +275,7 @@ class _Partition:
                     for t in tensors(value(source)):
                         if (i := memory.get(storage_key(t))) is not None:
                             found.add(i)
-        if found & trained:
+        if found & set(self.seen.routes):
             raise CannotBeFlat("it writes to an input that has a gradient")
         return frozenset(found)
 

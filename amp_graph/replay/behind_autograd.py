@@ -34,11 +34,14 @@ class Call(Protocol):
 def outputs_of(call: Call, results: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
     """Return the outputs of the captured graph, from the new tensors ``results`` and its arguments."""
     flat = call.flat
-    new: Sequence[Tensor] = results
-    if flat.backward is not None:
-        edges = [args[i] for i in flat.routes]
-        made: Any = _Behind.apply(call, results, [args[i] for i in flat.kept], *edges)
-        new = made
+    if flat.backward is None:
+        return arranged(flat, results, args)
+    made: Any = _Behind.apply(call, results, [args[i] for i in flat.kept], *(args[i] for i in flat.routes))
+    return arranged(flat, made, args)
+
+
+def arranged(flat: Flat, new: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
+    """Return the outputs in the captured graph's order."""
     return [new[o.place] if o.place is not None else args[o.passed] if o.passed is not None else o.constant
             for o in flat.outputs]  # fmt: skip
 

@@ -10,8 +10,9 @@ autograd would run, in its order. Each edge of autograd's graph that leads to an
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +109,7 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     seen = _Traced(gm, args, grad, pattern)
     given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
     try:
-        with torch.no_grad(), collector_waits(), warnings.catch_warnings():
+        with torch.no_grad(), without_autocast(), collector_waits(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # kernels warn about fake operands
             joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     except CannotBeFlat:
@@ -117,6 +118,13 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
         told = (str(error).strip().splitlines() or [""])[0]
         raise CannotBeFlat(f"it cannot be traced: {type(error).__name__}: {told}") from error
     return _Partition(joint, seen).flat()
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off, as it is in calls of captured graphs; a backward may run inside of a region."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 class _Traced:

@@ -60,8 +60,7 @@ class ReplayedCall:
     def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradient of each route."""
         with self.owner.replays.lock:
-            holder = self.slot.holder
-            if self._is_over or holder is None or holder() is not self:
+            if not self.is_current():
                 raise RuntimeError(OVERWRITTEN.format(self.number))
             if is_plain(*given):
                 self.entry.decline("its backward is differentiated again, or batched")
@@ -71,6 +70,11 @@ class ReplayedCall:
             except CannotBeFlat as error:
                 self.entry.decline(str(error))
                 return self._again(given)
+
+    def is_current(self) -> bool:
+        """Say whether the slot still holds the values of this call."""
+        holder = self.slot.holder
+        return not self._is_over and holder is not None and holder() is self
 
     def _once(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if keeps_graph():

@@ -54,7 +54,9 @@ class Slot:
     holder: weakref.ref[Any] | None = None
 
     @staticmethod
-    def recorded(graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap) -> Slot:
+    def recorded(
+        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
+    ) -> Slot:
         """Record forward; raises CannotRecord."""
         static = [a.detach() if isinstance(a, Tensor) else a for a in args]
         for i in by_copy:

@@ -5,6 +5,8 @@ function again on the memory that it was recorded with: the arguments' addresses
 overwrite is overwritten with garbage as soon as it may be: results before each replay, and all that is released.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,15 +43,15 @@ def poison(tensors):
 
 
 class StandIn:
-    """Records for one slot; ``made`` lists all of them, ``poisons`` says whether garbage is written."""
+    """Records for one slot; ``made`` lists all of them."""
 
-    made = []
-    poisons = True
-    fails = ""  # a reason: recordings fail
+    made: ClassVar = []
+    fails: ClassVar = ""  # a reason: recordings fail
 
     def __init__(self, device):
         StandIn.made.append(self)
         self.recorded = self.replayed = 0
+        self.seen = []  # all memory of its recordings
 
     def record(self, run, args):
         if StandIn.fails:
@@ -60,6 +62,7 @@ class StandIn:
         with torch.random.fork_rng(devices=[]), NoWaiting():
             found = run(*held)
         results = [f.data.clone(memory_format=torch.preserve_format) if isinstance(f, Tensor) else f for f in found]
+        self.seen += [r for r in results if isinstance(r, Tensor)]
         for a, old in zip(held, before, strict=True):
             if isinstance(a, Tensor) and not torch.equal(a.nan_to_num(), old.nan_to_num()):
                 a.copy_(old)
@@ -76,8 +79,7 @@ class StandIn:
         return replay, results
 
     def release(self, tensors):
-        if StandIn.poisons:
-            poison(tensors)
+        poison(tensors)
 
     def bytes_held(self, known):
         return bytes_of_all(known)

@@ -23,10 +23,9 @@ Key = tuple[Any, ...]
 
 def key_of(args: Sequence[Any]) -> Key:
     """Return what a trace depends on: sizes, strides, dtypes, devices, who has a gradient, and all numbers."""
-    mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return mode, tuple(
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *[
         (a.shape, a.stride(), a.dtype, a.device, a.requires_grad) if isinstance(a, Tensor) else a for a in args
-    )
+    ]  # fmt: skip
 
 
 class FlatGraphs:
@@ -47,7 +46,11 @@ class FlatGraphs:
         if self.flat.run_backward is not None:
             self._backwards[self.flat.pattern] = (self.flat, self.flat.run_backward)
 
-    def backward(self, given: Sequence[Tensor | None]) -> tuple[Flat, Backward] | None:
+    def backward(self, given: Sequence[Tensor | None], saved: Sequence[Any]) -> tuple[Flat, Backward] | None:
+        """Return the backward that is recorded, which runs on these saved values."""
+        return self.unrecorded(given)
+
+    def unrecorded(self, given: Sequence[Tensor | None]) -> tuple[Flat, Backward] | None:
         """Return a backward for gradients laid out as ``given``, on all kept arguments and saved values; None: zero."""
         pattern = tuple(None if g is None else tuple(g.stride()) for g in given)
         if pattern not in self._backwards:
@@ -89,7 +92,7 @@ class FlatCall:
 
     def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the flat backward."""
-        found = self.graphs.backward(given)
+        found = self.graphs.unrecorded(given)
         if found is None:
             return [None for _ in self.flat.routes]
         return found[1](*kept, *self.saved, *(g for g in given if g is not None))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.backward_state import what_watches_calls
 from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
@@ -23,7 +24,8 @@ from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
 from amp_graph.replay.recorder import CannotRecord
 from amp_graph.replay.replayed_call import ReplayedCall
-from amp_graph.replay.slots import Slot, Wrap, addresses_of
+from amp_graph.replay.slots import Slot, Wrap
+from amp_graph.replay.taped_graphs import TapedGraphs
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays
@@ -44,7 +46,7 @@ class Entry:
     moves: int = 0
     why: str = ""  # why it is not recorded
     by_copy: tuple[int, ...] = ()
-    graphs: FlatGraphs | None = None
+    graphs: FlatGraphs | TapedGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
     timings: list[tuple[Any, Any, float]] = field(default_factory=list)
 
@@ -60,13 +62,15 @@ class Entry:
 
 
 class GuardSet:
-    """One captured graph: ``run`` runs it as it is."""
+    """One captured graph: ``run`` runs it as it is, ``eager`` or compiled."""
 
-    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap) -> None:
+    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, eager: bool) -> None:
         """Nothing is recorded yet; ``wrap`` is applied to what is recorded."""
         self.replays, self.gm, self.run, self.wrap = replays, gm, run, wrap
         self.entries: OrderedDict[Key, Entry] = OrderedDict()
-        self.why = ""
+        self.why, self.eager = "", eager
+        # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
+        self._keyed: list[int] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run one call."""
@@ -91,8 +95,11 @@ class GuardSet:
         if not self.entries and (why := why_not_captured(self.gm, args) or self.replays.why_not(args)):
             self.why = why
             return None
+        if not self.entries and not has_symbols(self.gm):
+            own = self.replays.own_tensors()
+            self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
         try:
-            key = key_of(args)
+            key = key_of(args if self._keyed is None else [args[i] for i in self._keyed])
             found = self.entries.get(key)
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
             self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
@@ -123,10 +130,9 @@ class GuardSet:
         """Return a slot for a call, recorded now if need be; None if the call has to run as it is."""
         if entry.graphs is None and not self._trace(entry, args):
             return None
-        now = addresses_of(args, entry.by_copy)
         free = [slot for slot in entry.slots if slot.is_free]
         for slot in free:
-            if slot.addresses == now:
+            if slot.is_for(args):
                 return slot
         if free:
             entry.moves += 1
@@ -141,7 +147,8 @@ class GuardSet:
             entry.decline(why)
             return False
         own = self.replays.own_tensors()
-        entry.by_copy = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
         try:
             graphs = FlatGraphs(self.gm, args)
             why = why_not_flat(graphs.flat, args, entry.by_copy)
@@ -150,7 +157,7 @@ class GuardSet:
         if why:
             entry.decline(why)
         else:
-            entry.graphs = graphs
+            entry.graphs = graphs if self.eager else TapedGraphs(graphs, self.run, args)
         return not why
 
     def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:

@@ -19,7 +19,8 @@ from amp_graph.replay.eligibility import draws_in, why_no_second_order
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat
 from amp_graph.replay.recorder import CannotRecord
-from amp_graph.replay.slots import Slot, addresses_of
+from amp_graph.replay.slots import Slot
+from amp_graph.replay.taped_graphs import TapedGraphs
 
 if TYPE_CHECKING:
     from amp_graph.replay.guard_set import Entry, GuardSet
@@ -53,7 +54,7 @@ class ReplayedCall:
         return self.graphs.flat
 
     @property
-    def graphs(self) -> FlatGraphs:
+    def graphs(self) -> FlatGraphs | TapedGraphs:
         """The traces of the call."""
         return self.slot.graphs
 
@@ -80,7 +81,7 @@ class ReplayedCall:
         if keeps_graph():
             return self.slot.unrecorded_backward(kept, given)
         found = None
-        if addresses_of(self.args, self.slot.by_copy) == self.slot.addresses:
+        if self.slot.is_for(self.args):
             try:
                 found = self.slot.backward(given)
             except CannotRecord as error:

@@ -39,8 +39,7 @@ class Replays:
 
         It holds no recording: Dynamo may keep it longer than the model lives.
         """
-        made = GuardSet(self, gm, run, wrap)
-        made.why = "" if eager else "it is compiled, and only graphs of compile='eager' are recorded so far"
+        made = GuardSet(self, gm, run, wrap, eager)
         self.guard_sets.append(made)
         known = weakref.ref(made)
 

@@ -18,8 +18,10 @@ from amp_graph.passes.torch_compat.storage import address_of, storage_key
 from amp_graph.replay.eligibility import why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import Pattern
+from amp_graph.replay.packed_gradients import PackedGradients
 from amp_graph.replay.recorder import CannotRecord, Recorder, Replay, Results
 from amp_graph.replay.static_memory import copied, fill, twin_of
+from amp_graph.replay.taped_graphs import TapedGraphs
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -30,7 +32,8 @@ class RecordedBackward:
 
     replay: Replay
     seeds: list[Tensor]
-    grads: Results
+    results: Results
+    packed: PackedGradients
 
 
 @dataclass(eq=False)
@@ -41,11 +44,11 @@ class Slot:
     own tensors, by address. holder: the call that waits for its backward.
     """
 
-    graphs: FlatGraphs
+    graphs: FlatGraphs | TapedGraphs
     recorder: Recorder
     by_copy: tuple[int, ...]
     static: list[Any]
-    addresses: tuple[int, ...]
+    addresses: tuple[tuple[int, ...], list[int]]  # the numbers of those arguments, and where they lie
     replay: Replay
     results: Results
     wrap: Wrap
@@ -55,7 +58,7 @@ class Slot:
 
     @staticmethod
     def recorded(
-        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
+        graphs: FlatGraphs | TapedGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
     ) -> Slot:
         """Record forward; raises CannotRecord."""
         static = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -63,8 +66,15 @@ class Slot:
             static[i] = copied(static[i])
         flat = graphs.flat
         replay, results = recorder.record(wrap(flat.run_forward), [static[i] for i in flat.tensors])
-        addresses = addresses_of(args, by_copy)
+        copies = set(by_copy)
+        by_address = tuple(i for i in flat.tensors if i not in copies)
+        addresses = by_address, addresses_of(args, by_address)
         return Slot(graphs, recorder, tuple(by_copy), static, addresses, replay, results, wrap)
+
+    def is_for(self, args: Sequence[Any]) -> bool:
+        """Say whether the model's own tensors lie where they were recorded."""
+        numbers, places = self.addresses
+        return addresses_of(args, numbers) == places
 
     @property
     def is_free(self) -> bool:
@@ -99,13 +109,13 @@ class Slot:
         for seed, grad in zip(recorded.seeds, (g for g in given if g is not None), strict=True):
             fill(seed, grad)
         recorded.replay()
-        found = [None if g is None else copied(g) for g in recorded.grads]
-        self.recorder.release([g for g in recorded.grads if g is not None])
+        found = recorded.packed.handed_out(recorded.results)
+        self.recorder.release(recorded.results)
         self.free()
         return found
 
     def _record_backward(self, given: Sequence[Tensor | None]) -> RecordedBackward | None:
-        found = self.graphs.backward(given)
+        found = self.graphs.backward(given, self.saved)
         if found is None:
             return None
         flat, run = found
@@ -113,27 +123,32 @@ class Slot:
             raise CannotRecord(why)
         seeds = [twin_of(g) for g in given if g is not None]
         kept = [self.static[i] for i in self.graphs.flat.kept]
-        replay, grads = self.recorder.record(self.wrap(run), [*kept, *self.saved, *seeds])
-        return RecordedBackward(replay, seeds, grads)
+        packed = PackedGradients()
+
+        def packing(*args: Any) -> list[Tensor]:
+            return packed.pack(run(*args))
+
+        replay, results = self.recorder.record(self.wrap(packing), [*kept, *self.saved, *seeds])
+        return RecordedBackward(replay, seeds, results, packed)
 
     @property
-    def saved(self) -> list[Tensor]:
+    def saved(self) -> list[Any]:
         """The values of forward that backward reads."""
         return self.results[self.graphs.flat.made :]
 
     def unrecorded_backward(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run backward on what the recorded forward saved, which stays as it is; raises CannotBeFlat."""
-        found = self.graphs.backward(given)
+        found = self.graphs.unrecorded(given)
         if found is None:
             return [None for _ in self.graphs.flat.routes]
         grads = found[1](*kept, *self.saved, *(g for g in given if g is not None))
-        own = {storage_key(t) for t in self.saved}
+        own = {storage_key(t) for t in self.saved if isinstance(t, Tensor)}
         return [copied(g) if g is not None and storage_key(g) in own else g for g in grads]
 
     def free(self) -> None:
         """Let another call use the slot."""
         self.holder = None
-        self.recorder.release(self.saved)
+        self.recorder.release([t for t in self.saved if isinstance(t, Tensor)])
         self._release_inputs()
         for recorded in self.backwards.values():
             self.recorder.release(recorded.seeds if recorded else ())
@@ -145,12 +160,11 @@ class Slot:
         """Return all memory that the slot holds and Python can see."""
         found = [self.static[i] for i in self.by_copy] + self.results
         for recorded in self.backwards.values():
-            found += [*recorded.seeds, *recorded.grads] if recorded else []
+            found += [*recorded.seeds, *recorded.results] if recorded else []
         own = {storage_key(a) for i, a in enumerate(self.static) if isinstance(a, Tensor) and i not in self.by_copy}
         return [t for t in found if isinstance(t, Tensor) and storage_key(t) not in own]
 
 
-def addresses_of(args: Sequence[Any], by_copy: Sequence[int]) -> tuple[int, ...]:
-    """Return the addresses of those arguments that recordings read where they lie."""
-    copies = set(by_copy)
-    return tuple(address_of(a) for i, a in enumerate(args) if isinstance(a, Tensor) and i not in copies)
+def addresses_of(args: Sequence[Any], numbers: Sequence[int]) -> list[int]:
+    """Return the addresses of the arguments of these numbers."""
+    return [address_of(args[i]) for i in numbers]

@@ -75,6 +75,8 @@ class StandIn:
             for place, new in zip(results, again, strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(new)
+                elif hasattr(place, "adopt"):  # the graph of autograd, in place of its memory
+                    place.adopt(new)
 
         return replay, results
 

@@ -55,7 +55,10 @@ class _Behind(torch.autograd.Function):
         differentiable = set(call.flat.with_gradient)
         ctx.call = call
         ctx.places = call.flat.with_gradient
-        ctx.save_for_backward(*kept)
+        # Autograd checks that what it saves is not modified; statistics may be updated in the meantime.
+        loose = [n for n, i in enumerate(call.flat.kept) if i in call.flat.uncounted]
+        ctx.loose = {n: kept[n] for n in loose}
+        ctx.save_for_backward(*(t for n, t in enumerate(kept) if n not in ctx.loose))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for place, r in enumerate(results) if place not in differentiable))
         return tuple(results)
@@ -64,5 +67,8 @@ class _Behind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients of the edges."""
         given = [grads[place] for place in ctx.places]
-        found = ctx.call.gradients(ctx.saved_tensors, given)
+        kept = list(ctx.saved_tensors)
+        for n, tensor in ctx.loose.items():  # in order
+            kept.insert(n, tensor)
+        found = ctx.call.gradients(kept, given)
         return None, None, None, *found

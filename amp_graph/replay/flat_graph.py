@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.node_info import is_mutable, is_view, written_by_name
+from amp_graph.passes.graph.node_info import is_mutable, is_view, schema_arguments, written_by_name
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
@@ -58,6 +58,7 @@ class Flat:
     tensors: the arguments that forward takes, all that are tensors. made: how many new tensors it returns, in front of
     the saved values. routes: the argument that each gradient of backward belongs to. kept: the arguments that backward
     takes, in front of the saved values and the outputs' gradients. written: the arguments that are written to.
+    uncounted: those of them whose version counter the write does not move, as of a batch norm's statistics.
     """
 
     tensors: tuple[int, ...]
@@ -70,6 +71,7 @@ class Flat:
     saved: tuple[str, ...] = ()
     kept: tuple[int, ...] = ()
     pattern: Pattern = ()
+    uncounted: frozenset[int] = frozenset()
     run_forward: Callable[..., Any] = field(init=False, repr=False)
     run_backward: Callable[..., Any] | None = field(init=False, repr=False, default=None)
 
@@ -213,12 +215,13 @@ class _Partition:
             seen.outputs,
             seen.made,
             tuple(seen.routes),
-            self._written(),
+            self._written() | self._statistics(),
             self._forward([*outs, *saved]),
             backward,
             tuple(n.name for n in saved),
             tuple(self.argument[n] for n in kept),
             seen.pattern or (),
+            self._statistics() - self._written(),
         )
 
     def _read_behind(self, grads: Sequence[Any]) -> tuple[list[Node], list[Node], list[Node]]:
@@ -275,17 +278,31 @@ class _Partition:
 
     def _written(self) -> frozenset[int]:
         """Return the arguments that are written to; refuses those with a gradient."""
-        memory = {storage_key(value(n)): i for n, i in self.argument.items()}
-        found = set()
-        for node in (*self.ahead, *self.behind):
-            if isinstance(node.target, OpOverload) and is_mutable(node.target):
-                for source in written_by_name(node):
-                    for t in tensors(value(source)):
-                        if (i := memory.get(storage_key(t))) is not None:
-                            found.add(i)
+        nodes = [n for n in (*self.ahead, *self.behind) if isinstance(n.target, OpOverload) and is_mutable(n.target)]
+        found = self._arguments_behind(source for node in nodes for source in written_by_name(node))
         if found & set(self.seen.routes):
             raise CannotBeFlat("it writes to an input that has a gradient")
-        return frozenset(found)
+        return found
+
+    def _statistics(self) -> frozenset[int]:
+        """Return the arguments that batch norms write without saying so in their schemas."""
+        return self._arguments_behind(source for node in self.ahead for source in statistics_written_by(node))
+
+    def _arguments_behind(self, sources: Iterable[Node]) -> frozenset[int]:
+        """Return the arguments that share memory with nodes."""
+        memory = {storage_key(value(n)): i for n, i in self.argument.items()}
+        keys = {storage_key(t) for source in sources for t in tensors(value(source))}
+        return frozenset(memory[key] for key in keys if key in memory)
+
+
+def statistics_written_by(node: Node) -> list[Node]:
+    """Return the running statistics that a batch norm writes although its schema does not say so."""
+    if not isinstance(node.target, OpOverload) or "batch_norm" not in node.target._schema.name:
+        return []
+    given = schema_arguments(node.target, node.args, dict(node.kwargs))
+    if "backward" in node.target._schema.name or not (given.get("training") or given.get("train")):
+        return []
+    return [s for name in ("running_mean", "running_var") if isinstance(s := given.get(name), Node)]
 
 
 def _is_made_again(node: Node, arguments: dict[Node, int]) -> bool:

@@ -87,7 +87,7 @@ class Slot:
         for i in self.by_copy:
             fill(self.static[i], args[i])
         self.replay()
-        for i in flat.written:
+        for i in flat.written - flat.uncounted:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
         made = self.results[: flat.made]

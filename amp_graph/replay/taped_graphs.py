@@ -52,6 +52,7 @@ class TapedGraphs:
         """Nothing runs yet."""
         plain = traced.flat
         self.flat: Flat = replace(plain, routes=tuple(dict.fromkeys(plain.routes)), saved=("tape",))
+        self.flat.uncounted = plain.written  # a compiler's code has no writes in the middle
         self.flat.run_forward = self._forward
         self._run, self._grad = run, torch.is_grad_enabled()
         self._others = [None if isinstance(a, Tensor) else a for a in args]

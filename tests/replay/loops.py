@@ -173,6 +173,18 @@ def two_forwards_one_backward(word):
 
 
 @loop
+def two_forwards_with_batch_norm(word):
+    model = converted(word, Net(norm=True))
+    found = []
+    for _ in range(2 * STEPS):
+        model.zero_grad()
+        loss = (model(batch()[0])[0] - model(batch()[0])[0]).square().mean()
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
 def three_forwards_one_backward(word):
     model = converted(word, Net(tied=True))
     found = []
@@ -246,7 +258,8 @@ def gradient_penalty(word):
 @declined("differentiated again")
 def a_late_gradient_penalty(word):
     """Second derivatives that begin after the graph was recorded: the call runs once more."""
-    model = converted(word, nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)))
+    layers = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
+    model = converted(word, nn.Sequential(*layers))
     found = []
     for i in range(2 * STEPS):
         x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.node_info import calls_torch, draws, is_higher_order, schema_arguments
+from amp_graph.passes.graph.node_info import calls_torch, is_higher_order, schema_arguments
 from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload
-from amp_graph.replay.flat_graph import Flat
+from amp_graph.replay.flat_graph import Flat, is_draw
 
 KNOWN = frozenset(("aten", "prims", "amp_graph", "mkldnn", "torchvision"))  # operators that only launch kernels
 COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_dtensor"))
@@ -74,20 +74,9 @@ def why_not_flat(flat: Flat, args: Sequence[Any], by_copy: Sequence[int]) -> str
         for node in gm.graph.nodes if gm is not None else ():
             if why := next(filter(None, (rule(node, device) for rule in RULES)), ""):
                 return why
-            if is_backward and _draws(node):
+            if is_backward and is_draw(node):
                 return "backward draws random numbers, as a checkpoint does that runs forward again"
     return ""
-
-
-def draws_in(gm: GraphModule) -> bool:
-    """Say whether a flat graph draws random numbers."""
-    return any(_draws(node) for node in gm.graph.nodes)
-
-
-def _draws(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    return draws(node.target, schema_arguments(node.target, node.args, dict(node.kwargs)))
 
 
 def _foreign(node: Node, _: torch.device) -> str:

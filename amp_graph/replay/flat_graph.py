@@ -11,6 +11,7 @@ autograd would run, in its order. Each edge of autograd's graph that leads to an
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.node_info import is_mutable, is_view, schema_arguments, written_by_name
+from amp_graph.passes.graph.node_info import draws, is_mutable, is_view, schema_arguments, written_by_name
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
@@ -49,6 +50,13 @@ class Output:
     passed: int | None = None
     constant: Any = None
     has_gradient: bool = False
+
+
+def is_draw(node: Node) -> bool:
+    """Say whether a node of a flat graph draws random numbers."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return draws(node.target, schema_arguments(node.target, node.args, dict(node.kwargs)))
 
 
 @dataclass
@@ -81,7 +89,17 @@ class Flat:
         if self.backward is not None:
             self.run_backward = direct_calls(self.backward)
 
-    @property
+    @functools.cached_property
+    def unwritten(self) -> tuple[int, ...]:
+        """The arguments that nothing writes to."""
+        return tuple(i for i in self.tensors if i not in self.written)
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether forward draws random numbers."""
+        return any(map(is_draw, self.forward.graph.nodes))
+
+    @functools.cached_property
     def with_gradient(self) -> tuple[int, ...]:
         """The places, in forward's results, of the outputs that have a gradient."""
         found = dict.fromkeys(o.place for o in self.outputs if o.place is not None and o.has_gradient)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.passes.torch_compat.backward_state import keeps_graph
 from amp_graph.passes.torch_compat.double_backward import is_plain
-from amp_graph.replay.eligibility import draws_in, why_no_second_order
+from amp_graph.replay.eligibility import why_no_second_order
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat
 from amp_graph.replay.recorder import CannotRecord
@@ -45,7 +45,7 @@ class ReplayedCall:
         self.owner, self.entry, self.slot, self.args = owner, entry, slot, tuple(args)
         self.number = owner.replays.count_forward()
         self._versions = self._versions_now()
-        self._random = _random_state(args, self.flat) if draws_in(self.flat.forward) else None
+        self._random = _random_state(args, self.flat) if self.flat.draws else None
         self._is_over = False
 
     @property
@@ -115,11 +115,8 @@ class ReplayedCall:
         return [sums.pop(i, None) for i in self.flat.routes]  # the whole sum at the first edge of an argument
 
     def _versions_now(self) -> list[int]:
-        return [
-            a._version
-            for i, a in enumerate(self.args)
-            if isinstance(a, Tensor) and i not in self.flat.written and not a.is_inference()
-        ]
+        args = self.args
+        return [a._version for a in [args[i] for i in self.flat.unwritten] if not a.is_inference()]
 
     @contextlib.contextmanager
     def _random_state_of_forward(self) -> Iterator[None]:

@@ -58,7 +58,8 @@ class TapedGraphs:
         self._others = [None if isinstance(a, Tensor) else a for a in args]
 
     def _forward(self, *given: Tensor) -> list[Any]:
-        args, flat = list(self._others), self.flat
+        args: list[Any] = list(self._others)
+        flat = self.flat
         trained = set(flat.routes)
         with torch.set_grad_enabled(self._grad):
             for i, tensor in zip(flat.tensors, given, strict=True):

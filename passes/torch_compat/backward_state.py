@@ -13,7 +13,7 @@ from amp_graph.passes.torch_compat.dispatch import in_forward_mode, in_transform
 
 def keeps_graph() -> bool:
     """Say whether the running backward keeps its graph (``retain_graph=True``); 2.11 - 2.13."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def what_watches_calls() -> str:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.backward_state import what_watches_calls
+from amp_graph.passes.torch_compat.cuda import stream_of
 from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
@@ -100,6 +101,7 @@ class GuardSet:
             self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
         try:
             key = key_of(args if self._keyed is None else [args[i] for i in self._keyed])
+            key = (*key, next((stream_of(a) for a in args if isinstance(a, Tensor)), 0))  # streams run at the same time
             found = self.entries.get(key)
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
             self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
@@ -152,8 +154,8 @@ class GuardSet:
         try:
             graphs = FlatGraphs(self.gm, args)
             why = why_not_flat(graphs.flat, args, entry.by_copy)
-        except CannotBeFlat as error:
-            why = str(error)
+        except Exception as error:
+            why = _told(error)
         if why:
             entry.decline(why)
         else:
@@ -166,8 +168,8 @@ class GuardSet:
             recorder = self.replays.new_recorder(args[entry.graphs.flat.tensors[0]].device)
             with torch.no_grad():
                 slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
-        except (CannotRecord, RuntimeError) as error:
-            entry.decline(str(error).splitlines()[0])
+        except Exception as error:
+            entry.decline(_told(error))
             return None
         entry.slots.append(slot)
         return slot
@@ -183,3 +185,9 @@ class GuardSet:
             found = slot.forward(args)
         slot.holder = weakref.ref(call)
         return outputs_of(call, found, args)
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error, with its type unless the text is a reason already."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, (CannotRecord, CannotBeFlat)) else f"{type(error).__name__}: {line}"

@@ -217,3 +217,13 @@ def test_auto_compares_the_host_with_the_device(device, host, reached, why):
 
     assert Pace(True).why_not(Entry()) == why
     assert Pace(False).why_not(Entry()) == ""
+
+
+def test_any_error_of_a_recording_is_a_reason(recorders, monkeypatch):
+    def fails(self, run, args):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(stand_in.StandIn, "record", fails)
+    model = model_of()
+    steps(model, 6)
+    assert "graph 0 is not recorded: TypeError: a fault of ours" in notes_of(model)

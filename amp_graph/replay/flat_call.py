@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, outside_modes
 from amp_graph.replay.behind_autograd import outputs_of
-from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Pattern, trace_flat
+from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Pattern
+from amp_graph.replay.trace_flat import trace_flat
 
 Backward = Callable[..., Sequence[Tensor | None]]  # of kept arguments, saved values, gradients of outputs
 Key = tuple[Any, ...]

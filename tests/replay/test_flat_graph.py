@@ -8,7 +8,8 @@ import amp_graph
 from amp_graph.capture import captured_graphs
 from amp_graph.replay import argument_edges
 from amp_graph.replay.flat_call import FlatRunner
-from amp_graph.replay.flat_graph import CannotBeFlat, trace_flat
+from amp_graph.replay.flat_graph import CannotBeFlat
+from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
 from tests.replay import stand_in
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
+from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.storage import storage_key
@@ -46,7 +47,7 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     seen = _Traced(gm, args, grad, pattern)
     given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
     try:
-        with torch.no_grad(), without_autocast(), collector_waits(), warnings.catch_warnings():
+        with one_capture_at_a_time(), torch.no_grad(), without_autocast(), collector_waits(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # kernels warn about fake operands
             joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     except CannotBeFlat:

@@ -41,6 +41,7 @@ ROOMS = (
     ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
+    ("amp_graph/replay",),
     ("amp_graph/capture",),
     ("amp_graph/memory.py",),
     ("amp_graph/convert.py",),

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_line
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.dynamo_backend import Compile, Runner, lower
+from amp_graph.capture.dynamo_backend import Compile, Runner, lower, with_sums_in_fp32
 from amp_graph.capture.gradient_underflow import UnderflowWatch
 from amp_graph.capture.graph_break_autocast import without_autocast
 from amp_graph.capture.graph_break_policy import EscapedCode
@@ -47,6 +47,8 @@ from amp_graph.passes.weights.cache_weight_casts import is_kept
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.watched_memory import look_at_parts_of
 from amp_graph.policy import Policy, word_of
+from amp_graph.replay.recorder import RECORDERS
+from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 
 
@@ -79,12 +81,15 @@ class CapturedGraphs:
     runs: int = 0
     runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
     budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
+    replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     copies: WeightCopies | None = None  # the low-precision weight cache; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
         """Set up the underflow check; nothing is captured yet."""
         self._underflow = UnderflowWatch(self.said)
+        if self.policy.replays != "false":
+            self.replays = Replays(self.model, self.policy.replays)
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
@@ -137,6 +142,10 @@ class CapturedGraphs:
         at_once = self._bytes_at_once(record)
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
+        if self.replays is not None:
+            device = device_of(rewritten.gm)
+            how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
+            run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager")
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
         run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
@@ -241,7 +250,8 @@ class CapturedGraphs:
 
     def _new_copies(self) -> WeightCopies | None:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
-        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies:
+        recorded = self.replays is not None and device_of_model(self.model) in RECORDERS  # with the casts
+        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies or recorded:
             return None
         made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying())
         look_at_parts_of(self.model)

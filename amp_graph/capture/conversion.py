@@ -131,6 +131,8 @@ class Conversion:
         """Restore the model's own forward."""
         if self.copies is not None:
             self.copies.drop()
+        if self.captured.replays is not None:
+            self.captured.replays.drop()
         _attached.discard(self)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:

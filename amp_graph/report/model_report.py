@@ -131,7 +131,13 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer), *_of_kernels(found.model)),
+        (
+            *found.said.notes,
+            *_of_memory(found),
+            *_of_replay(found),
+            *_of_update(found, optimizer),
+            *_of_kernels(found.model),
+        ),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
@@ -182,6 +188,12 @@ def _of_memory(found: Conversion) -> Iterator[str]:
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
             yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_replay(found: Conversion) -> Iterator[str]:
+    """Yield lines on what is recorded, and why not."""
+    if found.captured.replays is not None:
+        yield from found.captured.replays.lines(size_text)
 
 
 def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:

@@ -58,12 +58,13 @@ class _Entry:
     def __init__(self, guards: Any, compiled: types.CodeType, space: dict[str, Any]) -> None:
         self.space = _calling_directly(compiled, space) if is_whole(compiled) else None
         own = weakref.ref(self)
-        self.guards = weakref.ref(guards)
-        self.code = weakref.ref(compiled, lambda _: (found := own()) and found.forget())
 
-    def forget(self) -> None:
-        """Let go of the graph that the code called."""
-        self.space = None
+        def forget(_: Any) -> None:
+            if (found := own()) is not None:
+                found.space = None
+
+        self.guards = weakref.ref(guards)
+        self.code = weakref.ref(compiled, forget)
 
 
 def _calling_directly(compiled: types.CodeType, space: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +127,12 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
         except RuntimeError:  # the check disables torch functions, and if it raises, leaves them disabled
             switch._set_torch_function_state(switch._TorchFunctionState.ENABLED if before is None else before)
             raise
-        compiled = None if found is None or found.space is None else found.code()
-        if compiled is None:
+        space = None if found is None else found.space
+        compiled = None if found is None or space is None else found.code()
+        if space is None or compiled is None:
             return None
         calls.generation += 1  # CUDA graphs distinguish calls by it
-        space = found.space if dynamo_listens() is None else function.__globals__
+        space = space if dynamo_listens() is None else function.__globals__
         return types.FunctionType(compiled, space, code.co_name, None, function.__closure__)
 
     return find if entries is not None and hasattr(frame, "_stance") else lambda local: None

@@ -24,7 +24,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
 from amp_graph.capture.run_as_captured import or_as_captured, plain_runner
-from amp_graph.compiler_options import Options
+from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
@@ -50,6 +50,8 @@ from amp_graph.policy import Policy, word_of
 from amp_graph.replay.recorder import RECORDERS
 from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+
+INDUCTORS_OWN = "Inductor records it: the options have triton.cudagraphs, as mode='reduce-overhead' has"
 
 
 @dataclass
@@ -145,7 +147,8 @@ class CapturedGraphs:
         if self.replays is not None:
             device = device_of(rewritten.gm)
             how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
-            run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager")
+            why = INDUCTORS_OWN if records_itself(self.options) else ""
+            run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
         run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run

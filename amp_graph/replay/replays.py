@@ -34,12 +34,16 @@ class Replays:
         self.guard_sets: list[GuardSet] = []
         self._forwards = 0
 
-    def wrap(self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, *, eager: bool) -> Callable[..., Any]:
+    def wrap(
+        self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, *, eager: bool, why: str = ""
+    ) -> Callable[..., Any]:
         """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is, ``eager``: not compiled.
 
-        It holds no recording: Dynamo may keep it longer than the model lives.
+        why: a reason to record nothing. What is returned holds no recording: Dynamo may keep it longer than the model
+        lives.
         """
         made = GuardSet(self, gm, run, wrap, eager)
+        made.why = why
         self.guard_sets.append(made)
         known = weakref.ref(made)
 

@@ -71,3 +71,15 @@ def test_a_compiled_graph_that_is_recorded_has_the_bits_of_one_that_is_not(compi
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert why in notes
     assert bool(why) == ("is not recorded" in notes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_nothing_is_recorded_where_inductor_records(mode, recorders):
+    torch._dynamo.reset()
+    model = amp_graph.convert(torch.nn.Linear(6, 2), "bf16,replay=true", compile="inductor", mode=mode)
+    for _ in range(5):
+        model(torch.randn(4, 6)).square().mean().backward()
+    notes = "\n".join(note for note in amp_graph.report(model).notes if "replay" in note)
+    assert bool(recorders) == (mode == "default"), notes
+    assert ("Inductor records it" in notes) == (mode != "default")

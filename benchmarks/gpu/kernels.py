@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_ent
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cuda.kernels import add_norm as norms
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as losses
-from amp_graph.passes.native.triton_loader import why_failed
+from amp_graph.passes.native.triton_loader import VARIABLE, why_failed
 
 LOW = torch.bfloat16
 LOSSES = ((256, 32768), (1024, 8192), (2048, 50257), (8192, 50257), (8192, 128256), (32768, 30522))
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    os.environ.setdefault(VARIABLE, "1")
     losses.kernels(LOW), norms.kernels(LOW)  # raises where they do not run
     told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(*told.values())

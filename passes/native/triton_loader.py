@@ -19,6 +19,7 @@ from torch import Tensor
 from amp_graph.passes.native.run_compiler import CompilerError
 from amp_graph.passes.torch_compat.fake import outside_modes
 
+VARIABLE = "AMP_GRAPH_TRITON"  # the environment variable that lets kernels run on a GPU
 # What is rounded to bf16 by one instruction, from Ampere on; older GPUs were not tried.
 LEAST_CAPABILITY = (8, 0)
 MOST_PROGRAMS = 2**31 - 1  # of a grid's first dimension; the others end at 65,535
@@ -34,6 +35,8 @@ def why_no_triton() -> str:
         return "the package triton is not installed"
     if interprets() or not torch.cuda.is_available():
         return ""
+    if os.environ.get(VARIABLE) != "1":
+        return f"the kernels have not run on a GPU yet; the environment variable {VARIABLE}=1 switches them on"
     if torch.version.cuda is None:
         return "the kernels were written for NVIDIA's GPUs"
     found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))

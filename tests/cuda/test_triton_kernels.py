@@ -15,14 +15,15 @@ from amp_graph.passes.backends.cpu.norm.add_norm_by_torch import norm_by_torch, 
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cuda.kernels import add_norm as norms
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as losses
-from amp_graph.passes.native.triton_loader import why_failed, why_no_triton
+from amp_graph.passes.native.triton_loader import VARIABLE, why_failed, why_no_triton
 
 BF16, FP16 = torch.bfloat16, torch.float16
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _by_triton():
+def _by_triton(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     if why := why_no_triton():
         pytest.skip(why)
     yield

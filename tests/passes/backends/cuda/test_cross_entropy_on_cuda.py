@@ -94,6 +94,7 @@ def test_in_which_pipelines_it_is():
 
 
 def test_why_there_is_no_triton(monkeypatch):
+    monkeypatch.delenv(triton_loader.VARIABLE, raising=False)
     monkeypatch.setattr(triton_loader, "_is_installed", lambda: False)
     assert triton_loader.why_no_triton() == "the package triton is not installed"
     monkeypatch.setattr(triton_loader, "_is_installed", lambda: True)
@@ -104,6 +105,8 @@ def test_why_there_is_no_triton(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: [(9, 0), (7, 5)][i])
+    assert "AMP_GRAPH_TRITON=1 switches them on" in triton_loader.why_no_triton(), "no GPU has run them yet"
+    monkeypatch.setenv(triton_loader.VARIABLE, "1")
     assert triton_loader.why_no_triton() == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
     assert triton_loader.why_no_triton() == ""

@@ -35,7 +35,8 @@ def with_row(behind):
     """Return the text of the table with the two lines of the page in it."""
     text = Path(pipeline_table.__file__).read_text()
     text = text.replace("from amp_graph.passes", f"{IMPORT}from amp_graph.passes", 1)
-    text, found = re.subn(rf"^    Row\({behind},.*\n", lambda row: f"{row[0]}{ROW}", text, flags=re.M)
+    row = rf"^    Row\({behind},.*?\n(?=    Row)"
+    text, found = re.subn(row, lambda row: f"{row[0]}{ROW}", text, flags=re.M | re.S)
     assert found == 1
     return text
 

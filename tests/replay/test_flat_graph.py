@@ -24,8 +24,8 @@ class Flattened:
         self._lower = captured_graphs.lower
         monkeypatch.setattr(captured_graphs, "lower", self.lower)
 
-    def lower(self, gm, inputs, compile, policy):
-        run, flat = self._lower(gm, inputs, compile, policy), FlatRunner(gm)
+    def lower(self, gm, inputs, compile, policy, **options):
+        run, flat = self._lower(gm, inputs, compile, policy, **options), FlatRunner(gm)
 
         def call(*args):
             try:

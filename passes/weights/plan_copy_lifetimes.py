@@ -1,0 +1,120 @@
+"""Plan which low-precision copies of weights may stay in memory without adding to the peak of a step.
+
+Before: a graph in training, as it will run. After: ``plan_of(gm)``, from the bytes that are alive at each point of its
+backward: saved activations, copies still to be read, gradients that have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.graph.fake_values import captured, tensors, value
+from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.memory.saved_tensors import CONVOLUTIONS, PRODUCTS
+from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.storage import bytes_of, storage_key
+from amp_graph.passes.weights.cache_weight_casts import is_kept
+from amp_graph.passes.weights.copy_lifetimes import CopyPlan
+
+# Operations that save their inputs, or as much: only these are counted, so that what backward frees is a lower bound.
+SAVES_INPUTS = PRODUCTS | CONVOLUTIONS | {"aten.scaled_dot_product_attention", "aten.cross_entropy_loss"}
+
+
+@dataclass
+class _Point:
+    """What changes in backward at one node of the forward, in bytes.
+
+    freed: activations. arrived: gradients that are new memory. passing: what exists while they are made.
+    """
+
+    node: Node
+    freed: int = 0
+    arrived: int = 0
+    passing: int = 0
+    copies: dict[int, int] = field(default_factory=dict)  # that nothing reads any more, by number of the input
+
+
+def plan_of(gm: GraphModule) -> CopyPlan:
+    """Return the plan of a graph whose copies are all cached."""
+    points = list(_backward(gm))
+    fresh, adding = _staying(points, True), _staying(points, False)
+    sizes = {i: size for point in points for i, size in point.copies.items()}
+    return CopyPlan(
+        frozenset(fresh),
+        frozenset(adding),
+        sum(sizes.values()),
+        sum(sizes[i] for i in fresh),
+        sum(p.arrived for p in points),
+        sum(p.freed for p in points),
+    )
+
+
+def _staying(points: list[_Point], fresh: bool) -> set[int]:
+    """Return the copies that may stay: with them no point of backward needs more than the peak without them.
+
+    A copy that is not freed counts from its own point on. Those that nothing reads any more at the peak cannot stay; of
+    the others, first those that are read last.
+    """
+    alive, levels = 0, [0]  # against the start of backward, where all copies are alive
+    for point in points:
+        alive -= point.freed + sum(point.copies.values())
+        levels.append(alive + point.arrived + point.passing)
+        alive += point.arrived if fresh else 0
+    most = max(levels)
+    staying: set[int] = set()
+    room, kept = [most - level for level in levels[1:]], 0
+    for place in range(len(points) - 1, -1, -1):
+        for i, size in points[place].copies.items():
+            if size <= min(room[place:]):
+                staying.add(i)
+                room[place:] = [r - size for r in room[place:]]
+    return staying
+
+
+def _backward(gm: GraphModule) -> Iterator[_Point]:
+    """Yield the points of backward, in its order: that of the forward reversed."""
+    inputs = {node: i for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+    saved = _saved(gm)
+    has_arrived: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        point = _Point(node, saved.get(node, 0))
+        for source in node.all_input_nodes if is_trained(node) else ():
+            weight = captured(source)
+            if source not in inputs or not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
+                continue
+            size, is_copy = _bytes(weight), is_kept(node)
+            if is_copy:
+                point.copies[inputs[source]] = size // 2
+            point.passing += size // 2 if is_copy else 0  # the gradient in low precision
+            if source in has_arrived:
+                point.passing += size
+            else:
+                has_arrived.add(source)
+                point.arrived += size
+        if point.freed or point.arrived or point.passing:
+            yield point
+
+
+def _saved(gm: GraphModule) -> dict[Node, int]:
+    """Return the bytes of activations whose first reader that saves them is a node: they are freed after its backward."""
+    found: dict[Node, int] = defaultdict(int)
+    seen: set[int | None] = {None}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or is_kept(node):
+            seen |= {storage_key(t) for t in tensors(value(node))}
+        elif is_trained(node) and not SAVES_INPUTS.isdisjoint(names_of(node)):
+            for t in (t for source in node.all_input_nodes for t in tensors(value(source))):
+                if (key := storage_key(t)) not in seen:
+                    seen.add(key)
+                    found[node] += _bytes(t)
+    return found
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return int(concrete_size(bytes_of(t)))

@@ -24,7 +24,6 @@ from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_
 from amp_graph.passes.weights.cache_entry import (
     FREED,
     LARGE,
-    NO_SIGNS,
     KeptCopy,
     Signs,
     is_current,
@@ -197,7 +196,7 @@ class WeightCopies:
             """
             kept = known.get(id(weight))
             if kept is None:
-                cast = self._first(weight, wide, last, bare)
+                cast = self._first(weight, wide, last)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -211,7 +210,7 @@ class WeightCopies:
                 or address_of(weight) != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                cast = self._first(weight, wide, last, bare)
+                cast = self._first(weight, wide, last)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -236,7 +235,7 @@ class WeightCopies:
     def _lent(self, weight: Tensor, low: Tensor, wide: bool) -> Tensor:
         """Return the copy ``low`` with a way back for gradients, after which it may be freed."""
         given = (borrow if wide else lend)(weight, low)
-        if self.when is not None:
+        if self.when is not None and weight.numel() >= LARGE:
             given.register_hook(FreesCopy(self, weight))
             self._forget_inference()
         return given
@@ -249,7 +248,10 @@ class WeightCopies:
         adds = weight.grad is not None
         before, kept.accumulates = kept.accumulates, adds
         if not self.when.keeps(weight, adds or before):
+            size = bytes_of(kept.low)
             self._kept[id(weight)] = kept.freed()
+            del kept
+            self.when.was_freed(size)
 
     def _forget_inference(self) -> None:
         """Free what calls without gradients keep beside copies: training needs the memory, and makes it stale."""
@@ -289,7 +291,7 @@ class WeightCopies:
         """Record that the copy equals ``weight`` as it is now, after an update that is visible to the counters."""
         self._kept[id(weight)] = kept.again(kept.low, before._replace(version=weight._version))
 
-    def _first(self, weight: Tensor, wide: bool = False, last: bool = False, bare: bool = False) -> Tensor | None:
+    def _first(self, weight: Tensor, wide: bool = False, last: bool = False) -> Tensor | None:
         """Cast ``weight`` as a plain cast does, and keep the result if it may be kept.
 
         Returns None where the kept copy is to be read, whose last reader in backward may free it.
@@ -302,19 +304,16 @@ class WeightCopies:
         signs = self._trusted_signs(weight)  # before the values: a write in between invalidates the copy
         if signs.mark is None:
             return self._plain(weight, wide)
-        lends = self._lends(weight, bare)
-        if lends and weight.numel() < LARGE:  # as if it had been passed over: the next call, if any, keeps a copy
-            self._kept[id(weight)] = self._new(weight, FREED, NO_SIGNS).freed(signs.mark)
-            return self._plain(weight, wide)
+        lends = self._lends(weight)
         low, own = self._cast(weight, last, not lends)
         if type(own) is not Tensor:  # a tracing mode is active
             return low
         self._kept[id(weight)] = self._new(weight, own, signs)
         return None if lends else low
 
-    def _lends(self, weight: Tensor, bare: bool = False) -> bool:
-        """Say whether a call reads ``weight`` whose backward is to free the copy."""
-        trains = weight.requires_grad and (bare or torch.is_grad_enabled())
+    def _lends(self, weight: Tensor) -> bool:
+        """Say whether the backward of this call is to free the copy of ``weight``."""
+        trains = weight.requires_grad and torch.is_grad_enabled() and weight.numel() >= LARGE
         return trains and self.when is not None and not self.when.keeps(weight, False)
 
     def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
@@ -335,7 +334,7 @@ class WeightCopies:
             low = own = kept.low
             lends = True
         else:
-            lends = wide or (weight.numel() >= LARGE and self._lends(weight))
+            lends = wide or self._lends(weight)
             low, own = self._cast(weight, kept.is_last or is_last(kept.low), not lends)
         if type(own) is not Tensor:  # a tracing mode is active
             return low

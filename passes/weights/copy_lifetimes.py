@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_graph.passes.memory.heap_retention import trim_heap
+
+TRIMMED = 64 << 20
+
 if TYPE_CHECKING:
     from amp_graph.passes.weights.cast_cache import WeightCopies
 
@@ -38,11 +42,17 @@ class CopyPlan:
 class Lifetimes:
     """Which copies of one model outlive their last reader in backward, by the plans of all its graphs in training.
 
-    written: an optimizer of ours writes the copies in its update, so that all of them stay.
+    written: an optimizer of ours writes the copies in its update, so that all of them stay. trims: whether memory goes
+    back to the system; not with ``keep_memory`` or ``raise_malloc_thresholds``.
     """
 
-    def __init__(self) -> None:
+    trims = True
+
+    def __init__(self, keeps_memory: bool = False) -> None:
         self.written = False
+        if keeps_memory:
+            self.trims = False
+        self._freed = 0  # bytes, since the heap's free pages were last returned
         self._stays: dict[int, tuple[bool, bool]] = {}  # by id of a parameter: fresh, adding
 
     def obey(self, plan: CopyPlan, args: Sequence[Any]) -> None:
@@ -55,6 +65,17 @@ class Lifetimes:
     def keeps(self, weight: Tensor, adds: bool) -> bool:
         """Say whether the copy stays when all its readers have run backward; ``adds``: to a gradient that exists."""
         return self.written or self._stays.get(id(weight), (False, False))[adds]
+
+    def was_freed(self, size: int) -> None:
+        """Return the heap's free pages to the system after each ``TRIMMED`` bytes of copies.
+
+        A copy leaves a hole that is half as large as the gradient that is allocated next, and glibc's aligned
+        allocations do not fit a hole of their own size: without this, backward grows the heap by its gradients.
+        """
+        self._freed += size
+        if self.trims and self._freed >= TRIMMED:
+            self._freed = 0
+            trim_heap()
 
     def bytes_that_stay(self, weights: Collection[Tensor]) -> int:
         """Return the bytes of the copies of ``weights`` that stay where gradients are new memory."""

@@ -23,6 +23,7 @@ from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
+from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
@@ -175,11 +176,23 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
 
 
 def _of_memory(found: Conversion) -> Iterator[str]:
-    """Yield a line for each graph whose memory is kept."""
+    """Yield a line for each graph whose memory is kept, or whose weight copies are freed in backward."""
+    for i, graph in enumerate(found.graphs):
+        if (plan := graph.copies) is not None and plan.copies:
+            yield f"memory: graph {i}: {_of_copies(plan)}"
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
             yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_copies(plan: CopyPlan) -> str:
+    """Say how many bytes of weight copies are freed in backward, and why."""
+    room = f"{size_text(plan.gradients)} of gradients arrive while {size_text(plan.saved)} of activations are freed"
+    if plan.staying == plan.copies:
+        return f"weight copies stay until the next update ({size_text(plan.copies)}): they add nothing to the peak ({room})"
+    freed = f"{size_text(plan.copies - plan.staying)} of {size_text(plan.copies)} of weight copies"
+    return f"{freed} are freed by their last reader in backward ({room}); weight_copies=true keeps them"
 
 
 def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:

@@ -190,7 +190,9 @@ def _of_copies(plan: CopyPlan) -> str:
     """Say how many bytes of weight copies are freed in backward, and why."""
     room = f"{size_text(plan.gradients)} of gradients arrive while {size_text(plan.saved)} of activations are freed"
     if plan.staying == plan.copies:
-        return f"weight copies stay until the next update ({size_text(plan.copies)}): they add nothing to the peak ({room})"
+        return (
+            f"{size_text(plan.copies)} of weight copies stay until the next update, without adding to the peak ({room})"
+        )
     freed = f"{size_text(plan.copies - plan.staying)} of {size_text(plan.copies)} of weight copies"
     return f"{freed} are freed by their last reader in backward ({room}); weight_copies=true keeps them"
 

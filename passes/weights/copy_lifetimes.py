@@ -1,4 +1,4 @@
-"""How long low-precision copies of weights live in training: to their last reader in backward, or to the next update.
+"""How long low-precision copies of weights live in training: to their last reader in backward, or to the update.
 
 Before: every copy is alive when the last gradient arrives. After: ``Lifetimes.keeps(weight, adds)``, by a plan of what is
 alive when (``plan_copy_lifetimes.py``); the others are freed by ``FreesCopy``.
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What one graph in training needs, and which copies, by the numbers of its inputs, stay without adding to its peak.
+    """What a graph in training needs, and which copies, by number of its inputs, stay without adding to its peak.
 
     fresh: in a backward whose gradients are new memory. adding: in one that adds to gradients that exist.
-    copies, staying: bytes of all copies, and of those in ``fresh``. gradients, saved: bytes that backward allocates, and
-    that it frees: the activations that matmuls, convolutions, attention and losses save, a lower bound.
+    copies, staying: bytes of all copies, and of those in ``fresh``. gradients, saved: bytes that backward allocates,
+    and that it frees: the activations that matmuls, convolutions, attention and losses save, a lower bound.
     """
 
     fresh: frozenset[int] = frozenset()

@@ -68,7 +68,7 @@ def _staying(points: list[_Point], fresh: bool) -> set[int]:
         alive += point.arrived if fresh else 0
     most = max(levels)
     staying: set[int] = set()
-    room, kept = [most - level for level in levels[1:]], 0
+    room = [most - level for level in levels[1:]]
     for place in range(len(points) - 1, -1, -1):
         for i, size in points[place].copies.items():
             if size <= min(room[place:]):
@@ -102,7 +102,7 @@ def _backward(gm: GraphModule) -> Iterator[_Point]:
 
 
 def _saved(gm: GraphModule) -> dict[Node, int]:
-    """Return the bytes of activations whose first reader that saves them is a node: they are freed after its backward."""
+    """Return the bytes of activations whose first reader that saves them is a node, whose backward frees them."""
     found: dict[Node, int] = defaultdict(int)
     seen: set[int | None] = {None}
     for node in gm.graph.nodes:

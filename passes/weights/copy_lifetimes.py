@@ -1,7 +1,7 @@
 """How long low-precision copies of weights live in training: to their last reader in backward, or to the update.
 
-Before: every copy is alive when the last gradient arrives. After: ``Lifetimes.keeps(weight, adds)``, by a plan of what is
-alive when (``plan_copy_lifetimes.py``); the others are freed by ``FreesCopy``.
+Before: every copy is alive when the last gradient arrives. After: ``Lifetimes.keeps(weight, adds)``, by a plan of
+what is alive when (``plan_copy_lifetimes.py``); the others are freed by ``FreesCopy``.
 """
 
 from __future__ import annotations

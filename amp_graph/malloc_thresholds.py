@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from amp_graph.errors import AllocatorError
 from amp_graph.passes.native.jit_compiler import of_c_library
-from amp_graph.passes.weights.copy_lifetimes import Lifetimes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST = 2**31 - 1  # mallopt's argument is an int
@@ -36,10 +35,7 @@ def raise_malloc_thresholds(bytes: int = 2**30) -> bool:
             "  fix:   amp_graph.memory.raise_malloc_thresholds(bytes=2**30)"
         )
     mallopt = _mallopt()
-    raised = mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, bytes) and mallopt(M_TRIM_THRESHOLD, NEVER))
-    if raised:
-        Lifetimes.trims = False  # memory is to stay in the process
-    return raised
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, bytes) and mallopt(M_TRIM_THRESHOLD, NEVER))
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

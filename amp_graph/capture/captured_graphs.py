@@ -260,7 +260,7 @@ class CapturedGraphs:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
         if self.compile != "eager" or self.policy.level == "O0" or self.policy.weight_copies == "false":
             return None
-        when = Lifetimes(self.policy.keeps_memory) if self.policy.weight_copies == "auto" else None
+        when = Lifetimes() if self.policy.weight_copies == "auto" else None
         made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying(), when)
         look_at_parts_of(self.model)
         # Dynamo may keep compiled code, and all that it references, longer than the model lives.

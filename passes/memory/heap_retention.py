@@ -50,12 +50,6 @@ def glibc() -> Allocator | None:
     return Allocator(malloc, free, trim)
 
 
-def trim_heap() -> None:
-    """Return the free pages of the heap to the system, also those between blocks; nothing with another C library."""
-    if (calls := glibc()) is not None:
-        calls.malloc_trim(0)
-
-
 class KeptHeap:
     """Keeps the heap long enough for the largest need among all living owners.
 

@@ -57,7 +57,6 @@ class KeptCopy:
     beside: Any = None  # what was made along with it
     held: Tensor | None = None  # what ``low`` was packed from, where each call has to compare that
     is_last: bool = False  # whether a copy that was freed was channels_last
-    accumulates: bool = False  # whether the last gradient was added to one that was there
 
     @property
     def is_freed(self) -> bool:
@@ -75,9 +74,7 @@ class KeptCopy:
         """Return the entry after the same parameter was cast anew, to ``low``."""
         given = self.given if low is self.low else None
         passed = self.passed is signs.mark
-        made = KeptCopy(low, signs, self.watch, self.key, self.pointer, self.stride, given, passed)
-        made.accumulates = self.accumulates
-        return made
+        return KeptCopy(low, signs, self.watch, self.key, self.pointer, self.stride, given, passed)
 
 
 def is_passed_over(kept: KeptCopy, weight: Tensor) -> bool:

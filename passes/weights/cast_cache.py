@@ -34,7 +34,7 @@ from amp_graph.passes.weights.cache_entry import (
     may_be_kept,
     signs_of,
 )
-from amp_graph.passes.weights.copy_lifetimes import FreesCopy, Lifetimes
+from amp_graph.passes.weights.copy_lifetimes import Lifetimes
 from amp_graph.passes.weights.finite_check import FiniteWeights
 from amp_graph.passes.weights.foreach_casts import WeightGroup
 from amp_graph.passes.weights.update_tracking import UPDATES, hear_of_updates
@@ -196,7 +196,7 @@ class WeightCopies:
             """
             kept = known.get(id(weight))
             if kept is None:
-                cast = self._first(weight, wide, last)
+                cast = self._first(weight, once, wide, last)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -210,12 +210,12 @@ class WeightCopies:
                 or address_of(weight) != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                cast = self._first(weight, wide, last)
+                cast = self._first(weight, once, wide, last)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
             elif is_old or weight._version != version:
-                cast = self._again(weight, kept, wide)
+                cast = self._again(weight, kept, once, wide)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -226,32 +226,28 @@ class WeightCopies:
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
-                    given = kept.given = self._lent(weight, kept.low, wide)
+                    if self._ends_with_call(weight):
+                        return self._for_this_call(weight, kept, kept.low, once, wide)
+                    given = (borrow if wide else lend)(weight, kept.low)
+                    if self.when is None or weight.numel() < LARGE:
+                        kept.given = given  # a large gradient would wait: the engine runs nodes made earlier later
                 return given if once else given.view_as(given)
             return kept.low
 
         return weight_copy
 
-    def _lent(self, weight: Tensor, low: Tensor, wide: bool) -> Tensor:
-        """Return the copy ``low`` with a way back for gradients, after which it may be freed."""
-        given = (borrow if wide else lend)(weight, low)
-        if self.when is not None and weight.numel() >= LARGE:
-            given.register_hook(FreesCopy(self, weight))
-            self._forget_inference()
-        return given
+    def _ends_with_call(self, weight: Tensor) -> bool:
+        """Say whether this call, which trains ``weight``, alone holds the copy: keeping it would add to the peak."""
+        if self.when is None or weight.numel() < LARGE or not weight.requires_grad or not torch.is_grad_enabled():
+            return False
+        return not self.when.keeps(weight, weight.grad is not None)
 
-    def was_read_last(self, weight: Tensor) -> None:
-        """Free the copy of ``weight``, of which all readers' gradients have arrived, unless it is to stay."""
-        kept = self._kept.get(id(weight))
-        if self.when is None or kept is None or kept.is_freed:
-            return
-        adds = weight.grad is not None
-        before, kept.accumulates = kept.accumulates, adds
-        if not self.when.keeps(weight, adds or before):
-            size = bytes_of(kept.low)
-            self._kept[id(weight)] = kept.freed()
-            del kept
-            self.when.was_freed(size)
+    def _for_this_call(self, weight: Tensor, kept: KeptCopy, low: Tensor, once: bool, wide: bool) -> Tensor:
+        """Return the copy ``low`` with a way back for gradients; the graph alone holds it, as long as it reads it."""
+        self._kept[id(weight)] = kept.freed()
+        self._forget_inference()
+        given = (borrow if wide else lend)(weight, low)
+        return given if once else given.view_as(given)
 
     def _forget_inference(self) -> None:
         """Free what calls without gradients keep beside copies: training needs the memory, and makes it stale."""
@@ -291,10 +287,10 @@ class WeightCopies:
         """Record that the copy equals ``weight`` as it is now, after an update that is visible to the counters."""
         self._kept[id(weight)] = kept.again(kept.low, before._replace(version=weight._version))
 
-    def _first(self, weight: Tensor, wide: bool = False, last: bool = False) -> Tensor | None:
-        """Cast ``weight`` as a plain cast does, and keep the result if it may be kept.
+    def _first(self, weight: Tensor, once: bool, wide: bool, last: bool) -> Tensor | None:
+        """Cast ``weight`` as a plain cast does, and keep the result if it may be kept and adds nothing to the peak.
 
-        Returns None where the kept copy is to be read, whose last reader in backward may free it.
+        Returns None where the kept copy is to be read.
         """
         if (old := self._kept.pop(id(weight), None)) is not None:
             old.given = None  # with its way back for gradients, which has the parameter's former shape
@@ -304,19 +300,14 @@ class WeightCopies:
         signs = self._trusted_signs(weight)  # before the values: a write in between invalidates the copy
         if signs.mark is None:
             return self._plain(weight, wide)
-        lends = self._lends(weight)
-        low, own = self._cast(weight, last, not lends)
+        ends = self._ends_with_call(weight)
+        low, own = self._cast(weight, last, not ends)
         if type(own) is not Tensor:  # a tracing mode is active
             return low
-        self._kept[id(weight)] = self._new(weight, own, signs)
-        return None if lends else low
+        made = self._kept[id(weight)] = self._new(weight, own, signs)
+        return self._for_this_call(weight, made, own, once, wide) if ends else low
 
-    def _lends(self, weight: Tensor) -> bool:
-        """Say whether the backward of this call is to free the copy of ``weight``."""
-        trains = weight.requires_grad and torch.is_grad_enabled() and weight.numel() >= LARGE
-        return trains and self.when is not None and not self.when.keeps(weight, False)
-
-    def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
+    def _again(self, weight: Tensor, kept: KeptCopy, once: bool, wide: bool) -> Tensor | None:
         """Cast ``weight``, which was written to, as a plain cast does.
 
         Returns None where the copy is to be read instead: where the gradient arrives as fp32 (``wide``), which a cast's
@@ -324,22 +315,23 @@ class WeightCopies:
         memory costs page faults: for 2 MiB, more than ten times as much as the cast.
         """
         if not weight.is_leaf:
-            return self._first(weight)
+            return self._first(weight, once, wide, False)
         signs = self._trusted_signs(weight)
         if signs.mark is None:
             return self._plain(weight, wide)
-        if weight.numel() >= LARGE and is_nobody_elses(kept):
+        ends = self._ends_with_call(weight)
+        if weight.numel() >= LARGE and not kept.is_freed and is_nobody_elses(kept):
             with torch.no_grad():
                 copy_into(kept.low, weight)
-            low = own = kept.low
-            lends = True
+            low, own = None, kept.low
         else:
-            lends = wide or self._lends(weight)
-            low, own = self._cast(weight, kept.is_last or is_last(kept.low), not lends)
+            low, own = self._cast(weight, kept.is_last or is_last(kept.low), not ends)
         if type(own) is not Tensor:  # a tracing mode is active
             return low
-        self._kept[id(weight)] = kept.again(own, signs)
-        return None if lends else low
+        made = self._kept[id(weight)] = kept.again(own, signs)
+        if ends:
+            return self._for_this_call(weight, made, own, once, wide)
+        return None if wide else low
 
     def _cast(self, weight: Tensor, last: bool, history: bool = True) -> tuple[Tensor, Tensor]:
         """Return a plain cast of ``weight``, channels_last if asked, and the same without its autograd history."""

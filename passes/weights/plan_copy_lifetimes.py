@@ -30,21 +30,23 @@ SAVES_INPUTS = PRODUCTS | CONVOLUTIONS | {"aten.scaled_dot_product_attention", "
 class _Point:
     """What changes in backward at one node of the forward, in bytes.
 
-    freed: activations. arrived: gradients that are new memory. passing: what exists while they are made.
+    freed: activations. arrived: gradients that are new memory. passing: what exists while they are made. copies: those
+    that no backward reads after this one. unread: those that no backward reads at all. Both by number of the input.
     """
 
     node: Node
     freed: int = 0
     arrived: int = 0
     passing: int = 0
-    copies: dict[int, int] = field(default_factory=dict)  # that nothing reads any more, by number of the input
+    copies: dict[int, int] = field(default_factory=dict)
+    unread: dict[int, int] = field(default_factory=dict)
 
 
 def plan_of(gm: GraphModule) -> CopyPlan:
     """Return the plan of a graph whose copies are all cached."""
     points = list(_backward(gm))
     fresh, adding = _staying(points, True), _staying(points, False)
-    sizes = {i: size for point in points for i, size in point.copies.items()}
+    sizes = {i: size for point in points for i, size in (*point.copies.items(), *point.unread.items())}
     return CopyPlan(
         frozenset(fresh),
         frozenset(adding),
@@ -58,22 +60,23 @@ def plan_of(gm: GraphModule) -> CopyPlan:
 def _staying(points: list[_Point], fresh: bool) -> set[int]:
     """Return the copies that may stay: with them no point of backward needs more than the peak without them.
 
-    A copy that is not freed counts from its own point on. Those that nothing reads any more at the peak cannot stay; of
-    the others, first those that are read last.
+    A copy that is not freed counts from its own point on, and one that no backward reads from the start on. Those that
+    nothing reads any more at the peak cannot stay; of the others, first those that are read last.
     """
-    alive, levels = 0, [0]  # against the start of backward, where all copies are alive
+    alive, levels = 0, [0]  # against the start of backward, where all copies are alive that it reads
     for point in points:
         alive -= point.freed + sum(point.copies.values())
         levels.append(alive + point.arrived + point.passing)
         alive += point.arrived if fresh else 0
     most = max(levels)
     staying: set[int] = set()
-    room = [most - level for level in levels[1:]]
-    for place in range(len(points) - 1, -1, -1):
-        for i, size in points[place].copies.items():
-            if size <= min(room[place:]):
-                staying.add(i)
-                room[place:] = [r - size for r in room[place:]]
+    room = [most - level for level in levels]  # at the start of backward, and at each point
+    for place, point in reversed(list(enumerate(points, 1))):
+        for copies, start in ((point.copies, place), (point.unread, 0)):
+            for i, size in copies.items():
+                if size <= min(room[start:]):
+                    staying.add(i)
+                    room[start:] = [r - size for r in room[start:]]
     return staying
 
 
@@ -90,7 +93,7 @@ def _backward(gm: GraphModule) -> Iterator[_Point]:
                 continue
             size, is_copy = _bytes(weight), is_kept(node)
             if is_copy:
-                point.copies[inputs[source]] = size // 2
+                (point.copies if _is_saved(node) else point.unread)[inputs[source]] = size // 2
             point.passing += size // 2 if is_copy else 0  # the gradient in low precision
             if source in has_arrived:
                 point.passing += size
@@ -99,6 +102,16 @@ def _backward(gm: GraphModule) -> Iterator[_Point]:
                 point.arrived += size
         if point.freed or point.arrived or point.passing:
             yield point
+
+
+def _is_saved(copy: Node) -> bool:
+    """Say whether a backward reads ``copy``; not that of a product with a value that needs no gradient."""
+    for reader in copy.users:
+        is_product = not (PRODUCTS | CONVOLUTIONS).isdisjoint(names_of(reader))
+        others = [n for n in reader.all_input_nodes if not is_kept(n)]
+        if not is_product or any(t.requires_grad for n in others for t in tensors(captured(n))):
+            return True
+    return False
 
 
 def _saved(gm: GraphModule) -> dict[Node, int]:

@@ -187,14 +187,11 @@ def _of_memory(found: Conversion) -> Iterator[str]:
 
 
 def _of_copies(plan: CopyPlan) -> str:
-    """Say how many bytes of weight copies are freed in backward, and why."""
-    room = f"{size_text(plan.gradients)} of gradients arrive while {size_text(plan.saved)} of activations are freed"
-    if plan.staying == plan.copies:
-        return (
-            f"{size_text(plan.copies)} of weight copies stay until the next update, without adding to the peak ({room})"
-        )
-    freed = f"{size_text(plan.copies - plan.staying)} of {size_text(plan.copies)} of weight copies"
-    return f"{freed} are freed by their last reader in backward ({room}); weight_copies=true keeps them"
+    """Say how many bytes of weight copies end in backward, and how much memory that was weighed against."""
+    freed, sizes = plan.copies - plan.staying, f"{size_text(plan.gradients)} gradients, {size_text(plan.saved)} saved"
+    if not freed:
+        return f"weight copies stay until the next update, no peak grows ({sizes})"
+    return f"{size_text(freed)} of {size_text(plan.copies)} weight copies end in backward ({sizes})"
 
 
 def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:

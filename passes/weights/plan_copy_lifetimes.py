@@ -83,35 +83,44 @@ def _staying(points: list[_Point], fresh: bool) -> set[int]:
 def _backward(gm: GraphModule) -> Iterator[_Point]:
     """Yield the points of backward, in its order: that of the forward reversed."""
     inputs = {node: i for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
-    saved = _saved(gm)
+    points = {node: _Point(node, size) for node, size in _saved(gm).items()}
     has_arrived: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        point = _Point(node, saved.get(node, 0))
         for source in node.all_input_nodes if is_trained(node) else ():
             weight = captured(source)
             if source not in inputs or not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
                 continue
-            size, is_copy = _bytes(weight), is_kept(node)
-            if is_copy:
-                (point.copies if _is_saved(node) else point.unread)[inputs[source]] = size // 2
-            point.passing += size // 2 if is_copy else 0  # the gradient in low precision
+            size, point = _bytes(weight), points.setdefault(node, _Point(node))
+            if is_kept(node):
+                _add_copy(points, node, inputs[source], size // 2)
             if source in has_arrived:
                 point.passing += size
             else:
                 has_arrived.add(source)
                 point.arrived += size
-        if point.freed or point.arrived or point.passing:
-            yield point
+    yield from (points[node] for node in reversed(gm.graph.nodes) if node in points)
 
 
-def _is_saved(copy: Node) -> bool:
-    """Say whether a backward reads ``copy``; not that of a product with a value that needs no gradient."""
-    for reader in copy.users:
-        is_product = not (PRODUCTS | CONVOLUTIONS).isdisjoint(names_of(reader))
-        others = [n for n in reader.all_input_nodes if not is_kept(n)]
-        if not is_product or any(t.requires_grad for n in others for t in tensors(captured(n))):
-            return True
-    return False
+def _add_copy(points: dict[Node, _Point], copy: Node, number: int, size: int) -> None:
+    """Add where the backward ends with a copy, and where its gradient, of as many bytes, is made, summed and cast."""
+    own = points[copy]
+    own.passing += size
+    readers = [points.setdefault(node, _Point(node)) for node in copy.graph.nodes if node in copy.users]
+    for point in readers[:-1]:
+        point.passing += 2 * size  # the next term of the sum, and the new sum
+    for point in readers[-1:]:
+        point.freed -= size
+        own.freed += size
+    last = next((point for point in readers if _is_saved(copy, point.node)), None)
+    (own.unread if last is None else last.copies)[number] = size
+
+
+def _is_saved(copy: Node, reader: Node) -> bool:
+    """Say whether the backward of ``reader`` reads ``copy``; not if it is a product with what needs no gradient."""
+    if (PRODUCTS | CONVOLUTIONS).isdisjoint(names_of(reader)):
+        return True
+    others = [node for node in reader.all_input_nodes if not is_kept(node)]
+    return any(t.requires_grad for node in others for t in tensors(captured(node)))
 
 
 def _saved(gm: GraphModule) -> dict[Node, int]:

@@ -90,9 +90,9 @@ def test_the_peak_with_biases(batches):
     assert peak("bf16", batches) <= peak("", batches) + OF_BIASES
 
 
-@pytest.mark.parametrize("batches", [1, 5])
-def test_the_peak_with_room_for_copies(batches):
-    assert peak("bf16", batches, 2048, bias=False) <= peak("", batches, 2048, bias=False)
+@pytest.mark.parametrize(("batches", "batch"), [(1, 1024), (5, 512)])
+def test_the_peak_with_room_for_copies(batches, batch):
+    assert peak("bf16", batches, batch, bias=False) <= peak("", batches, batch, bias=False)
 
 
 def test_control_kept_copies_are_above():
@@ -105,7 +105,7 @@ def test_copies_end_with_their_graph_and_the_report_says_so():
         loss_of(model, x, "bf16").backward()
         assert copies(model).bytes <= DEPTH * WIDTH * 2, "biases alone"
         model.zero_grad()
-    assert "freed by their last reader in backward" in amp_graph.report(model).text(width=None)
+    assert "weight copies end in backward" in amp_graph.report(model).text(width=None)
 
 
 def test_large_batches_make_room_for_copies():
@@ -115,13 +115,13 @@ def test_large_batches_make_room_for_copies():
 
 
 def test_copies_stay_where_gradients_exist_and_end_where_they_do_not():
-    model, x = made("bf16", batch=2048)
+    model, x = made("bf16", batch=1024)
     for _ in range(3):
         loss_of(model, x, "bf16").backward()
-    assert copies(model).bytes >= 3 * COPY
+    assert copies(model).bytes >= 2 * COPY
     model.zero_grad()
     loss_of(model, x, "bf16").backward()
-    assert copies(model).bytes < 3 * COPY
+    assert copies(model).bytes < 2 * COPY
 
 
 def test_training_is_bit_equal_to_kept_copies():

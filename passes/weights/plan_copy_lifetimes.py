@@ -19,6 +19,7 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.memory.saved_tensors import CONVOLUTIONS, PRODUCTS
 from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import bytes_of, storage_key
+from amp_graph.passes.weights.cache_entry import LARGE
 from amp_graph.passes.weights.cache_weight_casts import is_kept
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 
@@ -91,7 +92,7 @@ def _backward(gm: GraphModule) -> Iterator[_Point]:
             if source not in inputs or not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
                 continue
             size, point = _bytes(weight), points.setdefault(node, _Point(node))
-            if is_kept(node):
+            if is_kept(node) and size >= 4 * LARGE:  # smaller copies always stay
                 _add_copy(points, node, inputs[source], size // 2)
             if source in has_arrived:
                 point.passing += size

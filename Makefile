@@ -23,7 +23,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-triton conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,11 @@ test: $(STAMPS)/test  ## run the tests, without the long ones
 
 test-long: $(STAMPS)/test  ## run the long tests
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
+test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
+	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \
+		echo "triton is missing: the tests below are skipped; fix: $(VENV)/bin/python -m pip install --no-deps triton"
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -rs tests/passes/backends/cuda/kernels $(PYTEST_ARGS)
 
 conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
+from amp_graph.compiler_options import options_text, read_options
 from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.lists.path_pattern import matches
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
@@ -31,6 +33,8 @@ def convert(
     policy: Policy | str | None = None,
     *,
     compile: Compile = "eager",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
     strict: bool = False,
     sample: Sample | None = None,
@@ -49,6 +53,8 @@ def convert(
 
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
+    mode, options: as in torch.compile, for compile="inductor": convert(model, compile="inductor", mode="max-autotune").
+    Both may be given; options take precedence.
     dynamic: as in torch.compile; None makes sizes symbolic once they are seen to change.
     strict: raise CaptureError instead of warning when a call ran without any captured graph.
     sample: for a policy whose accuracy is a number, a function that calls the model once and returns the loss, such as
@@ -63,19 +69,21 @@ def convert(
     """
     if isinstance(model, WRAPPERS):
         _refuse_level_of_wrapped(model, Policy.parse(policy))
-        how: dict[str, Any] = {"compile": compile, "dynamic": dynamic, "strict": strict}
-        convert(model.module, policy, sample=sample, max_graphs=max_graphs, **how)
+        compiler: dict[str, Any] = {"compile": compile, "mode": mode, "options": options, "dynamic": dynamic}
+        convert(model.module, policy, strict=strict, sample=sample, max_graphs=max_graphs, **compiler)
         return model
     _refuse_what_is_no_model(model)
     wanted = Policy.parse(policy)
     check_compile("convert", compile)
+    found = read_options("convert", compile, mode, options)
     check_max_graphs("convert", max_graphs)
     present = conversion_of(model)
     if present is not None:
-        if (present.policy, present.compile) == (wanted, compile) and sample is None:
+        if (present.policy, present.compile, present.options) == (wanted, compile, found) and sample is None:
             return model
         raise CaptureError(
-            f"convert: the model is already converted with policy='{present.policy}', compile={present.compile!r}\n"
+            f"convert: the model is already converted with policy='{present.policy}', "
+            f"compile={present.compile!r}{options_text(present.options)}\n"
             "  fix:   amp_graph.revert(model) first"
         )
     _refuse_part_of_converted(model)
@@ -85,7 +93,7 @@ def convert(
     _warn_of_unmatched_modules(model, wanted)
     measured = _measured(model, wanted, sample, dynamic)
     wrapped = model.__dict__.get("forward")
-    made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs)
+    made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs, found)
     if compile == "eager" and wanted.level != "O0":
         compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
     # Nothing of the model has changed so far; what follows is undone if it raises.

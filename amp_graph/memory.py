@@ -21,7 +21,8 @@ __all__ = ["drop_weight_copies", "keep_heap", "raise_malloc_thresholds"]
 def drop_weight_copies(model: torch.nn.Module) -> int:
     """Empty the weight cache of a converted ``model``; the next call casts the weights again.
 
-    Call it to free the memory of the low-precision copies, and the buffers for embedding gradients and large results.
+    Call it to free the memory of the low-precision copies, of recorded graphs (``replay=true``), and the buffers for
+    embedding gradients and large results.
     Call it after a write that Python cannot see, by a C extension that holds a parameter's address. And call it once
     nobody writes any longer through an address that ``data_ptr()`` returned: until then the parameter is cast at each
     call. Returns the number of freed bytes. Raises CaptureError if ``model`` is not converted.
@@ -29,9 +30,10 @@ def drop_weight_copies(model: torch.nn.Module) -> int:
     found = conversion_of(model)
     if found is None:
         raise CaptureError("drop_weight_copies: the model is not converted\n  fix:   amp_graph.convert(model)")
+    recorded = found.captured.replays.drop() if found.captured.replays is not None else 0
     if found.copies is not None:
-        return found.copies.drop(model.parameters())
-    return POOL.drop() if found.compile == "inductor" else 0
+        return recorded + found.copies.drop(model.parameters())
+    return recorded + (POOL.drop() if found.compile == "inductor" else 0)
 
 
 def keep_heap(on: bool = True) -> bool:

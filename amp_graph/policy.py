@@ -35,7 +35,8 @@ ACCURACIES = ("autocast", "fast")
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
 COPIES = ("auto", "true", "false")
-BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable")  # fields of words that accept True and False
+BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay")  # fields of words: also True and False
+REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -73,6 +74,8 @@ class Policy:
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
     escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
     "fp32" if the policy has what autocast cannot express: lists in files, ``deny`` or ``opaque``.
+    replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
+    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
     """
 
     dtype: str = "auto"
@@ -96,6 +99,7 @@ class Policy:
     planner: str = ""
     skip_unprofitable: str = ""
     escaped: str = ""
+    replay: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -115,6 +119,7 @@ class Policy:
         _check("keep_memory", self.keep_memory, ("", "true", "false"))
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
+        _check("replay", self.replay, ("", *REPLAY))
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
                 f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"
@@ -150,6 +155,11 @@ class Policy:
         """Whether memory is kept between steps: ``keep_memory``, or its current default."""
         asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
         return asked and self.level != "O0"
+
+    @property
+    def replays(self) -> str:
+        """Whether calls are recorded: ``replay``, or its default; never at level O0, which captures nothing."""
+        return "false" if self.level == "O0" else self.replay or "false"
 
     @property
     def plans_by(self) -> str:
@@ -257,6 +267,7 @@ class Policy:
         device: str,
         *,
         eager: bool = False,
+        inductor: Mapping[str, Any] | None = None,
         in_step: bool = False,
         measured: tuple[Measured, ...] = (),
         copies: WeightCopies | None = None,
@@ -282,6 +293,7 @@ class Policy:
             keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,
+            inductor=inductor,
             in_step=in_step,
             training=torch.is_grad_enabled(),
             measured=measured,

@@ -5,7 +5,7 @@ Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,6 +100,7 @@ def rewrite_in_place(
     last: Sequence[Pass] = (),
     *,
     eager: bool = False,
+    inductor: Mapping[str, Any] | None = None,
     in_step: bool = False,
     measured: tuple[Measured, ...] = (),
     strict: bool | None = None,
@@ -109,7 +110,8 @@ def rewrite_in_place(
     A pass that fails is skipped for the graph, with a warning; a graph that cannot be planned runs under
     ``torch.autocast``. ``strict``: both are errors; None reads the environment variable AMP_GRAPH_STRICT.
 
-    ``eager``: the graph will run eagerly, not through a compiler; ``in_step``: as part of a whole-step graph.
+    ``eager``: the graph will run eagerly, not through a compiler; ``inductor``: through Inductor, with these options
+    of the user; ``in_step``: as part of a whole-step graph.
     ``measured``: measured rounding sensitivities of such graphs, for an error budget.
 
     Raises PassError and VerifyError (if strict, and for a partial graph, which the caller then runs as captured),
@@ -123,7 +125,8 @@ def rewrite_in_place(
     done: tuple[Timed, ...] = ()
     if policy.level != "O0":
         bodies = _rewrite_bodies(gm, policy, device, strict)
-        given = _for_piece(gm, policy).pipeline_options(device, eager=eager, in_step=in_step, measured=measured)
+        how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
+        given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict)
     return Rewritten(gm, policy, dtype, before, done, bodies)

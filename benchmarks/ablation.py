@@ -3,7 +3,8 @@
 Before: a model, and the passes that changed its graphs. After: for each of them the ratio of time, of peak memory and
 of saved memory, without the pass over with it: above 1 is what it gains. Both sides take turns in one process, by its
 CPU time; a pass that changes nothing is not measured. ``--table`` writes the Markdown from the JSON; a row that is
-there is not measured again, so that a run that was stopped goes on.
+there is not measured again, so that a run that was stopped goes on. Rows of several scales stand in one file: what
+gains little in small batches may be measured in large ones. A model that cannot be captured one way is left out there.
 
     python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes fuse-add-norm]
     python benchmarks/ablation.py --table
@@ -28,8 +29,10 @@ from tables import about
 from variants import Prepared, Setup, Variant, inference_call, training_step
 
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import CaptureError
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_row import Row as TableRow
 from amp_graph.passes.pipeline_skips import current_word
 from amp_graph.passes.pipeline_table import TABLE
 
@@ -52,6 +55,7 @@ class Row:
     high: float
     peak: float | None = None
     saved: float | None = None
+    scale: float = 0.25  # of batches and depths
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,7 +114,7 @@ def measured(model: str, way: str, names: dict[str, int], options: argparse.Name
     saved = {name: _saved(made, way) for name, made in every.items()}
     for name, changes in names.items():
         low, middle, high = quartiles(seconds[name], seconds[""])
-        yield Row(name, model, way, changes, middle, low, high, _over(peaks, name), _over(saved, name))
+        yield Row(name, model, way, changes, middle, low, high, _over(peaks, name), _over(saved, name), options.scale)
 
 
 def _saved(made: Prepared, way: str) -> int | None:
@@ -127,38 +131,43 @@ def _over(values: dict[str, int | None], name: str) -> float | None:
 def markdown(held: dict) -> str:
     """Return the table of passes, and below it every row."""
     rows = [Row(**r) for r in held["rows"]]
+    scales = sorted({f"{r.scale:g}" for r in rows})
     lines = [
         "# What each optional pass is worth", "", about(held["machine"]), "",
-        f"Scale {held['options']['scale']:g}, {held['options']['rounds']} rounds, CPU time, "
-        f"{held['options']['threads']} thread. Ratios are without the pass over with it: above 1 is a gain. A pass "
-        f"earns its place with a gain of {TIME - 1:.0%} of time (lower quartile above 1) or {MEMORY - 1:.0%} of "
-        "memory in some model.", "",
+        f"CPU time, {held['options']['threads']} thread; models at {', '.join(scales)} of their sizes. Ratios are "
+        f"without the pass over with it: above 1 is a gain. A pass earns its place with a gain of {TIME - 1:.0%} of "
+        f"time (lower quartile above 1) or {MEMORY - 1:.0%} of memory in some model, or as it is needed for something "
+        "else.", "",
         "| pass | models in which it fires | best time | where | best memory | where | earns its place |",
         "|---|---:|---:|---|---:|---|---|",
     ]  # fmt: skip
-    lines += [_summary(row.name, [r for r in rows if r.name == row.name]) for row in TABLE if row.skippable]
+    lines += [_summary(row, [r for r in rows if r.name == row.name]) for row in TABLE if row.skippable]
     lines += [
         "",
-        "| pass | model | way | changes | time | quartiles | peak | saved |",
-        "|---|---|---|---:|---:|---|---:|---:|",
+        "| pass | model | way | scale | changes | time | quartiles | peak | saved |",
+        "|---|---|---|---:|---:|---:|---|---:|---:|",
     ]
-    lines += [
-        f"| {r.name} | {r.model} | {r.way} | {r.changes} | {r.time:.3f} | {r.low:.3f}-{r.high:.3f} | {_text(r.peak)} "
-        f"| {_text(r.saved)} |"
-        for r in sorted(rows, key=lambda r: (r.name, -r.time))
-    ]
+    lines += map(_line, sorted(rows, key=lambda r: (r.name, -r.time)))
     return "\n".join(lines) + "\n"
 
 
-def _summary(name: str, rows: list[Row]) -> str:
+def _line(row: Row) -> str:
+    return (
+        f"| {row.name} | {row.model} | {row.way} | {row.scale:g} | {row.changes} | {row.time:.3f} "
+        f"| {row.low:.3f}-{row.high:.3f} | {_text(row.peak)} | {_text(row.saved)} |"
+    )
+
+
+def _summary(optional: TableRow, rows: list[Row]) -> str:
+    name, needed = optional.name, f"needed: {optional.worth}" if optional.worth else ""
     if not rows:
-        return f"| {name} | 0 | | | | | not measured |"
+        return f"| {name} | 0 | | | | | {needed or 'not measured'} |"
     quick = max(rows, key=lambda r: r.time if r.low > 1 else 0)
     lean = max(rows, key=_memory)
     earns = (quick.time >= TIME and quick.low > 1) or _memory(lean) >= MEMORY
     return (
         f"| {name} | {len({r.model for r in rows})} | {quick.time:.2f} | {quick.model}, {quick.way} "
-        f"| {_text(_memory(lean))} | {lean.model}, {lean.way} | {'yes' if earns else '**no**'} |"
+        f"| {_text(_memory(lean))} | {lean.model}, {lean.way} | {'yes' if earns else needed or '**no**'} |"
     )
 
 
@@ -175,7 +184,7 @@ def opened(options: argparse.Namespace) -> dict:
 
     A row of a pass that had another name then is one of the pass by its present name.
     """
-    path, same = options.output.with_suffix(".json"), {n: getattr(options, n) for n in ("scale", "rounds", "threads")}
+    path, same = options.output.with_suffix(".json"), {"threads": options.threads}
     held = {"machine": machine("cpu"), "options": same, "rows": []}
     if not path.exists():
         return held
@@ -196,8 +205,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     held = opened(options)
     for model in () if options.table else options.models.split(","):
         for way in options.ways.split(","):
-            there = {r["name"] for r in held["rows"] if (r["model"], r["way"]) == (model, way)}
-            names = fired(prepared(model, way, options.scale), way)
+            there = {
+                r["name"] for r in held["rows"] if (r["model"], r["way"], r["scale"]) == (model, way, options.scale)
+            }
+            try:
+                names = fired(prepared(model, way, options.scale), way)
+            except CaptureError as error:
+                print(f"{model}, {way}: left out, {str(error).splitlines()[0]}", flush=True)
+                continue
             wanted = options.passes.split(",") if options.passes else list(names)
             left = [n for n in names if n in wanted and n not in there]
             for start in range(0, len(left), options.at_once):

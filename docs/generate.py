@@ -38,10 +38,7 @@ DIAGRAM = {
 def table() -> str:
     """Return the table of passes in Markdown, in order."""
     found = worth()
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(row, found.get(row.name, "")) for row in EVERY)]
-    if not found:  # nothing was measured: no empty column
-        place = COLUMNS.index("worth")
-        rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(row, row.worth or found.get(row.name, "")) for row in EVERY)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,7 @@ class PipelineOptions:
     device: where the graph runs. planned_for: the device to plan for, which a policy may name.
     skip: the names of passes to skip, each with the word of the policy that names it.
     eager: the graph runs eagerly, not through a compiler, which does the work of some passes itself.
+    inductor: the user's options for Inductor if the graph runs through it; else None.
     in_step: the graph becomes part of the graph of a whole training step. Our image kernels are traced into that for
     any compiler, as Inductor's batch norms and 1x1 convolutions are slower.
     training: gradients are recorded.
@@ -48,6 +49,7 @@ class PipelineOptions:
     keep_memory: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False
+    inductor: Mapping[str, Any] | None = None
     in_step: bool = False
     training: bool = True
     measured: tuple[Measured, ...] = ()

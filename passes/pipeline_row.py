@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from amp_graph.passes.base import Pass, PassError
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.torch_compat.inductor import pads_matmuls
 
 
 class Stage(str, enum.Enum):
@@ -86,6 +87,16 @@ EAGER_OR_STEP = Condition(
     "needs a graph that runs eagerly, or a part of a training step",
     lambda options: options.eager or options.in_step,
 )
+PADS_MATMULS = Condition(
+    "not where Inductor pads",
+    "Inductor pads matmuls itself (torch._inductor.config.shape_padding), after timing both",
+    lambda options: options.inductor is None or not pads_matmuls(options.inductor),
+)
+INDUCTOR_CALLS = Condition(
+    "Inductor, in calls",
+    "needs Inductor, and gradients that autograd accumulates; a training step has none",
+    lambda options: options.inductor is not None and not options.in_step,
+)
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
 INFERENCE = Condition("inference", "needs a graph without gradients", lambda options: not options.training)
 WEIGHT_COPIES = Condition("weight copies", "weight_copies=false in the policy", lambda options: options.weight_copies)
@@ -112,7 +123,7 @@ class Row:
     after, before: names of passes that it must stand behind, or before.
     skippable: whether ``skip=`` may name it; the others make the plan and its casts, are parts of a training step, or
     have an option of their own.
-    worth: what it gains, in one line, or where that is measured.
+    worth: what it is needed for besides speed and memory, which ``benchmarks/ablation.py`` measures.
     """
 
     cls: type[Pass]

@@ -19,8 +19,7 @@ from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
 from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import FuseCastsIntoLinears
 from amp_graph.passes.backends.cpu.linear.gram_matrix import FuseGramMatrix
 from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedGemm
-from amp_graph.passes.backends.cpu.linear.lower_large_linears import LowerLargeLinears
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import LowerSmallLinears
+from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
 from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
@@ -32,8 +31,11 @@ from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import Lo
 from amp_graph.passes.backends.cpu.pointwise.lower_dropout import LowerDropout
 from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
-from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
+from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
+from amp_graph.passes.backends.cuda.kernels import cross_entropy as _cross_entropy  # noqa: F401  registers kernels
+from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
+from amp_graph.passes.backends.inductor.gradients_like_parameters import GiveGradientsParameterStrides
 from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.base import Pass
@@ -56,9 +58,11 @@ from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
     EAGER_OR_STEP,
+    INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
     OPAQUE,
+    PADS_MATMULS,
     ROUNDING_EQUAL,
     TRAINING,
     Phase,
@@ -115,6 +119,11 @@ def _recompute(o: PipelineOptions) -> Pass:
     return RecomputeActivations(thorough=o.recompute != "some", sparing=o.recompute == "most", fewest=fewest)
 
 
+def _layout(o: PipelineOptions) -> Pass:
+    # On the CPU Inductor runs all convolutions in channels_last.
+    return ChannelsLast(o.inductor if o.planned_for == "cuda" else None, o.training)
+
+
 def _gradient_memory(o: PipelineOptions) -> Pass:
     return ReuseEmbeddingGradients(user=o.user) if o.copies is None else ReuseEmbeddingGradients(o.copies.gradients)
 
@@ -127,7 +136,8 @@ def _copies(options: PipelineOptions) -> WeightCopies:
 TABLE = checked((
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(RemoveEmptyConcatOperands, RECOGNIZE, BIT_EXACT, needs=OURS),
-    Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, needs=OURS),
+    Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, needs=OURS,
+        worth="passes that fuse and recompute see through it"),
     Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,
         before=("matmul-to-linear", "fuse-attention")),
     Row(MatmulToLinear, RECOGNIZE, BIT_EXACT, lambda o: MatmulToLinear(o.lists), needs=OURS),
@@ -142,10 +152,13 @@ TABLE = checked((
     Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("decompose-composites",), skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
         lambda o: InsertCasts(o.dtype, o.keep_outputs), after=("plan-precision",), skippable=False),
-    Row(EliminateCasts, CASTS, BIT_EXACT),
+    Row(EliminateCasts, CASTS, BIT_EXACT,
+        worth="fewest casts: removes those that the user's code or another pass made"),
     Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
-    Row(ShareCasts, CASTS, ROUNDING_EQUAL, after=("eliminate-casts",)),
-    Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU),
+    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step), after=("eliminate-casts",),
+        worth="accuracy: gradients of several readers are summed in fp32"),
+    Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
+        worth="accuracy: the gradients of a norm's weight and bias are summed in fp32"),
     Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
     Row(GruState, BACKEND, approximate("the state is fp32 between steps, where torch's kernel rounds it"), devices=CPU,
@@ -156,10 +169,10 @@ TABLE = checked((
     Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
     Row(FoldUpcastsIntoReductions, BACKEND, ROUNDING_EQUAL, lambda o: FoldUpcastsIntoReductions(o.planned_for),
         devices=CUDA, needs=OURS),
-    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS, before=(
+    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, _layout, needs=OURS, before=(
         "lower-pointwise-conv", "convolution", "transposed-conv-bias-gradient", "depthwise",
         "global-avg-pool-gradient", "lower-group-norm",
-        "pad-shapes", "fuse-batch-norm-relu")),
+        "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
     Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP), before=("convolution",)),
     Row(Convolution, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
@@ -168,30 +181,33 @@ TABLE = checked((
     Row(Conv1d, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, after=("depthwise",)),
     Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, devices=CPU, needs=OURS),
     Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA, needs=OURS),
+    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,
+        needs=(OPAQUE, PADS_MATMULS)),
+    Row(PadChannels, BACKEND, ROUNDING_EQUAL, lambda o: PadChannels(o.planned_for), devices=CUDA, needs=OURS,
+        joins=("pad-shapes",)),  # once one pass
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",)),
-    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"), devices=CPU,
-        needs=RUNS, after=("fp32-norm-gradients",), before=("recompute-activations",)),
+    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, lambda o: FuseCrossEntropy(o.planned_for), needs=RUNS),
+    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"),
+        lambda o: FuseAddNorm(o.planned_for), needs=RUNS, after=("fp32-norm-gradients",),
+        before=("recompute-activations",)),
     Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
-    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-small-linears",
-        "lower-large-linears")),
+    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
     Row(GroupedGemm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
-    Row(LowerSmallLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("lower-large-linears",)),
-    Row(LowerLargeLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLargeLinears(o.in_step), devices=CPU, needs=RUNS),
+    Row(LowerLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLinears(o.in_step), devices=CPU, needs=RUNS),
     Row(BatchNormCounters, BACKEND, BIT_EXACT, lambda o: BatchNormCounters(o.planned_for), devices=CUDA, needs=RUNS),
     Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
         after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
     # Weights whose copies outlive the call.
-    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o)), COPIES, CPU, skippable=False),
+    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o), o.training), COPIES, CPU,
+        skippable=False),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(_copies(o), o.device), COPIES, CUDA,
         after=("cache-weight-casts",)),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),
     Row(FuseCastsIntoLinears, BACKEND, BIT_EXACT, lambda o: FuseCastsIntoLinears(_copies(o)), COPIES, CPU, TRAINS,
-        after=("cache-weight-casts", "lower-small-linears")),
+        after=("cache-weight-casts", "lower-linears")),
     Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"),
         lambda o: FoldBatchNorms(_copies(o)), COPIES,
         CPU, INFERS, after=("cache-weight-casts",)),
@@ -204,6 +220,7 @@ TABLE = checked((
     Row(ChunkUpcastLinears, BACKEND, ROUNDING_EQUAL, lambda o: ChunkUpcastLinears(_copies(o)), COPIES, CPU,
         (*INFERS, KEEP_MEMORY), after=("prepack-weights", "reuse-output-buffers")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
+    Row(GiveGradientsParameterStrides, BACKEND, BIT_EXACT, phases=HANDOVER, needs=(OPAQUE, INDUCTOR_CALLS, TRAINING)),
     # Flat graphs: those inside Inductor, and those of whole steps.
     Row(FuseAddmmBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
@@ -212,5 +229,5 @@ TABLE = checked((
     Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
     Row(AccumulateInPlace, MEMORY, approximate("a product is added before it is rounded: one rounding less"),
         phases=STEP, needs=OURS),
-    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, devices=CPU, needs=OURS),
+    Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
 ))  # fmt: skip

@@ -72,11 +72,26 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
+# Thresholds of calls, for which the tests' tensors are too small, and the values at which everything is rewritten.
+ALWAYS_PROFITABLE = {
+    "FEWEST_KEPT": 0,
+    "FEWEST_SHARED": 0,
+    "MOST_SCORES_OF_TORCH": -1,
+    "LEAST_RECURRENT": 0,
+    "LEAST_RECURRENT_BY_UNITS": 0,
+    "LEAST_OF_A_CONVOLUTION": 0,
+    "LEAST_OF_A_CONVOLUTION_BY_UNITS": 0,
+    "FEWEST_TRANSPOSED": 0,
+}
+
+
 @pytest.fixture(autouse=True)
 def _all_is_worth_it(request, monkeypatch):
-    """Lower the tests' small models whatever that takes, but for what is marked ``by_profit``."""
+    """Rewrite the tests' small models, whatever time that takes, but for what is marked ``by_profit``."""
     if "by_profit" not in request.keywords:
         monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", math.inf)
+        for name, at_least in ALWAYS_PROFITABLE.items():
+            monkeypatch.setattr(f"amp_graph.passes.profitability.call_thresholds.{name}", at_least)
 
 
 @pytest.fixture(autouse=True)

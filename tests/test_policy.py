@@ -32,6 +32,7 @@ OTHER = {
     "planner": "mincut",
     "skip_unprofitable": True,
     "escaped": "fp32",
+    "replay": "auto",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

@@ -38,9 +38,10 @@ ROOMS = (
     ("passes/pipeline_skips.py", "passes/pipeline.py"),
     ("amp_graph/errors.py",),
     ("amp_graph/policy.py", "amp_graph/devices.py", "amp_graph/precision.py"),
-    ("amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
+    ("amp_graph/replay",),
     ("amp_graph/capture",),
     ("amp_graph/memory.py",),
     ("amp_graph/convert.py",),
@@ -75,6 +76,11 @@ HIDDEN = {
     " nothing was converted: what tells optimizers of masters imports their module",
     ("amp_graph/policy.py", "amp_graph.passes.pipeline_skips"): "asked only of policies that skip passes: the table"
     " imports every pass",
+    (
+        "passes/native/triton_loader.py",
+        "a name",
+    ): "the source of a Triton kernel, which imports triton, is imported when"
+    " the kernel is first launched: triton may be missing, and takes a second to import",
     ("amp_graph/cli/target.py", "a name"): "the user's module, which the command line names",
 }
 

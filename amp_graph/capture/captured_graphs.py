@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_line
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.dynamo_backend import Compile, Runner, lower
+from amp_graph.capture.dynamo_backend import Compile, Runner, lower, with_sums_in_fp32
 from amp_graph.capture.gradient_underflow import UnderflowWatch
 from amp_graph.capture.graph_break_autocast import without_autocast
 from amp_graph.capture.graph_break_policy import EscapedCode
@@ -24,6 +24,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
 from amp_graph.capture.run_as_captured import or_as_captured, plain_runner
+from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
@@ -48,7 +49,11 @@ from amp_graph.passes.weights.copy_lifetimes import CopyPlan, Lifetimes
 from amp_graph.passes.weights.plan_copy_lifetimes import plan_of
 from amp_graph.passes.weights.watched_memory import look_at_parts_of
 from amp_graph.policy import Policy, word_of
+from amp_graph.replay.recorder import RECORDERS
+from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+
+INDUCTORS_OWN = "Inductor records it: the options have triton.cudagraphs, as mode='reduce-overhead' has"
 
 
 @dataclass
@@ -76,16 +81,20 @@ class CapturedGraphs:
     escaped: EscapedCode
     log: CaptureLog
     said: Complaints
+    options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
     runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
     budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
+    replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     copies: WeightCopies | None = None  # the low-precision weight cache; None: cast at each call
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
         """Set up the underflow check; nothing is captured yet."""
         self._underflow = UnderflowWatch(self.said)
+        if self.policy.replays != "false":
+            self.replays = Replays(self.model, self.policy.replays)
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
@@ -123,7 +132,8 @@ class CapturedGraphs:
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None
-        return rewrite_in_place(gm, policy, device, last, eager=eager, measured=self.measured, strict=strict)
+        how: dict[str, Any] = {"eager": eager, "inductor": self.options if self.compile == "inductor" else None}
+        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
 
     def _recorded(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
@@ -138,6 +148,11 @@ class CapturedGraphs:
         at_once = self._bytes_at_once(record)
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
+        if self.replays is not None:
+            device = device_of(rewritten.gm)
+            how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
+            why = INDUCTORS_OWN if records_itself(self.options) else ""
+            run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
         run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch, record.copies)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
@@ -161,7 +176,7 @@ class CapturedGraphs:
         """Return a callable that runs a rewritten graph, and falls back to the captured graph if that fails."""
         always = has_symbols(rewritten.gm)
         try:
-            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy)
+            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy, options=self.options)
         except Exception as error:
             self._tell_of(error)
             return as_captured()
@@ -224,7 +239,7 @@ class CapturedGraphs:
             self.escaped.stop_for_fp32(f"{what}: {where}")
             self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
         self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
-        return self._counted(lower(gm, example_inputs, self.compile, self.policy))
+        return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
     def _counted(
         self,
@@ -258,7 +273,8 @@ class CapturedGraphs:
 
     def _new_copies(self) -> WeightCopies | None:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
-        if self.compile != "eager" or self.policy.level == "O0" or self.policy.weight_copies == "false":
+        recorded = self.replays is not None and device_of_model(self.model) in RECORDERS  # with the casts
+        if self.compile != "eager" or self.policy.level == "O0" or self.policy.weight_copies == "false" or recorded:
             return None
         when = Lifetimes() if self.policy.weight_copies == "auto" else None
         made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying(), when)

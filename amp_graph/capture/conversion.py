@@ -14,7 +14,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,11 +31,18 @@ from amp_graph.capture.graph_limits import GraphLimits
 from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
 from amp_graph.capture.sparse_operands import with_sparse_in_full
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
+from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.precision.measure_sensitivity import Measured
-from amp_graph.passes.torch_compat.dispatch import being_traced, in_transform, is_autocast_on, mode_without_capture
+from amp_graph.passes.torch_compat.dispatch import (
+    being_traced,
+    has_modes,
+    in_transform,
+    is_autocast_on,
+    mode_without_capture,
+)
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import (
     Find,
@@ -77,6 +84,7 @@ class Conversion:
     wrapped: Callable[..., Any] | None = None
     measured: tuple[Measured, ...] = ()  # measured effects of rounding in its graphs, for error budgets
     max_graphs: int = MOST  # per code object
+    options: Options = field(default_factory=dict)  # Inductor's
 
     def __post_init__(self) -> None:
         """Read the model's forward; the model does not change before ``attach``."""
@@ -87,7 +95,7 @@ class Conversion:
         self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
         self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
-        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said)
+        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
         self._misses = 0  # calls in which no graph ran
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
@@ -123,6 +131,8 @@ class Conversion:
         """Restore the model's own forward."""
         if self.copies is not None:
             self.copies.drop()
+        if self.captured.replays is not None:
+            self.captured.replays.drop()
         _attached.discard(self)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
@@ -179,14 +189,14 @@ class Conversion:
         if in_transform():
             self.said.complain("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self._wide(*args, **kwargs)
-        mode = mode_without_capture() if self.policy.level != "O0" else ""
-        if mode:
+        if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
             self.said.complain(
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.escaped.how}"
             )
             return self.escaped.run(self._wide, args, kwargs)
-        before, alone = self.runs, self.captured.runs_left_alone
-        if self.limits.passes():
+        captured, limits = self.captured, self.limits
+        before, alone = captured.runs, captured.runs_left_alone
+        if limits.has_pauses() and limits.passes():
             return self.escaped.run(self._wide, args, kwargs)
         try:
             found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -199,7 +209,7 @@ class Conversion:
         try:
             result = (found or self._looked_up)(*args, **kwargs)
         except NoGraph as stopped:
-            if not self.limits.has_none(stopped):
+            if not limits.has_none(stopped):
                 raise
         except FailsUnderAutocast:
             self._run = self._capturing()
@@ -210,10 +220,10 @@ class Conversion:
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and refused_under_fx(error):
-                if self.runs == before and wait_for_traces_of_others():
+                if captured.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if self.runs == before:  # Dynamo skips a frame for good after its trace raised
+            if captured.runs == before:  # Dynamo skips a frame for good after its trace raised
                 self._run = self._escaping() if self._whole is not None else self._capturing()
             raise
         else:
@@ -223,11 +233,12 @@ class Conversion:
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
         self.limits.ran()
-        if self.runs == before:
+        captured = self.captured
+        if captured.runs == before:
             self._nothing_ran()
         elif self.log.events:
             self._look_for_what_escaped()
-        elif self.captured.runs_left_alone - alone == self.runs - before == 1:
+        elif captured.runs_left_alone - alone == captured.runs - before == 1:
             self._leave_alone(args, kwargs)
         return result
 
@@ -360,13 +371,13 @@ class Conversion:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
         copy_masters(self.model, memo)
         wrapped = copy.deepcopy(self.wrapped, memo)
-        options = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
-        return restore(copied, *options)
+        how = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
+        return restore(copied, *how, self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
         how = (self.policy, self.compile, self.dynamic, self.strict)
-        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options)
 
 
 def restore(
@@ -378,9 +389,10 @@ def restore(
     wrapped: Callable[..., Any] | None = None,
     measured: tuple[Measured, ...] = (),
     max_graphs: int = MOST,
+    options: Options | None = None,
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs)
+    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {})
     made.attach()
     return made
 

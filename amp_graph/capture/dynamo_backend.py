@@ -13,9 +13,11 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
+from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
-from amp_graph.passes.backends.inductor.compile import compile_with_inductor, modes_of_inductor
+from amp_graph.passes.backends.inductor.compile import compile_with_inductor
+from amp_graph.passes.backends.inductor.user_options import DEFAULT, why_not
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.graph.autograd_functions import call_custom_functions
 from amp_graph.passes.graph.direct_dispatch import direct_calls
@@ -30,6 +32,7 @@ from amp_graph.rewrite import rewrite_in_place
 
 Runner = Callable[..., Any]
 Compile = str | Callable[..., Runner]
+OWN = ("policy", "compile", "mode")  # options of the backend that are not Inductor's
 
 
 def amp_graph(
@@ -43,39 +46,31 @@ def amp_graph(
 ) -> Runner:
     """Rewrite ``gm`` under ``policy`` and hand it to the backend ``compile``; see ``amp_graph.convert``.
 
-    ``options`` is what ``torch.compile(options=...)`` passes on: "policy", "compile" and "mode" by name. ``mode``:
-    one of Inductor's; it implies compile="inductor" (default: "eager"). Raises PolicyError for another option or mode.
+    ``options`` is what ``torch.compile(options=...)`` passes on: "policy", "compile" and "mode" by name, and options
+    of Inductor. ``mode``: one of Inductor's. It and Inductor's options imply compile="inductor" (default: "eager").
+    Raises PolicyError for another option or mode.
     """
     given = {"policy": policy, "compile": compile, "mode": mode, **(options or {})}
-    if unknown := sorted(set(given) - {"policy", "compile", "mode"}):
-        raise PolicyError(
-            f"backend amp_graph: unknown option {unknown[0]!r}\n"
-            "  legal: policy, compile, mode\n"
-            "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
-        )
-    chosen = given["compile"] or ("eager" if given["mode"] in (None, "default") else "inductor")
+    policy, compile, mode = (given.pop(name) for name in OWN)
+    _refuse_unknown(given)
+    chosen = compile or ("eager" if mode in DEFAULT and not given else "inductor")
     check_compile("backend amp_graph", chosen)
-    _check_mode(given["mode"], chosen)
-    read = Policy.parse(given["policy"])
-    rewrite_in_place(gm, read, eager=chosen == "eager")
-    return lower(gm, example_inputs, chosen, read, mode=given["mode"])
+    example = "torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
+    found = read_options("backend amp_graph", chosen, mode, given, example=example)
+    read = Policy.parse(policy)
+    rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    return lower(gm, example_inputs, chosen, read, options=found)
 
 
-def _check_mode(mode: Any, compile: Compile) -> None:
-    """Raise PolicyError if Inductor has no such ``mode``, or ``compile`` is not Inductor."""
-    if mode in (None, "default"):
-        return
-    legal = modes_of_inductor()
-    if mode not in legal:
-        raise PolicyError(
-            f"backend amp_graph: unknown mode={mode!r}\n  legal: {', '.join(legal)}\n"
-            "  fix:   torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
-        )
-    if compile != "inductor":
-        raise PolicyError(
-            f"backend amp_graph: mode={mode!r} is one of Inductor's, and compile={compile!r}\n"
-            f"  fix:   options={{'mode': {mode!r}, 'compile': 'inductor'}}, or no mode"
-        )
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Raise PolicyError for an option that is neither ours nor Inductor's."""
+    for name, setting in options.items():
+        wrong, near = why_not(None, {name: setting})
+        if wrong.startswith("unknown"):
+            raise PolicyError(
+                f"backend amp_graph: {wrong}\n  legal: {', '.join(OWN)}, and options of Inductor: {near}\n"
+                "  fix:   torch.compile(model, backend='amp_graph', options={'policy': 'bf16'})"
+            )
 
 
 def check_compile(caller: str, compile: Compile) -> None:
@@ -91,14 +86,14 @@ def check_compile(caller: str, compile: Compile) -> None:
 
 
 def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, *, mode: str | None = None
+    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, *, options: Options | None = None
 ) -> Runner:
     """Return a callable for ``gm``: the graph itself under PyTorch's autograd, or the result of a backend.
 
-    mode: Inductor's mode.
+    options: Inductor's options.
     """
     switches = switches_modes(gm)  # read before a backend consumes the graph
-    run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy, mode), policy, device_of(gm))
+    run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy, options), policy, device_of(gm))
     return _restoring_modes(run) if switches else run
 
 
@@ -117,7 +112,7 @@ def _restoring_modes(run: Runner) -> Runner:
 
 
 def _lowered(
-    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, mode: str | None
+    gm: GraphModule, example_inputs: Sequence[Any], compile: Compile, policy: Policy, options: Options | None
 ) -> Runner:
     if compile == "eager":
         outline_checkpoints(gm)
@@ -127,8 +122,9 @@ def _lowered(
         return direct_calls(gm)
     tag_checkpoints(gm)
     device = device_of(gm)
-    run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
-    return compiler_of(compile, policy, device, mode=mode)(gm, list(example_inputs))
+    inductor = (options or {}) if compile == "inductor" else None
+    run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, inductor=inductor)))
+    return compiler_of(compile, policy, device, options=options)(gm, list(example_inputs))
 
 
 def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
@@ -141,15 +137,15 @@ def with_sums_in_fp32(run: Runner, policy: Policy, device: str) -> Runner:
 
 
 def compiler_of(
-    compile: Compile, policy: Policy, device: str, *, whole: bool = False, mode: str | None = None
+    compile: Compile, policy: Policy, device: str, *, whole: bool = False, options: Options | None = None
 ) -> Callable[..., Runner]:
     """Return the compiler of graphs: Inductor with our passes, another Dynamo backend, or the given function.
 
-    whole: the graphs are whole training steps. mode: Inductor's mode.
+    whole: the graphs are whole training steps. options: Inductor's options.
     """
     if compile == "inductor":
         passes = pipeline(Phase.INDUCTOR, policy.pipeline_options(device))
-        return functools.partial(compile_with_inductor, passes=passes, whole=whole, mode=mode)
+        return functools.partial(compile_with_inductor, passes=passes, whole=whole, options=options)
     return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
 
 

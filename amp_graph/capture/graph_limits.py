@@ -36,6 +36,7 @@ class GraphLimits:
         how = (self.own, self.most, self.symbols, self.budget)
         of = called(self.forward)
         self.whole, self.pieces, self._bare = Variants(*how, of=of), Variants(*how, of=of), Bare()
+        self.has_pauses = self._bare.pauses.__len__  # whether ``passes`` has to be asked, in one C call
 
     def passes(self) -> bool:
         """Return whether a call runs without checking guards."""
@@ -56,7 +57,8 @@ class GraphLimits:
     def ran(self) -> None:
         """Record a call that ran on captured graphs, at least in part."""
         self.budget.calls += 1
-        self._bare.hit(self.model.training)
+        if self._bare.pauses:
+            self._bare.hit(self.model.training)
         if self.whole.why is not None or self.pieces.why is not None:
             self._say_what_varies()
 

@@ -29,7 +29,7 @@ KEYS = {
     "before": "passes that must come after it",
     "law": "what it replaces with what, and when",
     "exactness": "`bit-exact`, `rounding-equal`, or `approximate` with the bound in parentheses",
-    "worth": "what it gains, or where that is measured; null if unknown",
+    "worth": "what it is needed for besides speed and memory; null if it is there for those alone",
     "backend": "whether only one device or compiler needs it",
     "required": "whether its failure leaves a graph unconverted; else the pass is skipped for that graph",
     "skip": "the word of `skip=` that disables this pass alone; null if there is none",
@@ -78,6 +78,7 @@ def states(policy: Policy, device: str, mode: Mode) -> list[State]:
         options = policy.pipeline_options(
             device,
             eager=mode.compile == "eager",
+            inductor={} if mode.compile == "inductor" else None,
             in_step=mode.step,
             copies=WeightCopies(policy.torch_dtype(device)),
         )

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.capture.captured_graphs import Captured
+from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
@@ -112,7 +114,14 @@ def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    return CAST in node.meta and (node.op == "call_method" or node.target is low_weight or is_kept(node))
+    return CAST in node.meta and (node.op == "call_method" or node.target in (low_weight, shared_cast) or is_kept(node))
+
+
+def cast_dtype(node: Node) -> torch.dtype:
+    """Return the dtype that a cast converts to."""
+    dtype: Any = node.args[1] if node.target is shared_cast else value(node).dtype
+    assert isinstance(dtype, torch.dtype), "a cast is to a dtype"
+    return dtype
 
 
 def mark_of(node: Node) -> Mark | None:
@@ -143,7 +152,7 @@ def precision_of(node: Node, low: torch.dtype) -> str:
     mark = mark_of(node)
     if mark is not None:
         return mark.precision
-    return ("low" if value(node).dtype == low else "full") if is_cast(node) else "captured"
+    return ("low" if cast_dtype(node) == low else "full") if is_cast(node) else "captured"
 
 
 def node_reports(part: Part, low: torch.dtype) -> Iterator[tuple[Node, NodeReport]]:
@@ -189,7 +198,7 @@ def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Nod
         of = WEIGHT if source in held else ACTIVATION
         name, number = part.path + node.name, part.path + numbers[node]
         kept = is_kept(node)
-        told = CastReport(name, number, shown_name(source), of, SHORT[value(node).dtype], node.meta[CAST], kept)
+        told = CastReport(name, number, shown_name(source), of, SHORT[cast_dtype(node)], node.meta[CAST], kept)
         yield source, node, told
     for node in part.gm.graph.nodes:  # its parameters are cast inside
         for weight, reason in node.meta.get(CASTS_INSIDE, {}).items():

@@ -16,12 +16,14 @@ import torch
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
@@ -126,11 +128,17 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         type(model).__name__,
         found.policy,
         _dtype(found.policy, found.model),
-        _backend(found.compile),
+        _backend(found.compile, found.options),
         _status(found),
         tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (*found.said.notes, *_of_memory(found), *_of_update(found, optimizer), *_of_kernels(found.model)),
+        (
+            *found.said.notes,
+            *_of_memory(found),
+            *_of_replay(found),
+            *_of_update(found, optimizer),
+            *_of_kernels(found.model),
+        ),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
@@ -145,7 +153,7 @@ def _of_step(step: TrainStep) -> Report:
         f"TrainStep of {type(step.model).__name__}",
         step.policy,
         _dtype(step.policy, step.model),
-        _backend(step.compile),
+        _backend(step.compile, step.compiler_options),
         "" if graphs else NOT_CAPTURED.replace("model", "step"),
         tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
         (),
@@ -194,6 +202,12 @@ def _of_copies(plan: CopyPlan) -> str:
     return f"{size_text(freed)} of {size_text(plan.copies)} weight copies end in backward ({sizes})"
 
 
+def _of_replay(found: Conversion) -> Iterator[str]:
+    """Yield lines on what is recorded, and why not."""
+    if found.captured.replays is not None:
+        yield from found.captured.replays.lines(size_text)
+
+
 def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
     if isinstance(optimizer, OnePassOptimizer):
@@ -206,7 +220,10 @@ def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> It
 
 
 def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the C kernels that are unavailable on this machine, and why, if the model is on the CPU."""
+    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
+    if any(p.device.type == "cuda" for p in model.parameters()):
+        for name, why in why_failed().items():
+            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
     if all(p.device.type == "cpu" for p in model.parameters()):
         for why, names in why_refused().items():
             yield f"torch's kernels in place of {', '.join(names)}: {why}"
@@ -217,8 +234,9 @@ def _weights(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in named}
 
 
-def _backend(compile: Compile) -> str:
-    return compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+def _backend(compile: Compile, options: Options) -> str:
+    name = compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
+    return f"{name}{options_text(options)}"
 
 
 def _dtype(policy: Policy, model: torch.nn.Module) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 WIDTH = 110
 REASONS = 25
 CELL = 60
+# The end of a reason that compares one operation's two precisions: it has other figures for each.
+FIGURES = re.compile(r"; (?:takes the precision of its neighbours|as cheap as|[\d.]+ \w+ (?:cheaper|more expensive)).*")
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
@@ -202,7 +204,7 @@ def _more(nodes: Sequence[str]) -> str:
 
 
 def _by_reason(nodes: Sequence[NodeReport], width: int | None) -> Iterator[list[str]]:
-    """Yield each precision and reason, followed by its operations."""
+    """Yield each precision and reason, followed by its operations; what differs in figures alone is one reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for ops, count, precision, modules, reason in fold(nodes):
         groups.setdefault((precision, reason), []).append(f"{ops}{f' {count}' if count else ''} in {modules}")
@@ -215,7 +217,7 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     """Return one row for all nodes with the same operation, precision and reason."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
-        reason = node.reason.removeprefix(", ".join(node.ops) + ": ")
+        reason = FIGURES.sub("; at the least predicted time", node.reason.removeprefix(", ".join(node.ops) + ": "))
         groups.setdefault((_names(node.ops), node.precision, reason), []).append(node.module)
     return [
         (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)

@@ -6,6 +6,7 @@ the recorded memory and the graph is replayed. Source: torch/cuda/graphs.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import CaptureError
+from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.storage import address_of
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
@@ -103,9 +105,15 @@ def on_side_stream(run: Run, args: Sequence[Any]) -> Any:
 
 
 def record(run: Run, args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-    """Record a call without running it; return its CUDA graph, and the results that each replay fills."""
+    """Record a call without running it; return its CUDA graph, and the results that each replay fills.
+
+    CUDA forbids some calls while a stream records, in the default mode to every thread of the process: a thread that
+    pins memory for a DataLoader would end the recording. The thread-local mode forbids them to this thread only. The
+    garbage collector waits, because what it frees (events, other graphs) makes such calls from this thread.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    gc.collect()
+    with collector_waits(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = run(*args)
     return graph.replay, outputs
 

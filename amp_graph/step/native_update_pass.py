@@ -16,7 +16,15 @@ from amp_graph.optim.native_update import GroupTensors, OnePass
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
-from amp_graph.passes.loss_scaling.joint_graph import input_nodes, joint_of, node_named, return_found_inf
+from amp_graph.passes.loss_scaling.joint_graph import (
+    UPDATES,
+    input_nodes,
+    joint_of,
+    node_named,
+    record_done,
+    refuse_behind,
+    return_found_inf,
+)
 from amp_graph.passes.loss_scaling.unscale import inverse_of
 from amp_graph.passes.step.update_parameters import GroupInputs, nodes_of
 
@@ -49,6 +57,7 @@ class UpdateInOnePass(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append the update of all groups."""
+        refuse_behind(gm, self.name, "clip-gradients", *UPDATES)
         nodes = [nodes_of(gm, group) for group in self.groups]
         inputs = input_nodes(gm)
         first = [[inputs.get(self.lows.get(name, "")) for name in group.parameters] for group in self.groups]
@@ -58,6 +67,7 @@ class UpdateInOnePass(Pass):
         found_inf = append(gm, self._finish, given, [n.rate for n in nodes], scale)
         if found_inf is not None:
             return_found_inf(gm, found_inf)
+        record_done(gm, self.name)
         count = sum(len(group.parameters) for group in self.groups)
         return PassResult(gm, (Change("update", "update in one pass", nodes[0].rate.name, f"{count} parameters"),))
 

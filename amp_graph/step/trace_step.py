@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from amp_graph.capture.dynamo_backend import Compile, compiler_of, lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
+from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.optim.check_optimizer import refuse_own_state
@@ -54,6 +55,7 @@ class StepBuilder:
     optimizer: Optimizer
     policy: Policy
     compile: Compile
+    options: Options
     update: str
     loss_scale: LossScale | None
     clip_norm: float | None
@@ -72,9 +74,10 @@ class StepBuilder:
         compiled = (self.compile, device) == ("inductor", "cpu")
         last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if compiled else []
         own, eager = None if device == "cpu" else device, self.compile == "eager"
-        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, in_step=True)
+        inductor = self.options if self.compile == "inductor" else None
+        rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
         if not eager:
-            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device)))
+            run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
         return CapturedStep(rewritten, take_loss_mark(gm))
 
     def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
@@ -122,7 +125,7 @@ class StepBuilder:
         self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
     ) -> tuple[StepParts, str]:
         """Return the parts of an untraced step that follow the gradients of ``who``, and how it updates, in words."""
-        plain = replace(self, compile="eager", update="torch", cuda_graph=False)
+        plain = replace(self, compile="eager", options={}, update="torch", cuda_graph=False)
         parts, how, _ = plain._parts(captured, args, *who, last)
         return parts, how
 
@@ -208,7 +211,7 @@ class StepBuilder:
         if self.compile == "eager":
             return with_sums_in_fp32(direct_calls(gm), self.policy, device)
         with torch.no_grad():
-            run = compiler_of(self.compile, self.policy, device, whole=True)(gm, given)
+            run = compiler_of(self.compile, self.policy, device, whole=True, options=self.options)(gm, given)
         return with_sums_in_fp32(run, self.policy, device)
 
     def _step_outside(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor | None) -> None:

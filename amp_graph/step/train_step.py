@@ -19,6 +19,7 @@ from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
+from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.optim.check_optimizer import refuse_hooks
@@ -60,7 +61,7 @@ from amp_graph.step.wrapped_optimizers import unwrapped
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
-    *("compile", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
+    *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
 )
 
 
@@ -77,6 +78,7 @@ class TrainStep:
     process_group: average gradients over its ranks, inside the graph; None for all ranks of an initialized
     ``torch.distributed``, False for none. reduce_dtype: dtype of the all-reduce, such as ``torch.bfloat16``; None for
     fp32. Parameters and buffers are broadcast from the first rank at the start; the loss is each rank's own.
+    compile, mode, options: as for ``convert``, but for modes that record CUDA graphs, which ``cuda_graph`` replaces.
     at_floor: "warn" or "error" if gradients stay infinite at the smallest scale; on CUDA some steps later.
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on with a single launch;
     the results of a step are copies, its temporaries stay allocated.
@@ -110,6 +112,8 @@ class TrainStep:
         micro_batches: int = 1,
         outputs: bool = False,
         compile: Compile = "eager",
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
         process_group: Any = None,
         reduce_dtype: torch.dtype | None = None,
         at_floor: str = "warn",
@@ -127,12 +131,15 @@ class TrainStep:
         refuse(model, loss_fn, optimizer, self.policy)
         refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype, outputs)
         check_compile("TrainStep", compile)
+        self.compiler_options = read_options("TrainStep", compile, mode, options)
+        refuse_recording(self.compiler_options)
         check_at_floor("TrainStep", at_floor)
         check_way(update, compile)
         check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
+        self.mode, self.options = mode, None if options is None else dict(options)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
         self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
@@ -158,7 +165,7 @@ class TrainStep:
         self._state = StepState()
         look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
-        how = (self.policy, compile, self.update, self.loss_scale, *clips, *rest)
+        how = (self.policy, compile, self.compiler_options, self.update, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
         own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)

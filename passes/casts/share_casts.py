@@ -21,6 +21,8 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CAST, GRAD
 from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.call_thresholds import sharing_a_cast_is_profitable
+from amp_graph.passes.torch_compat.fake import concrete_size
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class ShareCasts(Pass):
     """Replaces a cast with several readers by one ``shared_cast`` when gradients flow through it.
 
     Law: forward changes no bit; backward sums in fp32 instead of low precision. The gradient of a full-precision
-    reader after the cast joins this sum in kernels that promote, without a cast. Exactness: forward bit-exact,
-    gradients rounding-equal to one cast per reader.
+    reader after the cast joins this sum in kernels that promote, without a cast. A small value is cast once for each
+    reader instead, if the graph runs eagerly (``eager``). Exactness: forward bit-exact, gradients rounding-equal to one
+    cast per reader.
     """
 
+    eager: bool = False
     name: ClassVar[str] = "share-casts"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -43,9 +47,18 @@ class ShareCasts(Pass):
                 full = [u for u in node.args[0].users if node < u and u.op != "output" and CAST not in u.meta]
                 reads = sum(_times(user, node) for user in node.users)
                 if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):
-                    _share(gm, node, reads, full)
-                    changes.append(Change(self.name, "shared", node.name, f"{reads} low and {len(full)} full readers"))
+                    readers = f"{reads} low and {len(full)} full readers"
+                    if self._is_profitable(node):
+                        _share(gm, node, reads, full)
+                        changes.append(Change(self.name, "shared", node.name, readers))
+                    elif reads > 1:
+                        _part(gm, node)
+                        changes.append(Change(self.name, "one cast per reader", node.name, readers))
         return PassResult(gm, tuple(changes))
+
+    def _is_profitable(self, cast: Node) -> bool:
+        low = value(cast)
+        return sharing_a_cast_is_profitable(low.device.type, self.eager, concrete_size(low.numel()))
 
 
 def _is_trained(cast: Node, memory: Memory) -> bool:
@@ -80,6 +93,24 @@ def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
         pick = lambda n: next(parts) if n is cast else n  # noqa: E731
         user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
     gm.graph.erase_node(cast)
+
+
+def _part(gm: GraphModule, cast: Node) -> None:
+    """Give each further read of ``cast`` a cast of its own, beside it: autograd then sums their gradients in fp32."""
+    first = True
+
+    def own(node: Node) -> Node:
+        nonlocal first
+        if node is not cast or first:
+            first = first and node is not cast
+            return node
+        with gm.graph.inserting_after(cast):
+            made = gm.graph.node_copy(cast)
+        take_over(made, cast, value(cast), ())
+        return made
+
+    for user in list(cast.users):
+        user.args, user.kwargs = map_arg(user.args, own), map_arg(user.kwargs, own)
 
 
 def _parts(gm: GraphModule, shared: Node, cast: Node) -> Any:

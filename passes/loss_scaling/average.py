@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
+from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
-from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, joint_of, set_gradients
+from amp_graph.passes.loss_scaling.joint_graph import (
+    UPDATES,
+    gradient_nodes,
+    joint_of,
+    record_done,
+    refuse_behind,
+    set_gradients,
+)
 
 BUCKET = 25 * 2**20  # bytes, as DDP's
 
@@ -78,17 +85,14 @@ class AverageOverRanks(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append the all-reduces, then move each up to where its last gradient is made."""
-        joint = joint_of(gm)
-        if joint.found_inf is not None:
-            raise PassError(
-                "pass average-over-ranks: this rank has looked for infinite gradients, and others may have found some\n"
-                "  fix:   run it before CheckFiniteAndUnscale()"
-            )
-        if not joint.gradients:
+        # A rank that has looked for infinite gradients must know of those of all others.
+        refuse_behind(gm, self.name, "check-finite-and-unscale", "clip-gradients", *UPDATES)
+        if not joint_of(gm).gradients:
             return PassResult(gm)
         grads = gradient_nodes(gm)
         made = append(gm, average, grads, self.group, self.size, self.dtype)
         set_gradients(gm, made)
+        record_done(gm, self.name)
         start_early(gm)
         return PassResult(gm, (Change("average", "average gradients", made[0].name, f"over {self.size} ranks"),))
 

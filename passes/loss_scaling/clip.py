@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
-from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of
+from amp_graph.passes.loss_scaling.joint_graph import UPDATES, joint_of, record_done, refuse_behind
 from amp_graph.passes.loss_scaling.unscale import own_gradients
 
 
@@ -48,6 +48,7 @@ class ClipGradients(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Append the clipping."""
         joint = joint_of(gm)
+        refuse_behind(gm, self.name, *UPDATES)
         if joint.scale:
             raise PassError(
                 f"pass clip-gradients: gradients are multiplied by {joint.scale}, and limits are for those of the loss"
@@ -60,5 +61,5 @@ class ClipGradients(Pass):
             return PassResult(gm)
         grads = own_gradients(gm)
         append(gm, clip_, grads, self.norm, self.value)
-        change_joint(gm, clipped=True)
+        record_done(gm, self.name)
         return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))

@@ -21,6 +21,7 @@ from amp_graph.passes.graph.meta_keys import JOINT
 from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode
 from amp_graph.passes.torch_compat.storage import storage_key
 
+UPDATES = ("update-parameters", "update-in-one-pass")  # passes that read the gradients last
 APART = "amp_values_apart"  # meta key of a graph: its values do not show which of them share memory
 ONES = (torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default)
 
@@ -32,8 +33,8 @@ class JointGraph:
     loss, found_inf, and the values of ``gradients``: numbers of outputs. Outputs are added behind the others, so a
     number is valid for as long as the graph lives. seed: the node that is the gradient of the loss, where backward
     starts. parameters: the input that an update of each parameter writes. scale: the input that gradients are
-    multiplied by at present, or "". clipped: a pass has clipped them. inputs: those that passes added, in order; the
-    caller supplies their tensors behind all others.
+    multiplied by at present, or "". done: names of the passes that read or changed the gradients, in order. inputs:
+    those that passes added, in order; the caller supplies their tensors behind all others.
     """
 
     loss: int
@@ -42,7 +43,7 @@ class JointGraph:
     parameters: Mapping[str, str] = field(default_factory=dict)
     scale: str = ""
     found_inf: int | None = None
-    clipped: bool = False
+    done: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
 
 
@@ -101,6 +102,21 @@ def joint_of(gm: GraphModule) -> JointGraph:
             '  fix:   name_joint(gm, {"weight": 1, "bias": 2}, loss=0), or name_exported(gm, signature)'
         )
     return found
+
+
+def refuse_behind(gm: GraphModule, name: str, *later: str) -> None:
+    """Raise PassError if one of the passes ``later`` ran over the graph: it read what the pass ``name`` changes."""
+    found = next((one for one in joint_of(gm).done if one in later), None)
+    if found is not None:
+        raise PassError(
+            f"pass {name}: {found} ran over the graph already, and read gradients that {name} changes\n"
+            f"  legal: {name} first, then {found}\n  fix:   run them in this order, over a graph without either"
+        )
+
+
+def record_done(gm: GraphModule, name: str) -> None:
+    """Store that the pass ``name`` ran over the graph."""
+    change_joint(gm, done=(*joint_of(gm).done, name))
 
 
 def change_joint(gm: GraphModule, **changes: Any) -> JointGraph:

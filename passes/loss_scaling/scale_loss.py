@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
-from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, node_named
+from amp_graph.passes.loss_scaling.joint_graph import UPDATES, change_joint, joint_of, node_named, refuse_behind
 
 SCALE = "loss_scale"
 
@@ -53,10 +53,7 @@ class ScaleLoss(Pass):
         joint = joint_of(gm)
         if joint.scale:
             raise PassError(f"pass scale-loss: gradients are multiplied by {joint.scale} already\n  fix:   run it once")
-        if joint.found_inf is not None:
-            raise PassError("pass scale-loss: gradients were checked and unscaled already\n  fix:   run it first")
-        if joint.clipped:
-            raise PassError("pass scale-loss: gradients were clipped, unscaled\n  fix:   run it first")
+        refuse_behind(gm, self.name, "check-finite-and-unscale", "clip-gradients", *UPDATES)
         if not joint.gradients or (not self.scaled and self.micro_batches == 1):
             return PassResult(gm)
         seed = node_named(gm, joint.seed)

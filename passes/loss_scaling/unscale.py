@@ -16,9 +16,12 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import (
+    UPDATES,
     gradient_nodes,
     joint_of,
     node_named,
+    record_done,
+    refuse_behind,
     return_found_inf,
     set_gradients,
     shared_gradients,
@@ -73,6 +76,7 @@ class CheckFiniteAndUnscale(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Append the check."""
         joint = joint_of(gm)
+        refuse_behind(gm, self.name, *UPDATES)
         if not joint.scale:
             raise PassError(
                 "pass check-finite-and-unscale: gradients are not scaled\n  fix:   run ScaleLoss() over the graph first"
@@ -82,5 +86,6 @@ class CheckFiniteAndUnscale(Pass):
         grads = own_gradients(gm)
         found_inf = append(gm, unscale, grads, node_named(gm, joint.scale))
         return_found_inf(gm, found_inf)
+        record_done(gm, self.name)
         how = f"{len(grads)} gradients by one operator"
         return PassResult(gm, (Change("unscale", "check and unscale gradients", found_inf.name, how),))

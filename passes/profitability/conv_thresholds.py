@@ -194,7 +194,8 @@ def windows_are_profitable(device: str, dtype: torch.dtype, places: int, weight:
     """Say whether a convolution of sequences is faster as matmuls of windows; ``places``: positions of the batch.
 
     Time over torch's, bf16 on CPU with AMX, forward and backward, one and two threads: 0.1 for 1 to 512 channels with
-    10 taps, 0.3 to 0.5 for 512 to 512 channels with 3 taps over 200 to 1,600 positions.
+    10 taps, 0.3 to 0.5 for 512 to 512 channels with 3 taps over 200 to 1,600 positions. With dot products and without
+    AMX: 1.0 to 1.25, as torch's own convolution is fast there.
     """
     fewest = FEWEST_OF_WINDOWS_THAT_TRAIN if trains else FEWEST_OF_WINDOWS
-    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16() and places * weight >= fewest
+    return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and places * weight >= fewest

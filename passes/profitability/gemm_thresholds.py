@@ -92,6 +92,7 @@ def panels_are_profitable(device: str, dtype: torch.dtype, rows: int, outputs: i
 MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
 MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 24, 1 << 19
 MOST_TRAINED_BY_UNITS_OF_SEVERAL = 1 << 21  # with AMX on several threads
+LEAST_OF_LIBRARY = 1 << 12  # multiplications up to which torch's own loops run a bf16 matmul, and not oneDNN
 MOST_OF_A_CALL = 1 << 21  # multiplications up to which call overhead matters, so the kernel with less of it is used
 
 
@@ -107,6 +108,7 @@ def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outpu
       512 x 512, 0.85 to 1.0 for 2,048 of 256 x 64, 1.0 to 1.3 for 2,048 of 512 x 256.
     * Speedups with AMX, two threads, under autograd: 1.4 to 1.6 for 2 to 256 rows of 64 x 64, 1.5 to 1.3 for 2 to 32 of
       256 x 256, 1.1 to 1.3 for 2 to 16 of 512 x 256, 0.9 for 32.
+    * Speedup of 2 and 4 rows of 32 x 32: 0.5. Torch calls no library for them, so nothing pays for a Function.
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or rows < 2:
         return False
@@ -118,7 +120,7 @@ def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outpu
     if not _shares_threads():
         most = MOST_TRAINED_BY_ONE
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= of_a_weight
-    return fits and rows * outputs * inputs <= most
+    return fits and LEAST_OF_LIBRARY < rows * outputs * inputs <= most
 
 
 def bias_in_product_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:

@@ -17,10 +17,12 @@ from torch.fx import GraphModule
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import (
+    UPDATES,
     change_joint,
     gradient_nodes,
     joint_of,
     outputs,
+    refuse_behind,
     set_outputs,
 )
 
@@ -71,6 +73,7 @@ class AddGradients(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Append the sums."""
         joint = joint_of(gm)
+        refuse_behind(gm, self.name, "average-over-ranks", "check-finite-and-unscale", "clip-gradients", *UPDATES)
         grads = gradient_nodes(gm)
         sums = add_inputs(gm, list(self.sums.values()))
         names = list(self.sums)

@@ -14,12 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
-from amp_graph.passes.loss_scaling.joint_graph import (
-    found_inf_node,
-    joint_of,
-    outputs,
-    parameter_nodes,
-)
+from amp_graph.passes.loss_scaling.joint_graph import found_inf_node, joint_of, outputs, parameter_nodes, record_done
 
 # Takes parameters, gradients in their dtypes, state by kind, the learning rate, and found_inf or None.
 Apply = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None], None]
@@ -93,4 +88,5 @@ class UpdateParameters(Pass):
             append(gm, update, group.apply, own.parameters, own.grads, own.states, own.rate, found_inf_node(gm))
             what = f"{len(own.parameters)} parameters"
             changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
+        record_done(gm, self.name)
         return PassResult(gm, tuple(changes))

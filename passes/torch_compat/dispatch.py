@@ -58,6 +58,10 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+# How many dispatch modes are active, the user's own among them, in one C call; 2.11 - 2.13.
+has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def mode_without_capture() -> str:
     """Return the name of an active user dispatch mode, under which Dynamo does not capture; "" for none.
 

@@ -47,20 +47,73 @@ def own_code_object(function: types.FunctionType) -> types.FunctionType:
 Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
 
 
+class _Entry:
+    """What runs one of Dynamo's cache entries directly: references to its guards and code, and the code's globals.
+
+    ``space`` is None if the code is no whole frame. Everything goes when Dynamo drops the entry, and so its code.
+    """
+
+    __slots__ = ("__weakref__", "code", "guards", "space")
+
+    def __init__(self, guards: Any, compiled: types.CodeType, space: dict[str, Any]) -> None:
+        self.space = _calling_directly(compiled, space) if is_whole(compiled) else None
+        own = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            if (found := own()) is not None:
+                found.space = None
+
+        self.guards = weakref.ref(guards)
+        self.code = weakref.ref(compiled, forget)
+
+
+def _calling_directly(compiled: types.CodeType, space: dict[str, Any]) -> dict[str, Any]:
+    """Return ``space`` with the graph's function itself, without the wrapper in which Dynamo is off: 1 us a call."""
+    found = dict(space)
+    for name in compiled.co_names:
+        if name.startswith("__compiled_fn"):
+            found[name] = getattr(space[name], "_torchdynamo_orig_callable", space[name])
+    return found
+
+
 def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) -> Find:
     """Return a function that finds Dynamo's code for ``function``, for locals that pass its guards, else None.
 
     Running that code is what Dynamo's wrapper does in the end, after as much time as a small model's forward takes.
     Only whole frames are found: code behind a graph break must run under the wrapper. ``find({name: value})`` needs all
     arguments and free variables. It finds nothing while ``torch.compiler.set_stance`` is active, or, if
-    ``has_backward``, compiled autograd. 2.13.
+    ``has_backward``, compiled autograd. The guards that held last are checked first, without a look at the other
+    entries: Dynamo takes ``cache_entry`` from the guards of an entry that it drops. 2.13.
     """
     frame, code = torch._dynamo.eval_frame, function.__code__
     calls = torch._dynamo.mutation_guard.GenerationTracker
     entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
     switch: Any = torch._C  # torch functions
+    has_functions = switch._is_torch_function_enabled
     compiles_autograd = _reader_of("compiled_autograd")
-    seen: dict[int, tuple[weakref.ref[types.CodeType], bool]] = {}  # whether a code is a whole frame
+    known: dict[int, _Entry] = {}
+    last: _Entry | None = None
+
+    def entry_of(entry: Any) -> _Entry:
+        compiled, guards = entry.code, entry.guard_manager
+        found = known.get(id(compiled))
+        if found is None or found.code() is not compiled or found.guards() is not guards:
+            for key in [key for key, one in known.items() if one.code() is None]:
+                del known[key]
+            found = known[id(compiled)] = _Entry(guards, compiled, function.__globals__)
+        return found
+
+    def fitting(local: dict[str, Any]) -> _Entry | None:
+        nonlocal last
+        if last is not None:
+            guards = last.guards()
+            if guards is not None and guards.cache_entry is not None and guards.root.check(local):
+                return last
+        for entry in entries(code):
+            if entry.guard_manager.check(local):
+                last = entry_of(entry)
+                return last
+        return None
 
     def find(local: dict[str, Any]) -> Callable[..., Any] | None:
         stance = frame._stance
@@ -68,23 +121,19 @@ def compiled_frames(function: types.FunctionType, *, has_backward: bool = True) 
             return None
         if has_backward and compiles_autograd() is True:
             return None
-        before = switch._get_torch_function_state()
-        for entry in entries(code):
-            try:
-                fits = entry.guard_manager.check(local)
-            except RuntimeError:  # the check disables torch functions, and if it raises, leaves them disabled
-                switch._set_torch_function_state(before)
-                raise
-            if fits:
-                compiled = entry.code
-                known = seen.get(id(compiled))
-                if known is None or known[0]() is not compiled:  # a weak reference: the compiled code goes with it
-                    known = seen[id(compiled)] = (weakref.ref(compiled), is_whole(compiled))
-                if not known[1]:
-                    return None
-                calls.generation += 1  # CUDA graphs distinguish calls by it
-                return types.FunctionType(compiled, function.__globals__, code.co_name, None, function.__closure__)
-        return None
+        before = None if has_functions() else switch._get_torch_function_state()
+        try:
+            found = fitting(local)
+        except RuntimeError:  # the check disables torch functions, and if it raises, leaves them disabled
+            switch._set_torch_function_state(switch._TorchFunctionState.ENABLED if before is None else before)
+            raise
+        space = None if found is None else found.space
+        compiled = None if found is None or space is None else found.code()
+        if space is None or compiled is None:
+            return None
+        calls.generation += 1  # CUDA graphs distinguish calls by it
+        space = space if dynamo_listens() is None else function.__globals__
+        return types.FunctionType(compiled, space, code.co_name, None, function.__closure__)
 
     return find if entries is not None and hasattr(frame, "_stance") else lambda local: None
 

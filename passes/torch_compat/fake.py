@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx import _symbolic_trace  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
+from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols  # 2.11 - 2.13
@@ -87,6 +88,12 @@ def concrete_size(size: Any) -> int:
 def numel(tensor: torch.Tensor) -> int:
     """Return the number of elements of a fake tensor, with a number for each symbolic size."""
     return math.prod(map(concrete_size, tensor.shape))
+
+
+def names_traced_so_far() -> dict[str, None]:
+    """Return the names of the nodes that ``make_fx`` has recorded up to here, in order; 2.11 - 2.13."""
+    mode = get_proxy_mode()
+    return {node.name: None for node in mode.tracer.graph.nodes} if mode is not None else {}
 
 
 def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -22,7 +22,9 @@ from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
 from amp_graph.passes.memory.ops_with_recomputed_inputs import original
 from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.call_thresholds import keeping_a_copy_is_profitable
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, reads_cached_weight, traits_of
+from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.passes.weights import cast_cache
 from amp_graph.passes.weights.cache_entry import LARGE
@@ -33,12 +35,13 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 class CacheWeightCasts(Pass):
     """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
 
-    Law: the copy is cast anew when something has written to the parameter since. Exactness: bit-exact, gradients
-    included. Only on the CPU: on other devices, detecting a change of values would synchronize with the device; see
-    ``batch_weight_casts.py``.
+    Small weights that train are cast at each call. Law: the copy is cast anew when something has written to the
+    parameter since. Exactness: bit-exact, gradients included. Only on the CPU: on other devices, detecting a change of
+    values would synchronize with the device; see ``batch_weight_casts.py``.
     """
 
     copies: WeightCopies
+    training: bool = True
     name: ClassVar[str] = "cache-weight-casts"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -49,6 +52,9 @@ class CacheWeightCasts(Pass):
                 continue
             if reason:
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
+                continue
+            if not keeping_a_copy_is_profitable(concrete_size(value(node).numel()), self.training and is_trained(node)):
+                skips.append(Skip(node.name, "no copy of this weight is kept: a cast takes as long as a check of it"))
                 continue
             node.op, node.target = "call_function", self.copies.read
             node.kwargs = _how_it_is_read(node)

@@ -17,8 +17,9 @@ def _benchmarks(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def row(name, model, time, low, peak=None, saved=None):
-    return dict(name=name, model=model, way="convert", changes=1, time=time, low=low, high=2.0, peak=peak, saved=saved)
+def row(name, model, time, low, peak=None, saved=None, scale=0.25):
+    same = dict(way="convert", changes=1, high=2.0)
+    return dict(name=name, model=model, time=time, low=low, peak=peak, saved=saved, scale=scale, **same)
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def held(tmp_path):
     from result_file import machine
 
     def make(rows):
-        options = {"scale": 0.5, "rounds": 9, "threads": 1}
+        options = {"threads": 1}
         (tmp_path / "a.json").write_text(json.dumps({"machine": machine("cpu"), "options": options, "rows": rows}))
         return tmp_path / "a"
 
@@ -42,39 +43,45 @@ def test_the_table_says_what_earns_its_place(held):
         row("fuse-add-norm", "bert", 1.40, 0.90),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
         row("attention", "gpt", 1.02, 1.01, 1.04),
+        row("share-casts", "gpt", 1.0, 0.99, 1.0),
+        row("fuse-gram-matrix", "dlrm", 1.02, 1.01, 1.0),
+        row("fuse-gram-matrix", "dlrm", 1.04, 1.01, 1.0, scale=1.0),
     ])  # fmt: skip
     ablation.main(["--table", "--output", str(path)])
     text = path.with_suffix(".md").read_text()
     assert "| fuse-add-norm | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
     assert "| recompute-activations | 1 | 0.98 | gpt, convert | 1.41 | gpt, convert | yes |" in text
     assert "| attention | 1 | 1.02 | gpt, convert | 1.04 | gpt, convert | **no** |" in text
+    assert "| share-casts | 1 | 1.00 | gpt, convert | 1.00 | gpt, convert | needed: accuracy" in text
+    assert "| fuse-gram-matrix | 1 | 1.04 | dlrm, convert | 1.00 | dlrm, convert | yes |" in text
+    assert "models at 0.25, 1 of their sizes" in text
     assert "| fuse-gelu | 0 | | | | | not measured |" in text
-    assert "| fuse-add-norm | gpt | convert | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
+    assert "| fuse-add-norm | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
     assert "fuse-norm |" not in text.replace("fuse-add-norm |", "")
 
 
 def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monkeypatch, capsys):
     import ablation
 
-    path = held([row("small-linears", "mlp", 1.1, 1.05)])
+    path = held([row("small-linears", "mlp", 1.1, 1.05, scale=0.5)])
     monkeypatch.setattr(ablation, "prepared", lambda *given: None)
-    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-small-linears": 3, "fuse-casts-into-linears": 1})
+    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-linears": 3, "fuse-casts-into-linears": 1})
     asked = []
     monkeypatch.setattr(ablation, "measured", lambda model, way, names, options: asked.append(names) or [])
     ablation.main(["--models", "mlp", "--ways", "convert", "--output", str(path)])
     assert asked == [{"fuse-casts-into-linears": 1}]
     (kept,) = json.loads(path.with_suffix(".json").read_text())["rows"]
-    assert kept["name"] == "lower-small-linears"
+    assert kept["name"] == "lower-linears"
 
 
 def test_one_model_from_beginning_to_end(tmp_path):
     import ablation
 
     words = ["--models", "mlp", "--ways", "convert", "--rounds", "2", "--scale", "0.25"]
-    ablation.main([*words, "--passes", "lower-small-linears", "--output", str(tmp_path / "a")])
+    ablation.main([*words, "--passes", "lower-linears", "--output", str(tmp_path / "a")])
     for one in json.loads((tmp_path / "a.json").read_text())["rows"]:
-        assert (one["name"], one["model"]) == ("lower-small-linears", "mlp")
+        assert (one["name"], one["model"]) == ("lower-linears", "mlp")
         assert one["low"] <= one["time"] <= one["high"]
     assert "| fuse-gelu | 0 |" in (tmp_path / "a.md").read_text()
     with pytest.raises(SystemExit, match="--output another path"):
-        ablation.main([*words, "--scale", "0.5", "--output", str(tmp_path / "a")])
+        ablation.main([*words, "--threads", "2", "--output", str(tmp_path / "a")])

@@ -1,5 +1,8 @@
 """Calls that go straight to the compiled code: only where Dynamo itself would run that code, and nothing else."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -151,3 +154,25 @@ def test_a_direct_call_is_counted_as_a_call():
     before = GenerationTracker.generation
     model(X)
     assert GenerationTracker.generation > before
+
+
+def test_the_guards_that_held_last_are_not_trusted_once_dynamo_dropped_them():
+    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
+    for x in (X, X[:2], X):
+        model(x)
+        assert torch.equal(found(model, x)(x), model(x))
+    torch._dynamo.reset()
+    assert found(model, X) is None
+
+
+def test_a_graph_goes_with_dynamos_entry():
+    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
+    model(X)
+    code = found(model, X)
+    (name,) = (name for name in code.__code__.co_names if name.startswith("__compiled_fn"))
+    graph = weakref.ref(code.__globals__[name])
+    assert not hasattr(graph(), "_torchdynamo_disable")  # the graph itself, without Dynamo's wrapper
+    del code
+    torch._dynamo.reset()
+    gc.collect()
+    assert graph() is None

@@ -129,7 +129,10 @@ def compiled(**options):
     [
         ({"mode": "fast"}, r"unknown mode='fast'\n  legal: default(?s:.*)fix:"),
         ({"options": {"mode": "max-autotune", "compile": "eager"}}, r"one of Inductor's(?s:.*)fix:"),
-        ({"options": {"polic": "bf16"}}, r"unknown option 'polic'\n  legal: policy, compile, mode\n  fix:"),
+        (
+            {"options": {"polic": "bf16"}},
+            r"unknown option 'polic'\n  legal: policy, compile, mode, and options of Inductor(?s:.*)fix:",
+        ),
     ],
 )
 def test_what_the_backend_does_not_know(options, told):

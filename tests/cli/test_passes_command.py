@@ -45,7 +45,8 @@ def test_what_is_on_is_what_runs(policy, device, mode):
     read, eager = Policy.parse(policy), mode.compile == "eager"
     with torch.set_grad_enabled(mode.gradients):
         copies = WeightCopies(torch.bfloat16) if eager and not mode.step else None
-        options = read.pipeline_options(device, eager=eager, in_step=mode.step, copies=copies)
+        inductor = {} if mode.compile == "inductor" else None
+        options = read.pipeline_options(device, eager=eager, inductor=inductor, in_step=mode.step, copies=copies)
         phases = [Phase.CAPTURED, Phase.COPIES]
         phases += [Phase.STEP] if eager and mode.step else []
         phases += [] if eager else [Phase.HANDOVER, Phase.INDUCTOR, *([Phase.COMPILED] if device == "cpu" else [])]
@@ -65,6 +66,9 @@ def devices_of(name):
         ("bf16", "attention", "cuda", Mode(), "device cuda: for cpu only"),
         ("bf16", "pad-shapes", "cpu", Mode(), "device cpu: for cuda only"),
         ("bf16,device=cuda", "pad-shapes", "cpu", Mode(), ""),
+        ("bf16", "pad-shapes", "cuda", Mode(), ""),
+        ("bf16", "pad-shapes", "cuda", Mode(compile="inductor"), "Inductor pads matmuls itself (torch._inductor"),
+        ("bf16", "pad-channels", "cuda", Mode(compile="inductor"), ""),
         ("bf16,skip=attention", "fuse-attention", "cpu", Mode(), "skip=attention in the policy"),
         ("bf16,skip=backend", "gru-state", "cpu", Mode(), "skip=backend in the policy"),
         ("bf16,lists=autocast_cpu", "fuse-gelu", "cpu", Mode(), "reproduce torch.autocast"),

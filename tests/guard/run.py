@@ -55,7 +55,7 @@ def load_all() -> None:
     """Import whatever defines an operator, and all cases."""
     for package in (amp_graph.passes, amp_graph):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.startswith("amp_graph.demo") and not module.name.endswith("__main__"):
+            if not module.name.startswith("amp_graph.demo") and not module.name.endswith(("__main__", "_source")):
                 importlib.import_module(module.name)
     for path in sorted(HERE.glob("cases_*.py")):
         importlib.import_module(f"tests.guard.{path.stem}")

@@ -49,7 +49,7 @@ def ours_for(autocast_rule, op_list):
 # Where ours runs low what autocast runs in float32, because the kernel itself is float32 inside.
 FP32_INSIDE = {"rms_norm", "softmax"}
 # Kernels of CUDA that take activations and parameters in one dtype only.
-ALIKE_ON_CUDA = {"layer_norm", "group_norm"}
+ALIKE_ON_CUDA = {"layer_norm", "group_norm", "rms_norm"}
 # A small whole power cannot overflow bfloat16; in float32 it pulls the MLP of a tanh-GELU after it.
 WHOLE_POWERS = {("pow", "follow")}
 
@@ -107,7 +107,8 @@ def test_allows_what_autocast_lowers_and_no_more(dtype, device):
 @pytest.mark.parametrize("op", ["layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm"])
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
 def test_norms_lower_only_their_input(op, dtype, device):
-    (rule,) = load("default", dtype=dtype, device=device).rules[f"aten.{op}"]
+    *without_weight, rule = load("default", dtype=dtype, device=device).rules[f"aten.{op}"]
+    assert bool(without_weight) == ((op, device) == ("rms_norm", "cuda"))
     full = device == "cuda" and op in ALIKE_ON_CUDA
     assert (rule.cls.value, rule.inputs) == (("deny", None) if full else ("fp32_inside", ("input",)))
 

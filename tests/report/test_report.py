@@ -240,6 +240,42 @@ def test_rows_fold_by_operation_precision_and_reason():
     assert row[:4] == ("linear", "x3", "low", "layers.*")
 
 
+def test_reasons_that_differ_in_figures_alone_are_one_line():
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            return self.down(nn.functional.gelu(self.up(x)))
+
+    model = converted(nn.Sequential(Block(64), nn.Linear(64, 512), Block(512)), torch.randn(256, 64))
+    (graph,) = amp_graph.report(model).graphs
+    gelus = {n.reason for n in graph.operations if n.ops == ("aten.gelu",)}
+    assert len(gelus) == 2, "their sizes differ, and so does what each saves"
+    (row,) = [row for row in fold(graph.operations) if row[0] == "gelu"]
+    assert row[:2] == ("gelu", "x2")
+    assert row[4].endswith("; at the least predicted time")
+
+
+def test_a_shared_cast_is_counted_as_a_cast():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.one, self.two = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return self.one(h) + self.two(h)
+
+    (graph,) = amp_graph.report(converted(Reads(), torch.randn(8, 64))).graphs
+    assert "shared_cast" in graph.text
+    assert sorted(c.to for c in graph.casts if c.of == "activation") == [
+        "bf16",
+        "f32",
+    ]  # the latter of what is returned
+
+
 def test_sizes_are_readable():
     assert [size_text(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30)] == [
         "0 B",

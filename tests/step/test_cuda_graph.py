@@ -4,6 +4,10 @@ A CUDA graph runs nothing while it is recorded, and a replay reads and writes th
 stand-in keeps to both, so that what is not copied, or not recorded anew, shows on the CPU as well.
 """
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +173,86 @@ def test_what_cannot_be_recorded_is_an_error_that_says_so(recordings, monkeypatc
         CaptureError, match=r"not permitted when stream is capturing\n  legal: .*\n  fix:   cuda_graph=False"
     ):
         trained(True)
+
+
+class StreamCapture:
+    """Stands for ``torch.cuda.graph``: CUDA forbids some calls while it is open, to all threads or to its own."""
+
+    opened = None  # the capture that is open
+
+    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        self.mode, self.thread, self.broken = capture_error_mode, threading.get_ident(), False
+
+    def __enter__(self):
+        StreamCapture.opened = self
+
+    def __exit__(self, *_):
+        StreamCapture.opened = None
+        if self.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    @classmethod
+    def forbidden_call(cls):
+        """What pinning memory and freeing an event do."""
+        if cls.opened and (cls.opened.mode == "global" or cls.opened.thread == threading.get_ident()):
+            cls.opened.broken = True
+
+
+class Event:
+    """In a reference cycle, so that only the garbage collector frees it, by a call that CUDA forbids."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        StreamCapture.forbidden_call()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", StreamCapture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda self: None})())
+
+
+def test_a_thread_that_pins_memory_does_not_end_a_recording(captures):
+    def run(x):
+        other = threading.Thread(target=StreamCapture.forbidden_call)
+        other.start()
+        other.join()
+        return (x,)
+
+    _, (out,) = cuda_graph.record(run, [1])
+    assert out == 1
+    StreamCapture.forbidden_call()
+    with pytest.raises(RuntimeError, match="during capture"):  # the stand-in does forbid it to the recording thread
+        cuda_graph.record(lambda: StreamCapture.forbidden_call(), [])
+
+
+def test_nothing_is_collected_during_a_recording(captures):
+    before = weakref.ref(Event())
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)  # collects at nearly every allocation
+
+    def run():
+        assert before() is None  # what was garbage before is gone
+        Event()
+        return [[] for _ in range(100)]
+
+    try:
+        assert len(cuda_graph.record(run, [])[1]) == 100
+        assert gc.isenabled()
+        gc.disable()
+        cuda_graph.record(run, [])
+        assert not gc.isenabled()  # a user who switched it off finds it off
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+
+
+def test_a_recording_that_fails_switches_the_collector_on_again(captures):
+    with pytest.raises(ZeroDivisionError):
+        cuda_graph.record(lambda: 1 / 0, [])
+    assert gc.isenabled()
 
 
 def test_a_model_on_the_cpu_is_refused():

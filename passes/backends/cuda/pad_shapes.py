@@ -24,18 +24,16 @@ from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.profitability.thresholds import aligning_is_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
-ALIGNED = (("aten.linear",), ("aten.conv2d",))
+LINEAR, CONVOLUTION = ("aten.linear",), ("aten.conv2d",)
 
 
 @dataclass(frozen=True)
 class PadShapes(Pass):
-    """Replaces ``linear`` and ``conv2d`` of odd sizes with ``aligned_linear`` and ``aligned_conv2d``.
+    """Replaces ``linear`` of odd sizes with ``aligned_linear``.
 
-    Law: in low precision; a linear with input or output sizes that are no multiples of 8; a convolution without groups
-    over channels_last images, whose input channels are padded from 3 to 4, or from more than 4 to a multiple of 8
-    (cuDNN transposes other images to pad them: on an H100 the 16 x 16 patches of a ViT took 124 us instead of 71). The
-    result's layout is unchanged, unless only casts read it. Exactness: rounding-equal, gradients included: zeros are
-    added to sums, which a kernel may order differently.
+    Law: in low precision; a linear with input or output sizes that are no multiples of 8. The result's layout is
+    unchanged, unless only casts read it. Exactness: rounding-equal, gradients included: zeros are added to sums, which
+    a kernel may order differently.
 
     ``device``: the target device, which decides what is profitable.
     """
@@ -44,31 +42,56 @@ class PadShapes(Pass):
     name: ClassVar[str] = "pad-shapes"
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear and convolution once."""
-        mode = fake_mode_of(gm)
-        changes, skips = [], []
-        for node in gm.graph.nodes:
-            given = _operands(node) if mode is not None else None
-            if mode is None or given is None or value(node).dtype.itemsize != 2:
-                continue
-            convolves = names_of(node) == ("aten.conv2d",)
-            told = _odd_channels(given[1]) if convolves else _odd_sizes(given[1])
-            if not told:
-                continue
-            work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
-            if not (lies and aligning_is_profitable(self.device, value(node).dtype, work)):
-                if self.device != "cpu":  # nothing is padded, and no report is wanted
-                    why = f"in {work} products" if lies else "in images that are not channels_last"
-                    skips.append(Skip(node.name, f"{told} are not worth padding {why}"))
-            elif _align(node, given, convolves, mode):
-                changes.append(Change(self.name, "padded", node.name, f"{told}: tensor cores take multiples of 8"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+        """Visit every linear once."""
+        return _padded(gm, self.name, self.device, LINEAR)
 
 
-def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
+@dataclass(frozen=True)
+class PadChannels(Pass):
+    """Replaces ``conv2d`` of an odd number of channels with ``aligned_conv2d``.
+
+    Law: in low precision; a convolution without groups over channels_last images, whose input channels are padded from
+    3 to 4, or from more than 4 to a multiple of 8 (cuDNN transposes other images to pad them: on an H100 the 16 x 16
+    patches of a ViT took 124 us instead of 71). Exactness: rounding-equal, gradients included: zeros are added to sums,
+    which a kernel may order differently.
+
+    ``device``: the target device, which decides what is profitable.
+    """
+
+    device: str
+    name: ClassVar[str] = "pad-channels"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every convolution once."""
+        return _padded(gm, self.name, self.device, CONVOLUTION)
+
+
+def _padded(gm: GraphModule, name: str, device: str, operation: tuple[str, ...]) -> PassResult:
+    """Pad every call of ``operation`` whose sizes are odd, if that is profitable on ``device``."""
+    mode = fake_mode_of(gm)
+    changes, skips = [], []
+    for node in gm.graph.nodes:
+        given = _operands(node, operation) if mode is not None else None
+        if mode is None or given is None or value(node).dtype.itemsize != 2:
+            continue
+        convolves = operation == CONVOLUTION
+        told = _odd_channels(given[1]) if convolves else _odd_sizes(given[1])
+        if not told:
+            continue
+        work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
+        if not (lies and aligning_is_profitable(device, value(node).dtype, work)):
+            if device != "cpu":  # nothing is padded, and no report is wanted
+                why = f"in {work} products" if lies else "in images that are not channels_last"
+                skips.append(Skip(node.name, f"{told} are not worth padding {why}"))
+        elif _align(node, given, convolves, mode):
+            changes.append(Change(name, "padded", node.name, f"{told}: tensor cores take multiples of 8"))
+    return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _operands(node: Node, operation: tuple[str, ...]) -> tuple[Node, Node, Node | None] | None:
     """Return input, weight and bias of a linear or a convolution that torch itself computes."""
     if (
-        names_of(node) not in ALIGNED
+        names_of(node) != operation
         or node.op != "call_function"
         or REGION in node.meta
         or not isinstance(value(node), torch.Tensor)

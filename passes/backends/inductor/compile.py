@@ -7,7 +7,7 @@ After: ``compile_with_inductor(gm, inputs, passes=[FuseAddmmBias()])``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,12 @@ def compile_with_inductor(
     *,
     passes: Sequence[Pass] = (),
     whole: bool = False,
-    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile ``gm``, and later its backward, with Inductor, running ``passes`` over its flat graphs.
 
     whole: ``gm`` is the flat graph of a step, which has no backward and is called with Dynamo off. Inductor options
-    that the user has set take precedence, as does a custom pass of the user. mode: the ``torch.compile`` mode whose
-    options are added.
+    that the user has set take precedence, as does a custom pass of the user. options: such options for this graph.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -45,16 +44,8 @@ def compile_with_inductor(
     ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
     if whole:
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
-    ours |= modes_of_inductor().get(mode or "default", {})
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=ours)
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **(options or {})})
     return undisabled(compiled) if whole else compiled
-
-
-def modes_of_inductor() -> dict[str, dict[str, Any]]:
-    """Return the options of each mode of ``torch.compile``."""
-    from torch._inductor import list_mode_options
-
-    return list_mode_options()
 
 
 def _lower_linear_bias() -> None:

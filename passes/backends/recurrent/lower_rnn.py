@@ -6,6 +6,7 @@ After: ``recurrent_whole("lstm", x, (h, c), weights, ...)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.profitability.call_thresholds import recurrent_function_is_profitable
 from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
@@ -77,6 +79,9 @@ class LstmBackward(LowerRnn):
         if kind != "lstm" or not is_trained(node) or not alike:
             return False
         batch, size = (concrete_size(n) for n in value(hidden[0]).shape[-2:])
+        *steps, width = (concrete_size(n) for n in value(x).shape)
+        if not recurrent_function_is_profitable(4 * size * (width + size) * math.prod(steps)):
+            return False
         return is_faster_than_onednn(value(x).device.type, value(x).dtype, batch, size)
 
 

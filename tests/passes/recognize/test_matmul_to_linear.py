@@ -46,7 +46,7 @@ def passed(function, policy="bf16"):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_product_is_a_linear_of_the_same_bits(name):
-    found, linears = passed(PLAIN[name], "bf16,skip=lower_small_linears")
+    found, linears = passed(PLAIN[name], "bf16,skip=lower_linears")
     plain, none = passed(PLAIN[name], "bf16,skip=matmul_to_linear")
     assert (linears, none) == (1, 0)
     assert torch.equal(found[0], plain[0])

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.optim.torch_fused_update import group_updates
 from amp_graph.passes.base import PassError
 from amp_graph.passes.loss_scaling import (
+    AverageOverRanks,
     CheckFiniteAndUnscale,
     ClipGradients,
     ScaleLoss,
@@ -129,6 +130,13 @@ def graph(dtype=torch.float32):
     return gm, w, given.name
 
 
+def descend(parameters, grads, states, rate, found_inf):
+    """Gradient descent, without a loss scale."""
+    assert found_inf is None
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.sub_(rate * grad)
+
+
 def test_gradients_are_added_up_over_micro_batches():
     total = torch.zeros(2, 3)
     sums = {"w": StateInput("gradient_sum", total)}
@@ -186,6 +194,29 @@ def test_gradients_take_the_layout_of_what_is_updated():
     passes = [AddUpdateTargets({"w": like}), LayOutGradients(), ReturnOutputs(1, gradients=True)]
     run_passes(gm, passes, checked=True, strict=True)
     assert gm(w, like.like)[1].stride() == like.like.stride()
+
+
+DESCEND = UpdateParameters((GroupInputs(descend, ["w"], StateInput("rate", torch.ones(()))),))
+SUM = AddGradients({"w": StateInput("gradient_sum", torch.zeros(2, 3))})
+ORDERS = [
+    (DESCEND, ClipGradients(norm=1.0)),
+    (DESCEND, ScaleLoss()),
+    (DESCEND, AverageOverRanks("0", 2)),
+    (DESCEND, SUM),
+    (ClipGradients(norm=1.0), SUM),
+    (ClipGradients(norm=1.0), AverageOverRanks("0", 2)),
+]
+
+
+@pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: " before ".join(one.name for one in passes))
+def test_what_changes_gradients_is_refused_behind_what_read_them(passes):
+    gm, _, _ = graph()
+    run_passes(gm, passes[:1])
+    nodes = len(gm.graph.nodes)
+    with pytest.raises(PassError, match=f"pass {passes[1].name}: {passes[0].name} ran") as found:
+        run_passes(gm, passes[1:])
+    assert f"{passes[1].name} first, then {passes[0].name}" in str(found.value)
+    assert len(gm.graph.nodes) == nodes
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,59 @@ def test_channels_last_weights_are_cast_into_their_layout():
     found = torch.autograd.grad(low, weights, given)
     assert all(g.dtype == torch.float32 and g.stride() == w.stride() for g, w in zip(found, weights, strict=True))
     assert all(torch.equal(g, one.float()) for g, one in zip(found, given, strict=True))
+
+
+class Block(nn.Module):
+    """The linears of a transformer's blocks: four of its width, two to and from four times as many."""
+
+    def __init__(self, width, blocks):
+        super().__init__()
+        sizes = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
+        self.parts = nn.ModuleList(nn.Linear(*size) for size in sizes * blocks)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def sizes_of_groups(model):
+    return [line.count("%") - 1 for line in lines(model) if " low_weights(" in line]
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(768, 2), (1024, 1)])
+@pytest.mark.parametrize("group", [False, True])
+def test_wide_transformers_are_grouped_where_no_process_group_waits(width, blocks, group, monkeypatch):
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 12)
+    model = Block(width, blocks)
+    if group:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        amp_graph.convert(model, TOGETHER, strict=True)(torch.zeros(1, width))
+    finally:
+        if group:
+            torch.distributed.destroy_process_group()
+    assert sizes_of_groups(model) == ([] if group else [12] * blocks)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((1 << 20, 1 << 30), [12] * 2),  # both hold after twelve: the last few stay alone
+        ((0, 1 << 30), [12] * 2),
+        ((0, 0), []),  # larger than the most: none has twelve
+        ((1 << 30, 1 << 30), [12 * 2 + 4]),
+    ],
+)
+def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 12)
+    for name, limit in zip(("MOST", "MOST_ALONE"), limits, strict=True):
+        monkeypatch.setattr(batch_weight_casts, name, limit)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(14)))
+    amp_graph.convert(model, TOGETHER, strict=True)(torch.zeros(1, 256))
+    assert sizes_of_groups(model) == expected
+    if expected:
+        alone = amp_graph.convert(nn.Sequential(*(nn.Linear(256, 256) for _ in range(14))), ALONE)
+        alone.load_state_dict(model.state_dict())
+        x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
+        assert_same(gradients(model, model(x)), gradients(alone, alone(x)))

@@ -25,6 +25,7 @@ from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
 from amp_graph.passes.graph.node_info import is_zero
 from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.precision.decompose_composites import expand
+from amp_graph.passes.profitability.call_thresholds import torchs_trained_attention_is_profitable
 from amp_graph.passes.profitability.thresholds import (
     attention_kernel_is_profitable,
     explicit_backward_is_profitable,
@@ -151,12 +152,12 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
     sizes = concrete_size(q.shape[-2]), concrete_size(k.shape[-2])
     if q.dim() == 4 and _by_ours(node):
         heads = concrete_size(q.shape[0]) * concrete_size(q.shape[1])
-        few = not is_trained(node) and all(type(n) is int for n in (*q.shape, *k.shape))
-        return (
-            "torch's kernel is faster for so few scores"
-            if few and torchs_attention_is_profitable(heads, *sizes)
-            else ""
-        )
+        known = not drops and all(type(n) is int for n in (*q.shape, *k.shape))
+        if not is_trained(node):
+            by_torch = known and torchs_attention_is_profitable(heads, *sizes)
+        else:
+            by_torch = known and torchs_trained_attention_is_profitable(heads, *sizes, q.shape[-1])
+        return "torch's kernel is faster for so few scores" if by_torch else ""
     if q.dim() != 4 or not explicit_backward_is_profitable(q.device.type, q.dtype, *sizes):
         return f"the kernel is as fast for {sizes[0]} x {sizes[1]} tokens in {q.dtype} on {q.device.type}"
     return ""

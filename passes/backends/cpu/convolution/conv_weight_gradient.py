@@ -14,10 +14,13 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.backends.cpu.convolution.conv_functions import conv2d_low
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
+from amp_graph.passes.profitability.call_thresholds import weight_gradient_function_is_profitable
 from amp_graph.passes.profitability.conv_thresholds import weight_gradient_by_product_is_profitable
+from amp_graph.passes.torch_compat.fake import concrete_size
 
 
 @dataclass(frozen=True)
@@ -57,4 +60,7 @@ def _why_not(call: ConvolutionCall) -> str:
     kernel, strided = math.prod(call.kernel), call.stride != ONE
     if not weight_gradient_by_product_is_profitable(x.device.type, x.dtype, channels, kernel, strided, places):
         return f"the kernel is as fast for {channels} channels and {places} places in {x.dtype} on {x.device.type}"
+    products = concrete_size(x.shape[0]) * places * concrete_size(value(call.weight).numel())
+    if not weight_gradient_function_is_profitable(products):
+        return f"the call of a function of ours takes longer than {products} multiplications"
     return ""

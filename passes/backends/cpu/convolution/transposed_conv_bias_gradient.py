@@ -21,7 +21,9 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.profitability.call_thresholds import transposed_function_is_profitable
 from amp_graph.passes.profitability.conv_thresholds import bias_gradient_by_sum_is_profitable
+from amp_graph.passes.torch_compat.fake import concrete_size
 
 aten = torch.ops.aten
 SCHEMAS = {
@@ -57,7 +59,7 @@ class TransposedConvBiasGradient(Pass):
             if REGION in node.meta or not is_trained(node):
                 continue
             given = node_info.schema_arguments(SCHEMAS[names[0]], node.args, dict(node.kwargs))
-            reason = _why_not(given)
+            reason = _why_not(given, concrete_size(value(node).numel()))
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
@@ -70,7 +72,7 @@ class TransposedConvBiasGradient(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _why_not(given: dict[str, Any]) -> str:
+def _why_not(given: dict[str, Any], elements: int) -> str:
     """Return why a call stays as it is, or ""."""
     x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
     if not isinstance(bias, Node) or not is_trained(bias):
@@ -80,6 +82,8 @@ def _why_not(given: dict[str, Any]) -> str:
     device, dtype = value(x).device.type, value(x).dtype
     if not bias_gradient_by_sum_is_profitable(device, dtype):
         return f"the kernel's own sum is as fast in {dtype} on {device}"
+    if not transposed_function_is_profitable(elements):
+        return f"the call of a function of ours takes longer than the sum of {elements} elements"
     return ""
 
 

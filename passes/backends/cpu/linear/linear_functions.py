@@ -37,9 +37,8 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if leaves_to_torch(x, weight, bias):
         return F.linear(x, weight, bias)
-    # Reshaped outside: a view that a Function returns cannot be written in place.
-    found: Tensor = _Linear.apply(as_rows(x), weight, bias)
-    return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
+    found: Tensor = _Linear.apply(x, weight, bias)
+    return found
 
 
 declare(linear_low, fp32_weight_gradient=True)
@@ -50,23 +49,40 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return multiplied(x, weight.t(), bias)
+        return shaped_as(multiplied(as_rows(x), weight.t(), bias), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         # The engine casts a small gradient as fast.
-        wide = x is not None and by_units(grad.numel() * x.shape[1]) and takes_fp32(ctx, 1)
+        wide = x is not None and by_units(grad.numel() * x.shape[-1]) and takes_fp32(ctx, 1)
         return gradients_of_low(grad, x, weight, ctx.needs_input_grad, wide)
+
+
+def shaped_as(rows: Tensor, x: Tensor) -> Tensor:
+    """Return the result [rows, outputs] of a linear of ``x``, [..., inputs], as [..., outputs].
+
+    Inside a Function, which spares two nodes of autograd. No view: one that a Function returns cannot be written.
+    """
+    return rows if x.dim() == 2 else unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
 
 
 def gradients_of_low(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, needed: Sequence[bool], wide: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a linear's input rows ``x``, its ``weight`` and its bias: those that are ``needed``.
+    """Return the gradients of a linear's input ``x``, its ``weight`` and its bias: those that are ``needed``.
 
     All bf16; ``wide``: that of the weight cast to fp32, except where it is torch's own.
     """
+    of_rows, of_weight, of_bias = _gradients_of_rows(grad, None if x is None else as_rows(x), weight, needed, wide)
+    if of_rows is not None and grad.dim() != 2:
+        of_rows = of_rows.view(*grad.shape[:-1], of_rows.shape[1])
+    return of_rows, of_weight, of_bias
+
+
+def _gradients_of_rows(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None, needed: Sequence[bool], wide: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     of_x, of_weight, of_bias = needed
     plain, rows, of_rows = is_plain(grad), as_rows(grad), None
     if of_x:
@@ -107,8 +123,7 @@ class _Trained(torch.autograd.Function):
             found = torch.mm(as_rows(x), weight.t()) if bias is None else torch.addmm(bias, as_rows(x), weight.t())
         else:  # oneDNN reads beyond the memory of an expanded bias
             found = linear_pointwise(as_rows(x), weight, bias.contiguous(), "none", [], "")
-        # Not a view, which could not be written in place.
-        return found if x.dim() == 2 else unsafe_view(found, (*x.shape[:-1], weight.shape[0]))
+        return shaped_as(found, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

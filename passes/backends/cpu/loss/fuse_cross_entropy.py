@@ -23,7 +23,10 @@ from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, 
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.native.kernel_table import load_kernel
+from amp_graph.passes.native.run_compiler import CompilerError
 from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.passes.profitability.cuda_kernel_thresholds import cross_entropy_kernel_is_profitable
 from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
@@ -62,9 +65,10 @@ class FuseCrossEntropy(Pass):
     sums the weight's gradient chunk by chunk, took longer than what it saves. Law: labels are class indices, with any
     ignore_index, class weights, label smoothing and reduction. Logits with other readers are upcast for those; their
     gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the gradient of the
-    logits is fp32, rounded once, as that of ``float()`` is.
+    logits is fp32, rounded once, as that of ``float()`` is. On CUDA where Triton runs, and where it is profitable.
     """
 
+    device: str = "cpu"  # that the graph is planned for
     name: ClassVar[str] = "fuse-cross-entropy"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -76,7 +80,7 @@ class FuseCrossEntropy(Pass):
             found = _logits(given["self"]) if given is not None else None
             if mode is None or given is None or found is None:
                 continue
-            reason = _why_not(node, given, found, memory)
+            reason = _why_not(node, given, found, memory) or _why_no_kernel(given, found, self.device)
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
@@ -143,11 +147,23 @@ def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -
         return "its logits are sliced for the loss and read elsewhere too: gradients would be added in low precision"
     if any(memory.order[n] < memory.order[node] for n in others):
         return f"its logits are read before the loss, by {others[0].name}"
-    rows, classes = (concrete_size(n) for n in logits.shape)
-    if found.keeps_rows and concrete_size(low.shape[-1]) != classes:
+    if found.keeps_rows and concrete_size(low.shape[-1]) != concrete_size(logits.shape[1]):
         return "its classes are not the last dimension of the logits"
-    if not cross_entropy_in_parts_is_profitable(low.device.type, low.dtype, rows, classes):
-        return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {low.device.type}"
+    return ""
+
+
+def _why_no_kernel(given: dict[str, Any], found: Logits, planned_for: str) -> str:
+    """Return why torch's operations are left for the device, or ""."""
+    low = value(found.low)
+    device = planned_for if low.device.type == "cpu" else low.device.type
+    rows, classes = (concrete_size(n) for n in value(given["self"]).shape)
+    profitable = (cross_entropy_in_parts_is_profitable, cross_entropy_kernel_is_profitable)
+    if not any(one(device, low.dtype, rows, classes) for one in profitable):
+        return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {device}"
+    try:
+        load_kernel(f"cross_entropy on {device}", low.dtype)
+    except CompilerError as error:
+        return str(error).partition("\n")[0]
     return ""
 
 

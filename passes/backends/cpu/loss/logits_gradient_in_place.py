@@ -16,7 +16,11 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.liveness import Lifetimes
+from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+
+# Operators of a gradient of logits, their second argument, and those that write it over them: another device adds its.
+IN_PLACE: dict[OpOverload, OpOverload] = {OPS.cross_entropy_backward.default: OPS.cross_entropy_backward_.default}
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,13 @@ class LogitsGradientInPlace(Pass):
         """Visit every gradient of logits once, in order."""
         lives = Lifetimes.of(gm)
         changes, skips = [], []
-        for node in gm.graph.find_nodes(op="call_function", target=OPS.cross_entropy_backward.default):
+        for node in [n for n in gm.graph.nodes if n.op == "call_function" and n.target in IN_PLACE]:
             logits = node.args[1]
             assert isinstance(logits, Node), "an operator's logits are a tensor"
             if not _may_go(node, logits, lives):
                 skips.append(Skip(node.name, f"{logits.name} is read again, not the graph's own, or not contiguous"))
                 continue
-            node.target = OPS.cross_entropy_backward_.default
+            node.target = IN_PLACE[node.target]
             changes.append(Change(self.name, "over the logits", node.name, f"{type_text(value(node))} less"))
         return PassResult(gm, tuple(changes), tuple(skips))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.backends.cpu.norm.add_norm_by_torch import norm_by_torch, norm_gradients_by_torch
 from amp_graph.passes.memory.huge_pages import empty_like
 from amp_graph.passes.native.jit_compiler import MACROS, PARTS, load, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import load_kernel, register_kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
+from amp_graph.passes.native.run_compiler import CompilerError
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("add_norm_kernel.c")
@@ -53,6 +56,9 @@ def residual_norm(
     statistics: fp32 [2, rows], mean and reciprocal deviation; the sum has the wider dtype of its parts, and is what is
     normed. The norm is computed in fp32 and rounded once. ``centered``: a layer norm, else an RMS norm, of mean 0.
     """
+    other = _of_device(x.device.type, low, norm_by_torch, "forward")
+    if other is not None:
+        return other(x, branch, weight, bias, width, eps, low, wants_low, wants_full, centered)
     x = x.contiguous()
     branch, weight, bias = (None if t is None else t.contiguous() for t in (branch, weight, bias))
     rows = x.numel() // max(1, width)
@@ -88,6 +94,10 @@ def residual_norm_backward(
     total, stats: as ``residual_norm`` made them. Gradients of weight and bias: fp32 [width], summed in blocks of fp32
     that are added up in fp64.
     """
+    other = _of_device(total.device.type, low, norm_gradients_by_torch, "backward")
+    if other is not None:
+        wants = (wants_full, wants_low, wants_weight, wants_bias)
+        return other(grads, grad_sum, total, stats, weight, width, low, *wants, centered)
     grads = [g.contiguous() for g in grads]
     grad_sum, weight = (None if t is None else t.contiguous() for t in (grad_sum, weight))
     total, rows = total.contiguous(), stats.shape[1]
@@ -102,6 +112,15 @@ def residual_norm_backward(
     table.extend((place, place + 4 * rows, *(0 if t is None else address_of(t) for t in (dweight, dbias))))
     _run(library(low, True).backward, table, _threads(total))
     return [t for t in (dsum, dlow, dweight, dbias) if t is not None]
+
+
+def _of_device(device: str, low: torch.dtype, by_torch: Callable[..., list[Tensor]], direction: str) -> Any:
+    """Return what computes a direction on another device: its kernel, or torch. None: the kernel of this file."""
+    try:
+        found = load_kernel(f"add_norm on {device}", low)
+    except CompilerError:
+        return by_torch
+    return getattr(found, direction) if found is not None else None if device == "cpu" else by_torch
 
 
 def _run(function: Any, table: array[int], *options: Any) -> None:

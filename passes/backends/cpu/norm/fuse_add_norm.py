@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.norm import add_norm_recompute  # noqa: F401  declares how norms are computed again
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
-from amp_graph.passes.backends.cpu.norm.add_norm_kernel import library
+from amp_graph.passes.backends.cpu.norm.choose_norm_kernel import is_large, why_no_kernel
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.shared_cast import shared_cast
@@ -31,11 +31,8 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import norm_in_one_pass_is_profitable
 from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
 LAYER_NORM, RMS_NORM = torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default
@@ -55,9 +52,11 @@ class FuseAddNorm(Pass):
     that trains. Nothing writes to sum or norm; all is in one checkpoint, and in no region of the user's. Without a sum
     of its own, other readers of the norm's input join in, so that gradients meet in the kernel. Exactness:
     rounding-different; the sum is bit-exact, norm and gradients are fp32 inside and rounded once, at most in the last
-    place from torch's fp32 norm and cast. Only where C can be compiled, and above a profitable size.
+    place from torch's fp32 norm and cast. Only where C can be compiled, or on CUDA Triton runs, and above a profitable
+    size.
     """
 
+    device: str = "cpu"  # that the graph is planned for
     name: ClassVar[str] = "fuse-add-norm"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -65,10 +64,10 @@ class FuseAddNorm(Pass):
         memory = observe(gm, marks(gm))
         changes, skips = [], []
         for node in list(gm.graph.nodes):
-            found = _found(node)
+            found = _found(node, self.device)
             if found is None:
                 continue
-            reason = _why_not(found, memory)
+            reason = _why_not(found, memory) or why_no_kernel(found.total, found.arguments, found.dtype, self.device)
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
@@ -130,7 +129,7 @@ class Found:
         return f"{what} of {tuple(value(self.norm).shape)} in one pass, for {len(self.low)} readers in low precision"
 
 
-def _found(node: Node) -> Found | None:
+def _found(node: Node, planned_for: str) -> Found | None:
     """Return what there is to fuse around ``node``, None unless it is a norm with a cast or a sum next to it."""
     op = NORMS.get(node.target) if node.op == "call_function" else None
     if op is None or names_of(node) != (str(op).rsplit(".", 1)[0],):
@@ -139,7 +138,7 @@ def _found(node: Node) -> Found | None:
     total = given["input"]
     x, branch = _summands(node, given)
     if value(total).dtype == value(node).dtype in HALVES and (
-        op is RMS_NORM or (is_trained(node) and _is_large(total))
+        op is RMS_NORM or (is_trained(node) and is_large(total, given, planned_for))
     ):
         return Found(node, x, branch, given, value(node).dtype, (), op is LAYER_NORM)
     if value(total).dtype != torch.float32 or value(node).dtype != torch.float32:
@@ -185,11 +184,6 @@ def _parts(cast: Node) -> tuple[list[Node], list[Node]]:
     return [part for part in parts if part not in wide], wide
 
 
-def _is_large(node: Node) -> bool:
-    """Say whether one pass over the value of ``node`` is profitable."""
-    return norm_in_one_pass_is_profitable(value(node).device.type, numel(value(node)))
-
-
 def _why_not(found: Found, memory: Memory) -> str:
     """Return why a norm stays as it is, or ""."""
     weights = [found.arguments[name] for name in ("weight", "bias")]
@@ -201,13 +195,6 @@ def _why_not(found: Found, memory: Memory) -> str:
         return "its sizes are not known"
     if any(isinstance(w, Node) and value(w).dtype not in (torch.float32, found.dtype) for w in weights):
         return f"its weights are neither fp32 nor {found.dtype}"
-    if not _is_large(found.total):
-        val = value(found.total)
-        return f"torch's operations are as fast for {tuple(val.shape)} on {val.device.type}"
-    try:
-        library(found.dtype)
-    except CompilerError as error:
-        return str(error).partition("\n")[0]
     return ""
 
 

@@ -8,8 +8,9 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cuda import padded_ops
-from amp_graph.passes.backends.cuda.pad_shapes import PadShapes
+from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
+from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
 from tests.passes.graphs import capture_function, differences, run_step, standard_passes
@@ -102,8 +103,9 @@ KEPT = {
 def passed(function):
     graph = capture_function(function, drawn(3, 5, 13), w=W)
     plain, ours = (graph.through(standard_passes())[0] for _ in range(2))
-    (done,) = run_passes(ours, [PadShapes("cuda")], checked=True)
-    return plain, ours, graph.given, done.result
+    linears, images = run_passes(ours, [PadShapes("cuda"), PadChannels("cuda")], checked=True)
+    changes, skips = linears.result.changes + images.result.changes, linears.result.skips + images.result.skips
+    return plain, ours, graph.given, PassResult(ours, changes, skips)
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -168,6 +170,7 @@ def found_in(model):
         ("fp16,device=cuda", 3),
         ("bf16,device=cuda,accuracy=fast", 3),
         ("bf16,device=cuda,skip=pad-shapes", 0),
+        ("bf16,device=cuda,skip=pad-channels", 2),
         ("bf16,lists=autocast_cuda,device=cuda", 0),
         ("bf16", 0),
     ],
@@ -193,6 +196,34 @@ def test_a_whole_step_updates_as_without_it():
         return [step(X).item() for _ in range(5)]
 
     assert losses("bf16,device=cuda") == pytest.approx(losses("bf16,device=cuda,skip=pad_shapes"), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("compile", "options", "padded"),
+    [
+        ("inductor", {}, ["aligned_conv2d"]),  # Inductor pads no convolutions
+        ("inductor", {"shape_padding": False}, ["aligned_conv2d", "aligned_linear", "aligned_linear"]),
+        ("aot_eager", {}, ["aligned_conv2d", "aligned_linear", "aligned_linear"]),
+    ],
+)
+@pytest.mark.parametrize("step", [False, True])
+def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, step, monkeypatch):
+    def as_it_is(gm, inputs, **how):
+        return gm.forward
+
+    monkeypatch.setattr("amp_graph.capture.dynamo_backend.compile_with_inductor", as_it_is)
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: as_it_is)
+    torch.manual_seed(0)
+    model, policy = Odd(), "bf16,device=cuda"
+    how = {"compile": compile, "options": options}
+    if step:
+        step = amp_graph.TrainStep(model, lambda out: out[0], torch.optim.SGD(model.parameters()), policy, **how)
+        step(X)
+        gm = step.captured[0].rewritten.gm
+    else:
+        amp_graph.convert(model, policy, **how)(X)
+        gm = conversion_of(model).graphs[0].rewritten.gm
+    assert [n.target.__name__ for n in gm.graph.nodes if n.target in (aligned_linear, aligned_conv2d)] == padded
 
 
 def test_small_products_are_left_with_a_reason(monkeypatch):

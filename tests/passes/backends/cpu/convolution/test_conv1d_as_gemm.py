@@ -215,9 +215,11 @@ def test_a_step_computes_what_the_loop_does():
 
 
 def test_sizes_that_pay(monkeypatch):
-    monkeypatch.setattr(conv_thresholds, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(conv_thresholds, "cpu_has_amx", lambda: True)
     pays = conv_thresholds.windows_are_profitable
     assert pays("cpu", BF16, 800, 512 * 512 * 3, True)
     assert not pays("cpu", BF16, 100, 64 * 64, True)
     assert not pays("cuda", BF16, 800, 512 * 512 * 3, True)
     assert not pays("cpu", torch.float16, 800, 512 * 512 * 3, False)
+    monkeypatch.setattr(conv_thresholds, "cpu_has_amx", lambda: False)
+    assert not pays("cpu", BF16, 800, 512 * 512 * 3, True), "torch's own convolution is faster with dot products alone"

@@ -17,8 +17,7 @@ from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import p
 from amp_graph.passes.backends.cpu.linear import amx_gemm as kernel
 from amp_graph.passes.backends.cpu.linear import (
     linear_functions,
-    lower_large_linears,
-    lower_small_linears,
+    lower_linears,
     lower_weight_gradients,
     panel_gemm,
 )
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.skipif(panel_gemm.library() is None, reason="needs AVX5
 @pytest.fixture(params=["matrix units", "emulated units"], autouse=True)
 def _built_for(request, monkeypatch):
     found = kernel.typed(built(kernel.SOURCE, request.param))
-    for module in (kernel, lower_large_linears, lower_weight_gradients):
+    for module in (kernel, lower_weight_gradients):
         monkeypatch.setattr(module, "library", lambda: found)
 
 
@@ -224,10 +223,10 @@ def test_oneDNN_finds_its_own_tiles_afterwards():
 
 @pytest.fixture
 def it_is_always_profitable(monkeypatch):
-    for module in (kernel, lower_large_linears, lower_weight_gradients):
+    for module in (kernel, lower_linears, lower_weight_gradients):
         monkeypatch.setattr(module, "amx_product_is_profitable", lambda device, dtype, *sizes: dtype == BF16)
-    monkeypatch.setattr(lower_large_linears, "training_by_function_is_profitable", lambda *sizes: True)
-    monkeypatch.setattr(lower_small_linears, "small_linear_is_profitable", lambda *form: False)
+    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
+    monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
     monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
 
 
@@ -484,7 +483,7 @@ def test_a_step_leaves_no_thread_idle():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = amp_graph.TrainStep(
-        model, F.mse_loss, optimizer, "bf16,skip=lower_weight_gradients|fuse_addmm_bias|lower_small_linears"
+        model, F.mse_loss, optimizer, "bf16,skip=lower_weight_gradients|fuse_addmm_bias|lower_linears"
     )
     torch.testing.assert_close(found, torch.stack([plain(x, x) for _ in range(3)]).detach(), rtol=2**-7, atol=0)
 
@@ -515,7 +514,7 @@ def test_a_function_around_small_linears_is_seen(monkeypatch):
     assert not training_by_function_is_profitable(512, 384, 384)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
     assert training_by_function_is_profitable(512, 384, 384)
-    assert not lower_large_linears.LowerLargeLinears().in_step
+    assert not lower_linears.LowerLinears().in_step
 
 
 def test_sizes_that_pay(monkeypatch):

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_large_linears, lower_small_linears
+from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears
 from amp_graph.passes.backends.cpu.linear import linear_functions as low
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
-from amp_graph.passes.backends.cpu.linear.lower_small_linears import LowerSmallLinears
+from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import gemm_thresholds
@@ -140,7 +140,7 @@ def test_transforms_and_modes_get_torchs_own():
 
 def through(function, *inputs, **state):
     gm, _ = capture_function(function, *inputs, **state).through(passes_until(Fp32NormGradients))
-    (done,) = run_passes(gm, [LowerSmallLinears()], checked=True)
+    (done,) = run_passes(gm, [LowerLinears()], checked=True)
     return gm, done.result
 
 
@@ -149,8 +149,7 @@ W, B = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
 
 @pytest.mark.parametrize(("rows", "small"), [(8, True), (1, False), (1 << 13, False)])
 def test_only_where_it_pays(rows, small):
-    gm, result = through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(rows, 64), w=W, b=B)
-    assert result.modified == small
+    gm, _ = through(lambda m, x: F.linear(x, m.w, m.b), torch.randn(rows, 64), w=W, b=B)
     assert any(n.target is linear_low for n in gm.graph.nodes) == small
 
 
@@ -198,7 +197,7 @@ class Called(nn.Module):
 
 def check_like_torchs_kernels(function, x):
     exact = train(Called(function), x)
-    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_small_linears")]
+    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_linears")]
     for true, one, theirs in zip(exact, *given, strict=True):
         assert one.shape == true.shape
         assert (one - true).norm() <= 1.1 * (theirs - true).norm()
@@ -253,7 +252,7 @@ def test_errors_are_those_of_torchs_products():
     exact = copy.deepcopy(base).double()
     exact(X.double()).square().mean().backward()
     errors = {}
-    for policy in ("bf16", "bf16,skip=lower_small_linears"):
+    for policy in ("bf16", "bf16,skip=lower_linears"):
         model = amp_graph.convert(copy.deepcopy(base), policy)
         model(X).square().mean().backward()
         assert ("linear_of_parameters" in amp_graph.report(model).graphs[0].text) == ("skip" not in policy)
@@ -314,7 +313,7 @@ def test_sizes_that_pay(monkeypatch):
     assert pays("cpu", BF16, 64, 512, 512)
     assert not pays("cpu", BF16, 2048, 512, 256)
     assert not pays("cpu", BF16, 32, 1024, 1024)
-    assert lower_small_linears.small_linear_is_profitable is pays
+    assert lower_linears.small_linear_is_profitable is pays
 
 
 # -- many rows: the bias in the product -------------------------------------------------------------------------
@@ -325,9 +324,9 @@ NAMES = ("x", "weight", "bias")
 
 @pytest.fixture
 def many_are_few(monkeypatch):
-    monkeypatch.setattr(lower_small_linears, "small_linear_is_profitable", lambda *form: False)
-    monkeypatch.setattr(lower_large_linears, "training_by_function_is_profitable", lambda *sizes: True)
-    for module in (lower_large_linears, low):
+    monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
+    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
+    for module in (lower_linears, low):
         monkeypatch.setattr(module, "bias_in_trained_linear_is_profitable", lambda *form: True)
 
 
@@ -398,7 +397,7 @@ def test_results_of_many_rows_may_be_written_in_place(edit):
 def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
     torch.manual_seed(0)
     base, found = Net(), []
-    for policy in ("bf16" + more, "bf16,skip=lower_large_linears" + more):
+    for policy in ("bf16" + more, "bf16,skip=lower_linears" + more):
         loop = amp_graph.convert(copy.deepcopy(base), policy)
         loss = F.mse_loss(loop(X), X)
         loss.backward()
@@ -426,7 +425,7 @@ def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
     x, errors = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1)), {}
     exact = Attends().double()
     exact(x.double()).square().sum().backward()
-    for policy in ("bf16", "bf16,skip=lower_large_linears"):
+    for policy in ("bf16", "bf16,skip=lower_linears"):
         model = amp_graph.convert(Attends(), policy)
         model(x).square().sum().backward()
         assert amp_graph.report(model).graphs[0].text.count("linear_trained(") == (2 if "skip" not in policy else 0)

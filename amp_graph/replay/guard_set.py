@@ -1,0 +1,193 @@
+"""Decides, call by call, whether a captured graph runs as it is, is recorded, or is replayed.
+
+The first calls of each kind of arguments (``flat_call.key_of``) run as they are: they are the warm-up, and show whether
+the user's loop does what a recording cannot. The fourth is recorded. Two forwards may wait for their backwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.passes.graph.fake_values import has_symbols
+from amp_graph.passes.torch_compat.backward_state import what_watches_calls
+from amp_graph.passes.torch_compat.cuda import stream_of
+from amp_graph.replay.behind_autograd import arranged, outputs_of
+from amp_graph.replay.eligibility import why_not_captured, why_not_flat
+from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
+from amp_graph.replay.flat_graph import CannotBeFlat
+from amp_graph.replay.recorder import CannotRecord
+from amp_graph.replay.replayed_call import ReplayedCall
+from amp_graph.replay.slots import Slot, Wrap
+from amp_graph.replay.taped_graphs import TapedGraphs
+
+if TYPE_CHECKING:
+    from amp_graph.replay.replays import Replays
+
+WARM_UP = 3  # calls of a kind that run as they are
+SLOTS = 2  # forwards of a kind that may wait for their backwards
+MOVES = 3  # recordings that are made anew because parameters moved
+KINDS = 64  # kinds of arguments that are counted
+RARER = 4  # how many times more calls a kind needs after its recordings had to go
+
+
+@dataclass(eq=False)
+class Entry:
+    """Calls with arguments of one kind."""
+
+    calls: int = 0
+    needed: int = WARM_UP
+    moves: int = 0
+    why: str = ""  # why it is not recorded
+    by_copy: tuple[int, ...] = ()
+    graphs: FlatGraphs | TapedGraphs | None = None
+    slots: list[Slot] = field(default_factory=list)
+    timings: list[tuple[Any, Any, float]] = field(default_factory=list)
+
+    def decline(self, why: str) -> None:
+        """Run calls of this kind as they are from now on."""
+        self.why = self.why or why
+        self.slots = [slot for slot in self.slots if not slot.is_free]
+        self.graphs = None
+
+    def make_rarer(self) -> None:
+        """Count anew: its recordings had to go for others."""
+        self.calls, self.needed = 0, RARER * self.needed
+
+
+class GuardSet:
+    """One captured graph: ``run`` runs it as it is, ``eager`` or compiled."""
+
+    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, eager: bool) -> None:
+        """Nothing is recorded yet; ``wrap`` is applied to what is recorded."""
+        self.replays, self.gm, self.run, self.wrap = replays, gm, run, wrap
+        self.entries: OrderedDict[Key, Entry] = OrderedDict()
+        self.why, self.eager = "", eager
+        # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
+        self._keyed: list[int] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one call."""
+        if self.why or what_watches_calls() or not self.replays.lock.acquire(blocking=False):
+            return self.run(*args)
+        try:
+            return self._decide(args)
+        finally:
+            self.replays.lock.release()
+
+    def _decide(self, args: Sequence[Any]) -> Any:
+        entry = self._entry(args)
+        if entry is None or entry.why:
+            return self.run(*args)
+        entry.calls += 1
+        if entry.calls <= entry.needed:
+            return self._warm_up(entry, args)
+        slot = self._slot(entry, args)
+        return self.run(*args) if slot is None else self._replay(entry, slot, args)
+
+    def _entry(self, args: Sequence[Any]) -> Entry | None:
+        if not self.entries and (why := why_not_captured(self.gm, args) or self.replays.why_not(args)):
+            self.why = why
+            return None
+        if not self.entries and not has_symbols(self.gm):
+            own = self.replays.own_tensors()
+            self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
+        try:
+            key = key_of(args if self._keyed is None else [args[i] for i in self._keyed])
+            key = (*key, next((stream_of(a) for a in args if isinstance(a, Tensor)), 0))  # streams run at the same time
+            found = self.entries.get(key)
+        except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
+            self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
+            return None
+        if found is None:
+            found = self.entries[key] = Entry()
+            if len(self.entries) > KINDS:
+                self.entries.popitem(last=False)
+        self.entries.move_to_end(key)
+        return found
+
+    def _warm_up(self, entry: Entry, args: Sequence[Any]) -> Any:
+        """Run a call as it is, and see whether its backward is differentiated again."""
+        end = self.replays.pace.begin(entry, args)
+        results = self.run(*args)
+        end()
+
+        def look(_: Tensor) -> None:
+            if torch.is_grad_enabled():
+                entry.decline("its backward is differentiated again (create_graph=True)")
+
+        for result in results if torch.is_grad_enabled() else ():
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                result.register_hook(look)
+        return results
+
+    def _slot(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
+        """Return a slot for a call, recorded now if need be; None if the call has to run as it is."""
+        if entry.graphs is None and not self._trace(entry, args):
+            return None
+        free = [slot for slot in entry.slots if slot.is_free]
+        for slot in free:
+            if slot.is_for(args):
+                return slot
+        if free:
+            entry.moves += 1
+            entry.slots = [slot for slot in entry.slots if slot not in free]
+            if entry.moves > MOVES:
+                entry.decline("its parameters or buffers move from call to call")
+                return None
+        return self._record(entry, args) if len(entry.slots) < SLOTS and self.replays.make_room() else None
+
+    def _trace(self, entry: Entry, args: Sequence[Any]) -> bool:
+        if why := self.replays.pace.why_not(entry):
+            entry.decline(why)
+            return False
+        own = self.replays.own_tensors()
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
+        try:
+            graphs = FlatGraphs(self.gm, args)
+            why = why_not_flat(graphs.flat, args, entry.by_copy)
+        except Exception as error:
+            why = _told(error)
+        if why:
+            entry.decline(why)
+        else:
+            entry.graphs = graphs if self.eager else TapedGraphs(graphs, self.run, args)
+        return not why
+
+    def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
+        assert entry.graphs is not None, "traced before"
+        try:
+            recorder = self.replays.new_recorder(args[entry.graphs.flat.tensors[0]].device)
+            with torch.no_grad():
+                slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
+        except Exception as error:
+            entry.decline(_told(error))
+            return None
+        entry.slots.append(slot)
+        return slot
+
+    def _replay(self, entry: Entry, slot: Slot, args: Sequence[Any]) -> Any:
+        slot.used = self.replays.count_forward()
+        flat = slot.graphs.flat
+        if flat.backward is None:
+            with torch.no_grad():
+                return arranged(flat, slot.forward(args), args)
+        call = ReplayedCall(self, entry, slot, args)
+        with torch.no_grad():
+            found = slot.forward(args)
+        slot.holder = weakref.ref(call)
+        return outputs_of(call, found, args)
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error, with its type unless the text is a reason already."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, (CannotRecord, CannotBeFlat)) else f"{type(error).__name__}: {line}"

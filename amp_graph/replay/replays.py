@@ -1,0 +1,126 @@
+"""All recordings of one converted model: how many there may be, which goes first, and what the report says.
+
+Before: a Conversion whose policy says ``replay=true``. After: ``replays.wrap(gm, run)`` for each captured graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.replay.guard_set import Entry, GuardSet
+from amp_graph.replay.pace import Pace
+from amp_graph.replay.recorder import RECORDERS, Recorder
+from amp_graph.replay.slots import Slot, Wrap
+
+MOST = 8  # recordings of a model
+
+
+class Replays:
+    """The recordings of ``model``; ``mode``: "true", or "auto", which records where the host is the bottleneck."""
+
+    def __init__(self, model: torch.nn.Module, mode: str) -> None:
+        """Nothing is recorded yet."""
+        self._model, self.mode = weakref.ref(model), mode
+        self.lock = threading.RLock()
+        self.pace = Pace(mode == "auto")
+        self.guard_sets: list[GuardSet] = []
+        self._forwards = 0
+
+    def wrap(
+        self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, *, eager: bool, why: str = ""
+    ) -> Callable[..., Any]:
+        """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is, ``eager``: not compiled.
+
+        why: a reason to record nothing. What is returned holds no recording: Dynamo may keep it longer than the model
+        lives.
+        """
+        made = GuardSet(self, gm, run, wrap, eager)
+        made.why = why
+        self.guard_sets.append(made)
+        known = weakref.ref(made)
+
+        def call(*args: Any) -> Any:
+            found = known()
+            return run(*args) if found is None else found(*args)
+
+        return call
+
+    # -- what guard sets ask ---------------------------------------------------------------------------
+
+    def why_not(self, args: Sequence[Any]) -> str:
+        """Return why nothing is recorded on the device of these arguments."""
+        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
+        for kind in sorted(kinds - set(RECORDERS)):
+            return f"there are no CUDA graphs on {kind}"
+        return "" if kinds else "it has no tensors as inputs"
+
+    def own_tensors(self) -> set[int]:
+        """Return the ids of the model's parameters and buffers, which recordings read where they lie."""
+        model = self._model()
+        return set() if model is None else {id(t) for t in (*model.parameters(), *model.buffers())}
+
+    def new_recorder(self, device: torch.device) -> Recorder:
+        """Return a recorder for one slot."""
+        return RECORDERS[device.type](device)
+
+    def count_forward(self) -> int:
+        """Return the number of a forward."""
+        self._forwards += 1
+        return self._forwards
+
+    def make_room(self) -> bool:
+        """Free the recording that was used longest ago, if there are too many; False if all wait for backwards."""
+        known = list(self._recordings())
+        if len(known) < MOST:
+            return True
+        free = [(slot.used, i) for i, (_, slot) in enumerate(known) if slot.is_free]
+        if not free:
+            return False
+        entry, slot = known[min(free)[1]]
+        entry.slots.remove(slot)
+        if not entry.slots:
+            entry.make_rarer()
+        return True
+
+    def _recordings(self) -> Iterator[tuple[Entry, Slot]]:
+        for one in self.guard_sets:
+            for entry in one.entries.values():
+                for slot in entry.slots:
+                    yield entry, slot
+
+    # -- what the user asks ----------------------------------------------------------------------------
+
+    def drop(self) -> int:
+        """Free all recordings; return their bytes. Calls that wait for a backward keep theirs until then."""
+        with self.lock:
+            size = self.bytes
+            for one in self.guard_sets:
+                one.entries.clear()
+        if size and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # else the pools stay reserved
+        return size
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that recordings hold."""
+        return sum(slot.recorder.bytes_held(slot.tensors()) for _, slot in self._recordings())
+
+    def lines(self, size_text: Callable[[int], str]) -> Iterator[str]:
+        """Yield the lines of a report: what is recorded, and for each graph why not."""
+        count = sum(1 for _ in self._recordings())
+        yield f"replay={self.mode}: {count} of at most {MOST} recordings, which hold {size_text(self.bytes)}"
+        for i, one in enumerate(self.guard_sets):
+            if one.why:
+                yield f"replay: graph {i} is not recorded: {one.why}"
+                continue
+            for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
+                kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
+                yield f"replay: graph {i} is not recorded{kinds}: {why}"

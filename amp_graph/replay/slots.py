@@ -1,0 +1,170 @@
+"""One recorded forward with its backward, and the memory that both own: a slot.
+
+Before: a forward whose saved values autograd owns. After: saved values in a slot, which no other forward may use until
+the backward of this one has run, or can no longer run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.passes.torch_compat.storage import address_of, storage_key
+from amp_graph.replay.eligibility import why_not_flat
+from amp_graph.replay.flat_call import FlatGraphs
+from amp_graph.replay.flat_graph import Pattern
+from amp_graph.replay.packed_gradients import PackedGradients
+from amp_graph.replay.recorder import CannotRecord, Recorder, Replay, Results
+from amp_graph.replay.static_memory import copied, fill, twin_of
+from amp_graph.replay.taped_graphs import TapedGraphs
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(eq=False)
+class RecordedBackward:
+    """The recording of a backward, for gradients of one layout."""
+
+    replay: Replay
+    seeds: list[Tensor]
+    results: Results
+    packed: PackedGradients
+
+
+@dataclass(eq=False)
+class Slot:
+    """Recordings of one captured graph, for arguments of one kind at known addresses.
+
+    static: the arguments as the recordings read them: copies of what the caller passes (``by_copy``), and the model's
+    own tensors, by address. holder: the call that waits for its backward.
+    """
+
+    graphs: FlatGraphs | TapedGraphs
+    recorder: Recorder
+    by_copy: tuple[int, ...]
+    static: list[Any]
+    addresses: tuple[tuple[int, ...], list[int]]  # the numbers of those arguments, and where they lie
+    replay: Replay
+    results: Results
+    wrap: Wrap
+    backwards: dict[Pattern, RecordedBackward | None] = field(default_factory=dict)
+    used: int = 0
+    holder: weakref.ref[Any] | None = None
+
+    @staticmethod
+    def recorded(
+        graphs: FlatGraphs | TapedGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
+    ) -> Slot:
+        """Record forward; raises CannotRecord."""
+        static = [a.detach() if isinstance(a, Tensor) else a for a in args]
+        for i in by_copy:
+            static[i] = copied(static[i])
+        flat = graphs.flat
+        replay, results = recorder.record(wrap(flat.run_forward), [static[i] for i in flat.tensors])
+        copies = set(by_copy)
+        by_address = tuple(i for i in flat.tensors if i not in copies)
+        addresses = by_address, addresses_of(args, by_address)
+        return Slot(graphs, recorder, tuple(by_copy), static, addresses, replay, results, wrap)
+
+    def is_for(self, args: Sequence[Any]) -> bool:
+        """Say whether the model's own tensors lie where they were recorded."""
+        numbers, places = self.addresses
+        return addresses_of(args, numbers) == places
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no call waits for its backward."""
+        return self.holder is None or self.holder() is None
+
+    def forward(self, args: Sequence[Any]) -> list[Tensor]:
+        """Replay forward on ``args``; return copies of the new tensors."""
+        flat = self.graphs.flat
+        for i in self.by_copy:
+            fill(self.static[i], args[i])
+        self.replay()
+        for i in flat.written - flat.uncounted:
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+        made = self.results[: flat.made]
+        found = [copied(r) for r in made]
+        self.recorder.release(made)
+        if flat.backward is None:
+            self._release_inputs()
+        return found
+
+    def backward(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Replay backward; return copies of the gradients, or None if it is not recorded. Raises CannotRecord."""
+        pattern = tuple(None if g is None else tuple(g.stride()) for g in given)
+        if pattern not in self.backwards:
+            self.backwards[pattern] = None  # if recording fails
+            self.backwards[pattern] = self._record_backward(given)
+        recorded = self.backwards[pattern]
+        if recorded is None:
+            return None
+        for seed, grad in zip(recorded.seeds, (g for g in given if g is not None), strict=True):
+            fill(seed, grad)
+        recorded.replay()
+        found = recorded.packed.handed_out(recorded.results)
+        self.recorder.release(recorded.results)
+        self.free()
+        return found
+
+    def _record_backward(self, given: Sequence[Tensor | None]) -> RecordedBackward | None:
+        found = self.graphs.backward(given, self.saved)
+        if found is None:
+            return None
+        flat, run = found
+        if why := why_not_flat(flat, self.static, self.by_copy):
+            raise CannotRecord(why)
+        seeds = [twin_of(g) for g in given if g is not None]
+        kept = [self.static[i] for i in self.graphs.flat.kept]
+        packed = PackedGradients()
+
+        def packing(*args: Any) -> list[Tensor]:
+            return packed.pack(run(*args))
+
+        replay, results = self.recorder.record(self.wrap(packing), [*kept, *self.saved, *seeds])
+        return RecordedBackward(replay, seeds, results, packed)
+
+    @property
+    def saved(self) -> list[Any]:
+        """The values of forward that backward reads."""
+        return self.results[self.graphs.flat.made :]
+
+    def unrecorded_backward(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run backward on what the recorded forward saved, which stays as it is; raises CannotBeFlat."""
+        found = self.graphs.unrecorded(given)
+        if found is None:
+            return [None for _ in self.graphs.flat.routes]
+        grads = found[1](*kept, *self.saved, *(g for g in given if g is not None))
+        own = {storage_key(t) for t in self.saved if isinstance(t, Tensor)}
+        return [copied(g) if g is not None and storage_key(g) in own else g for g in grads]
+
+    def free(self) -> None:
+        """Let another call use the slot."""
+        self.holder = None
+        self.recorder.release([t for t in self.saved if isinstance(t, Tensor)])
+        self._release_inputs()
+        for recorded in self.backwards.values():
+            self.recorder.release(recorded.seeds if recorded else ())
+
+    def _release_inputs(self) -> None:
+        self.recorder.release([self.static[i] for i in self.by_copy])
+
+    def tensors(self) -> list[Tensor]:
+        """Return all memory that the slot holds and Python can see."""
+        found = [self.static[i] for i in self.by_copy] + self.results
+        for recorded in self.backwards.values():
+            found += [*recorded.seeds, *recorded.results] if recorded else []
+        own = {storage_key(a) for i, a in enumerate(self.static) if isinstance(a, Tensor) and i not in self.by_copy}
+        return [t for t in found if isinstance(t, Tensor) and storage_key(t) not in own]
+
+
+def addresses_of(args: Sequence[Any], numbers: Sequence[int]) -> list[int]:
+    """Return the addresses of the arguments of these numbers."""
+    return [address_of(args[i]) for i in numbers]

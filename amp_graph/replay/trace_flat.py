@@ -1,0 +1,126 @@
+"""Traces a captured graph with its backward, on fake tensors, and divides the trace into a ``Flat``.
+
+Before: the rewritten GraphModule, and the arguments of a call. After: ``trace_flat(gm, args)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+
+from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
+from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
+from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
+from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.replay.argument_edges import Edges
+from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Output, Pattern
+from amp_graph.replay.flat_partition import Partition
+
+
+class _Inline(Interpreter):
+    """Runs a graph such that a checkpoint's recomputation becomes a part of the trace."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call one function."""
+        if target is run_checkpoint:
+            kwargs = {**kwargs, "keeps_random_state": False}
+        return super().call_function(target, args, kwargs)
+
+
+def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = None) -> Flat:
+    """Trace ``gm`` and its backward for these arguments; ``pattern`` None: each output's gradient is laid out as it.
+
+    Nothing runs on real data. Raises CannotBeFlat with the reason.
+    """
+    grad = torch.is_grad_enabled()
+    seen = _Traced(gm, args, grad, pattern)
+    given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
+    try:
+        with one_capture_at_a_time(), torch.no_grad(), without_autocast(), collector_waits(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # kernels warn about fake operands
+            joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    except CannotBeFlat:
+        raise
+    except Exception as error:
+        told = (str(error).strip().splitlines() or [""])[0]
+        raise CannotBeFlat(f"it cannot be traced: {type(error).__name__}: {told}") from error
+    return Partition(joint, seen).flat()
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off, as it is in calls of captured graphs; a backward may run inside of a region."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+class _Traced:
+    """The function that is traced; it notes what the outputs are, where forward ends, and what gradients belong to."""
+
+    def __init__(self, gm: GraphModule, args: Sequence[Any], grad: bool, pattern: Pattern | None) -> None:
+        self.run, self.args, self.grad, self.pattern = _Inline(gm), list(args), grad, pattern
+        self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
+        self.outputs: tuple[Output, ...] = ()
+        self.forward_nodes: dict[str, None] = {}  # names, in order
+        self.seed_nodes: list[str] = []
+        self.made = 0
+        self.routes: list[int] = []
+
+    def __call__(self, *leaves: Tensor) -> list[Any]:
+        """Run forward, and backward if gradients are recorded; return new outputs and gradients."""
+        for i, leaf in zip(self.tensors, leaves, strict=True):
+            self.args[i] = leaf
+        with torch.set_grad_enabled(self.grad):
+            new = self._read(self.run.run(*self.args), leaves)
+        self.made = len(new)
+        self.forward_nodes = names_traced_so_far()
+        return [*new, *self._gradients([t for t in new if t.requires_grad], leaves)]
+
+    def _read(self, results: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Note what the outputs are, and return those that are new tensors."""
+        own = {id(leaf): i for i, leaf in zip(self.tensors, leaves, strict=True)}
+        memory = {storage_key(leaf) for leaf in leaves}
+        new: dict[int, int] = {}
+        found, tensors = [], []
+        for result in results:
+            if not isinstance(result, Tensor):
+                found.append(Output(constant=result))
+            elif id(result) in own:
+                found.append(Output(passed=own[id(result)]))
+            else:
+                if id(result) not in new:
+                    key = storage_key(result)
+                    if key is None:
+                        raise CannotBeFlat("an output is not an ordinary tensor")
+                    if key in memory:
+                        raise CannotBeFlat("an output shares memory with an input or with another output")
+                    memory.add(key)
+                    new[id(result)] = len(new)
+                    tensors.append(result)
+                found.append(Output(place=new[id(result)], has_gradient=result.requires_grad))
+        self.outputs = tuple(found)
+        return tensors
+
+    def _gradients(self, outs: list[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients in the order of ``routes``."""
+        if self.pattern is None:
+            self.pattern = tuple(tuple(out.stride()) for out in outs)
+        edges = Edges(outs, {id(leaf): i for i, leaf in zip(self.tensors, leaves, strict=True)})
+        self.routes = edges.routes
+        pairs = [(out, steps) for out, steps in zip(outs, self.pattern, strict=True) if steps is not None]
+        if not edges.leaves or not pairs:
+            return [None for _ in self.routes]
+        seeds = [torch.empty_strided(o.shape, s, dtype=o.dtype, device=o.device) for o, s in pairs]
+        self.seed_nodes = [name for name in names_traced_so_far() if name not in self.forward_nodes]
+        return edges.gradients([out for out, _ in pairs], seeds)

@@ -1,0 +1,90 @@
+"""Thresholds of size: below them a Python call of ours (20 to 200 us with its backward) takes longer than it saves.
+
+Before: a pass that replaces an operation of any size. After: ``if sharing_a_cast_is_profitable("cpu", elements): ...``.
+All figures: bf16 on a CPU with dot products, one thread, microseconds or ratios of forward and backward
+(``benchmarks/host_time.py`` has whole models).
+"""
+
+from __future__ import annotations
+
+from amp_graph.passes.profitability.gemm_thresholds import LEAST_OF_LIBRARY
+from amp_graph.passes.torch_compat.cpu import cpu_has_amx
+
+# Elements of a weight below which one more cast takes no longer than the check whether its copy is current.
+FEWEST_KEPT = 1 << 15
+
+
+def keeping_a_copy_is_profitable(elements: int, trained: bool) -> bool:
+    """Say whether a low-precision copy of a weight of so many ``elements`` should outlive the call.
+
+    Reading a copy takes this much longer than a cast: with an update before each call 7 us up to 16,384 elements, 9 at
+    32,768; -23 at 131,072 with four calls per update; without any update 0 to 4 up to 4,096, -3 to 1 at 16,384, -6 at
+    32,768. Without gradients (``trained``) nothing has to lead back to the weight, and copies are packed.
+    """
+    return not trained or elements >= FEWEST_KEPT
+
+
+# Elements of a value below which one cast per reader is faster than one that all readers share.
+FEWEST_SHARED = 1 << 15
+
+
+def sharing_a_cast_is_profitable(device: str, eager: bool, elements: int) -> bool:
+    """Say whether several readers of a value of so many ``elements`` should share its cast, by a Python function.
+
+    Its gradients are the same as with one cast per reader, which are C++ in torch. Time of the function over that of
+    the casts, two and three readers: 1.2 to 1.4 up to 4,096 elements, 1.2 at 16,384, 1.15 at 32,768, 1.0 to 1.05 at
+    131,072, 0.5 to 0.6 at 262,144. Each cast saves its result for backward, so the limit is lower than that of time. A
+    compiler traces through the function. On CUDA each cast is a kernel; not timed.
+    """
+    return device != "cpu" or not eager or elements >= FEWEST_SHARED
+
+
+MOST_SCORES_OF_TORCH = 512  # scores of all heads
+
+
+def torchs_trained_attention_is_profitable(heads: int, queries: int, keys: int, width: int) -> bool:
+    """Say whether torch's kernel is faster than ours, forward and backward, for so few ``heads`` of the whole batch.
+
+    Our time over torch's: 1.8 for 8 and 16 scores of width 16, 1.55 for 256, 1.3 for 512; 0.5 for 1,024 and 0.4 for
+    2,048 of width 64, whose products are so large that torch calls oneDNN for each.
+    """
+    return heads * queries * keys <= MOST_SCORES_OF_TORCH and queries * keys * width <= LEAST_OF_LIBRARY
+
+
+# Multiplications of a recurrent layer, all steps; the second with AMX, whose figures are in gemm_thresholds.py.
+LEAST_RECURRENT, LEAST_RECURRENT_BY_UNITS = 1 << 25, 1 << 23
+
+
+def recurrent_function_is_profitable(products: int) -> bool:
+    """Say whether a trained LSTM layer of so many multiplications outweighs the calls of our function.
+
+    Its time over torch's: 1.4 up to 262,144 multiplications, 1.3 to 1.15 from 2 to 17 million, 1.1 at 34 million, 1.1
+    and 0.9 at 67 million (states of 128, 256).
+    """
+    return products >= (LEAST_RECURRENT_BY_UNITS if cpu_has_amx() else LEAST_RECURRENT)
+
+
+# Multiplications of a convolution's weight gradient, the second with AMX: a matmul's rate is several times as high.
+LEAST_OF_A_CONVOLUTION, LEAST_OF_A_CONVOLUTION_BY_UNITS = 1 << 26, 1 << 22
+
+
+def weight_gradient_function_is_profitable(products: int) -> bool:
+    """Say whether a weight gradient of so many multiplications outweighs the calls of our function around it.
+
+    Convolution of 4 x 4 pixels, 3x3, time over torch's: 1.6 with 32 channels for 1 to 32 images, 1.5 with 64 and 128
+    for 1 to 8; 1.1 at 19 and 75 million multiplications, 1.05 at 302 million, 0.98 at 1.2 billion; 2 x 2 pixels: 0.7 at
+    151 million.
+    """
+    return products >= (LEAST_OF_A_CONVOLUTION_BY_UNITS if cpu_has_amx() else LEAST_OF_A_CONVOLUTION)
+
+
+# Elements of the result of a transposed convolution.
+FEWEST_TRANSPOSED = 1 << 14
+
+
+def transposed_function_is_profitable(elements: int) -> bool:
+    """Say whether a transposed convolution with so many result ``elements`` outweighs the calls of our function.
+
+    Its time over torch's: 1.15 up to 2,048 elements, 1.06 at 8,192, 1.02 at 16,384, 0.8 at 131,072.
+    """
+    return elements >= FEWEST_TRANSPOSED

@@ -1,0 +1,63 @@
+"""What Inductor does by itself to matmuls and images: private names, checked on torch 2.11 and 2.13.
+
+Before: a graph that Inductor will compile. After: whether it pads its matmuls, or lays out its images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ConvolutionArgs:
+    """Arguments of ``aten.convolution``: sizes of images and weight, and all numbers."""
+
+    image: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+def pads_matmuls(options: Mapping[str, Any]) -> bool:
+    """Say whether Inductor pads matmuls on CUDA, under the user's ``options``."""
+    from torch._inductor import config
+
+    return bool(options.get("shape_padding", config.shape_padding))
+
+
+def lays_out_channels_last(
+    convolutions: Sequence[ConvolutionArgs], nodes: int, options: Mapping[str, Any], *, training: bool
+) -> bool:
+    """Say whether Inductor would run a graph of ``nodes`` with these ``convolutions`` on CUDA in channels_last.
+
+    It is asked, by a graph of the convolutions alone on another device than a CPU, filled up to as many nodes.
+    """
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    graph = torch.fx.Graph()
+    for args in convolutions:
+        operands = []
+        for sizes in (args.image, args.weight):
+            operands.append(graph.placeholder(f"given_{len(graph.nodes)}"))
+            operands[-1].meta["val"] = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+        numbers = (args.stride, args.padding, args.dilation, args.transposed, args.output_padding, args.groups)
+        graph.call_function(torch.ops.aten.convolution.default, (*operands, None, *map(_listed, numbers)))
+    for i in range(len(graph.nodes), nodes):
+        graph.placeholder(f"filling_{i}")
+    chosen = {name: setting for name, setting in options.items() if hasattr(config, name)}
+    with config.patch(chosen):
+        gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+        return bool(GraphLowering.decide_layout_opt(gm, is_inference=not training))
+
+
+def _listed(given: Any) -> Any:
+    return [*given] if isinstance(given, tuple) else given

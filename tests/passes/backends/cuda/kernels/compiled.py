@@ -1,0 +1,112 @@
+"""Compile each kernel for real GPUs, without one, for what the functions that launch it give it.
+
+``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel. In the interpreter Python runs the
+kernels: what Triton's compiler refuses, such as a global variable, is seen here alone.
+"""
+
+import importlib
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+
+from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy
+
+CAPABILITIES = (80, 90)
+
+
+class NoGpu(DriverBase):
+    """The driver of a GPU that is not there: its compiler has all that it asks of one."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability  # what is compiled is kept by device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_capability(self, device):
+        return divmod(self.capability, 10)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty):
+        return ty
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_benchmarker(self):
+        raise NotImplementedError("nothing runs")
+
+
+def compile_alone(seen, capability):
+    """Return what stands in for ``launch``: it compiles for what it is given, as a launch does, and runs nothing."""
+
+    def launch(module, kernel, programs, given, *, warps=8, **constants):
+        function = getattr(importlib.import_module(module), kernel)
+        options = {"num_warps": warps, "enable_fp_fusion": True, **constants}
+        made = function.warmup(*given, grid=(programs,), **options)
+        assert made.asm["cubin"]
+        assert made.metadata.target.arch == capability
+        seen.append(f"{kernel} sm_{capability} {constants} shared {made.metadata.shared}")
+
+    return launch
+
+
+def of_cross_entropy(low):
+    for classes in (4, 50257, 128256):
+        x, target = torch.empty(2, classes, dtype=low), torch.zeros(2, dtype=torch.int64)
+        for weight in (None, torch.ones(classes)):
+            for smooth in (0.0, 0.1):
+                _, stats = cross_entropy.cross_entropy_and_stats(x, target, weight, -100, smooth)
+                for others in (None, x.float()):
+                    given = (torch.ones(2), x, stats, target, weight, others, -100, smooth)
+                    cross_entropy.cross_entropy_backward_of_stats(*given)
+
+
+def of_add_norm(low):
+    wide = torch.float32
+    for width, x, branch in (
+        (37, wide, low),
+        (1024, wide, low),
+        (8192, low, low),
+        (4096, low, None),
+        (16384, wide, None),
+    ):
+        x = torch.empty(3, width, dtype=x)
+        branch = None if branch is None else x.to(branch)
+        for centered in (True, False):
+            weight, bias = (torch.ones(width), torch.ones(width).to(low)) if branch is not None else (None, None)
+            for wants in ((True, False), (True, True), (False, True)):
+                stats, *_ = add_norm.forward(x, branch, weight, bias, width, 1e-5, low, *wants, centered)
+            for count, others in ((1, x), (2, None), (3, x.to(low)), (4, x), (5, None)):
+                grads = [x.to(low)] * (count - 1) + [x.float()]
+                wants = (count % 2 > 0, count > 1, count > 1 and weight is not None, count > 2 and weight is not None)
+                add_norm.backward(grads, others, x, stats, weight, width, low, *wants, centered)
+
+
+def main():
+    print("triton", triton.__version__)
+    for capability in CAPABILITIES:
+        driver.set_active(NoGpu(capability))
+        for low in (torch.bfloat16, torch.float16):
+            for module, launches in ((cross_entropy, of_cross_entropy), (add_norm, of_add_norm)):
+                seen = []
+                module.launch = compile_alone(seen, capability)
+                launches(low)
+                print("\n".join(sorted(set(seen))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""RMS norms planned for CUDA: input and weight have one dtype, as torch's fused kernel wants them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_graph import Policy
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.identify_ops import names_of
+from tests.passes.graphs import capture, passes_for
+
+
+class Heads(nn.Module):
+    """Norms of queries, whose input comes from a product, and of a product's result that is returned."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), norm
+
+    def forward(self, x):
+        h = self.norm(self.first(x).view(*x.shape[:-1], 4, 8))
+        return self.last(h.flatten(-2))
+
+
+class Written(nn.Module):
+    """As Llama and its relatives write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Scaled(nn.Module):
+    """With a weight that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return F.rms_norm(x, (8,), 1 + self.weight)
+
+
+class Both(nn.Module):
+    """With a weight that comes from a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.rms_norm(x, (8,), self.weight(x[0, 0, 0]))
+
+
+NORMS = {"a module": lambda: nn.RMSNorm(8), "written out": Written, "a computed weight": Scaled, "of products": Both}
+X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
+
+
+def planned(norm, policy):
+    torch.manual_seed(0)
+    model = Heads(norm())
+    with torch.no_grad():
+        for p in model.norm.parameters():
+            p.copy_(1 + torch.randn_like(p) / 3)
+    graph = capture(model, X)
+    gm, _ = graph.through(passes_for(Policy.parse(policy), "cuda"))
+    return model, gm, graph.given
+
+
+def dtypes(gm):
+    """Return for each RMS norm the dtypes of its input and its weight, and its result's."""
+    found = [n for n in gm.graph.nodes if names_of(n) == ("aten.rms_norm",)]
+    return [tuple(str(value(n).dtype)[6:] for n in (*norm.all_input_nodes, norm)) for norm in found]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.5"])
+@pytest.mark.parametrize("name", NORMS)
+def test_no_norm_mixes_dtypes(name, policy):
+    _, gm, _ = planned(NORMS[name], policy)
+    assert dtypes(gm) == [("float32",) * 3]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_without_a_weight_it_is_low(policy):
+    _, gm, _ = planned(lambda: nn.RMSNorm(8, elementwise_affine=False), policy)
+    low = "bfloat16" if policy == "bf16" else "float16"
+    assert dtypes(gm) == [(low, low)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["a module", "written out", "a computed weight"])
+def test_errors_are_those_of_autocast(name, dtype):
+    """Autocast runs the norm in float32 on CUDA since torch 2.12; on the CPU it is asked to by hand."""
+    model, gm, given = planned(NORMS[name], str(dtype).replace("torch.bfloat", "bf").replace("torch.float", "fp"))
+    exact = model.double()(X.double())
+    model.float()
+    norm = model.norm.forward
+
+    def in_full(x):
+        with torch.autocast("cpu", enabled=False):
+            return norm(x.float())
+
+    model.norm.forward = in_full
+    with torch.autocast("cpu", dtype):
+        autocast = model(X)
+    (ours,) = gm(*given)
+    assert (ours - exact).norm() <= 1.05 * (autocast - exact).norm()
+
+
+def test_the_plan_says_why():
+    _, gm, _ = planned(NORMS["a module"], "bf16")
+    rule = Policy.parse("bf16").op_list("cuda").lookup(torch.ops.aten.rms_norm.default, {"weight": object()})
+    assert "eight kernels" in rule.why
+    assert dtypes(gm)

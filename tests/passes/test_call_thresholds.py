@@ -1,0 +1,128 @@
+"""Small operations stay torch's own C++ functions, larger ones are rewritten; gradients are autocast's either way."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.passes.profitability import call_thresholds
+from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
+
+pytestmark = pytest.mark.by_profit
+needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="no rewrite without bf16 instructions")
+
+
+class Readers(nn.Module):
+    """A norm, whose fp32 result three linears and a sum read."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + sum(part(x) for part in self.parts).float()
+
+
+class Attends(nn.Module):
+    """Attention of a few tokens, whose projections are one linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Recurs(nn.LSTM):
+    """An LSTM that returns its output alone."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+CASES = {
+    "a linear of 4 rows": (lambda: nn.Linear(32, 32), (4, 32)),
+    "linears and GELUs": (lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), (4, 32)),
+    "readers of one cast": (Readers, (4, 8)),
+    "attention of few tokens": (Attends, (1, 2, 16)),
+    "an LSTM of few steps": (lambda: Recurs(32, 32), (4, 2, 32)),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 8, 3)), (1, 32, 4, 4)),
+    "a transposed one": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 2, 2)), (1, 3, 6, 6)),
+}
+
+
+def trained(model, x, autocast=False):
+    """The gradients of the input and of all parameters."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = model(x)
+    result.float().square().mean().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def own_calls(model):
+    """The names of amp_graph's functions in the last graph of a model."""
+    graph = conversion_of(model).graphs[-1].rewritten.gm.graph
+    return {n.target.__name__ for n in graph.nodes if getattr(n.target, "__module__", "").startswith("amp_graph.")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_operations_call_no_function_of_ours(name):
+    build, shape = CASES[name]
+    made, x = build(), torch.randn(shape)
+    expected = trained(made, x, autocast=True)
+    made.zero_grad()
+    found = trained(amp_graph.convert(made, "bf16", strict=True), x)
+    assert own_calls(made) == set()
+    for ours, autocasts in zip(found, expected, strict=True):
+        assert torch.allclose(ours, autocasts, rtol=0.02, atol=0.02 * autocasts.abs().max().item())
+
+
+@needs_bf16
+def test_a_linear_that_a_library_would_run_is_ours():
+    model = amp_graph.convert(nn.Linear(32, 32), "bf16", strict=True)
+    trained(model, torch.randn(5, 32))
+    assert own_calls(model) == {"linear_of_parameters"}
+
+
+def test_gradients_of_one_cast_per_reader_are_summed_in_fp32(monkeypatch):
+    """As those of the shared cast, in another order; sums in bf16 would differ by a thousand times as much."""
+    model, x = Readers(), torch.randn(4, 8)
+    apart = trained(amp_graph.convert(model, "bf16"), x)
+    assert "shared_cast" not in own_calls(model)
+    amp_graph.revert(model).zero_grad()
+    monkeypatch.setattr(call_thresholds, "FEWEST_SHARED", 0)
+    shared = trained(amp_graph.convert(model, "bf16"), x)
+    assert "shared_cast" in own_calls(model)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(apart, shared, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_only_copies_of_large_weights_outlive_a_training_call(width):
+    model = amp_graph.convert(nn.Linear(width, width), "bf16", strict=True)
+    for _ in range(3):
+        trained(model, torch.randn(2, width))
+    kept = conversion_of(model).copies.elements_of(model.parameters())
+    assert kept == (width * width if width == 256 else 0)
+    with torch.no_grad():
+        before = model(torch.ones(2, width))
+        model.weight.data.mul_(2)
+        assert not torch.equal(model(torch.ones(2, width)), before)
+
+
+def test_weights_written_between_calls_are_read_anew():
+    model, x = nn.Linear(32, 32), torch.randn(8, 32)
+    amp_graph.convert(model, "bf16", strict=True)
+    for write in (lambda w: w.data.zero_(), lambda w: w.detach().numpy().fill(1), lambda w: w.detach().copy_(w * 3)):
+        model(x).sum().backward()
+        with torch.no_grad():
+            write(model.weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = F.linear(x, model.weight, model.bias)
+        assert torch.allclose(model(x), expected.float(), rtol=0.02, atol=0.02)

@@ -1,0 +1,602 @@
+"""Training loops as people write them; each returns every number that it saw: losses, gradients, buffers, outputs.
+
+``LOOPS["accumulation"](word)`` runs one with the policy word ``replay=word``; its results depend on nothing else.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+
+STEPS = 9  # three as they are, one recording, and replays
+LOOPS = {}
+DECLINED = {}  # the reason that the report must give where a loop is not recorded
+
+
+class Net(nn.Module):
+    """Two layers with dropout and batch norm by choice; returns logits and a feature."""
+
+    def __init__(self, drop=0.0, norm=False, tied=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 24), nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(24) if norm else nn.Identity()
+        self.drop, self.tied = nn.Dropout(drop), tied
+
+    def forward(self, x):
+        h = self.drop(F.gelu(self.norm(self.first(x))))
+        h = F.linear(F.relu(self.last(h)), self.last.weight if self.tied else self.last.weight.detach())
+        return h[:, :3].contiguous(), h.mean()
+
+
+def loop(function, declined=""):
+    LOOPS[function.__name__] = function
+    if declined:
+        DECLINED[function.__name__] = declined
+    return function
+
+
+def declined(why):
+    return lambda function: loop(function, why)
+
+
+def converted(word, model=None, policy="bf16", device=None, **options):
+    """Convert a model; ``word`` is "true", "false", or "true,..." with more words."""
+    model = (model or Net()).to(device or DEVICE[0])
+    return amp_graph.convert(model, f"{policy},weight_copies=false,replay={word}", **options)
+
+
+DEVICE = ["cpu"]
+
+
+def batch(size=8):
+    return torch.randn(size, 6, device=DEVICE[0]), torch.randint(3, (size,), device=DEVICE[0])
+
+
+def sgd(model, rate=0.1):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9)
+
+
+def seen(model, *more):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [t.detach().clone() for t in (*more, *grads, *model.parameters(), *model.buffers())]
+
+
+def plain(word, model, x=None, optimizer=None, steps=STEPS):
+    optimizer, found = optimizer or sgd(model), []
+    for _ in range(steps):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss)
+        optimizer.step()
+    return found
+
+
+@loop
+def simple(word):
+    return plain(word, converted(word))
+
+
+@loop
+def dropout_and_batch_norm(word):
+    return plain(word, converted(word, Net(drop=0.3, norm=True)))
+
+
+@loop
+def in_fp16_at_o2(word):
+    return plain(word, converted(word, policy="fp16-O2"))
+
+
+@loop
+def tied_weights(word):
+    return plain(word, converted(word, Net(tied=True)))
+
+
+@loop
+def accumulation(word, to_none=True):
+    model = converted(word, Net(tied=True))
+    optimizer, found = sgd(model), []
+    for i in range(3 * STEPS):
+        x, y = batch()
+        loss = F.cross_entropy(model(x)[0], y) / 3
+        loss.backward()
+        found += seen(model, loss)
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    return found
+
+
+@loop
+def accumulation_into_zeroed_gradients(word):
+    return accumulation(word, to_none=False)
+
+
+@loop
+def gradients_held(word):
+    """Somebody keeps the gradients of earlier steps."""
+    model = converted(word)
+    optimizer, held = sgd(model), []
+    for _ in range(STEPS):
+        x, y = batch()
+        F.cross_entropy(model(x)[0], y).backward()
+        held += [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return held
+
+
+@loop
+def gan(word):
+    maker, judge = converted(word, Net()), converted(word, Judge())
+    to_make, to_judge, found = sgd(maker, 0.01), sgd(judge, 0.01), []
+    for _ in range(2 * STEPS):
+        x, _ = batch()
+        fake = maker(x)[0]
+        loss = judge(torch.randn(8, 3, device=DEVICE[0])).mean() - judge(fake.detach()).mean()
+        to_judge.zero_grad()
+        loss.backward()
+        to_judge.step()
+        again = judge(fake).mean()
+        to_make.zero_grad()
+        again.backward()
+        to_make.step()
+        found += seen(maker, loss, again) + seen(judge)
+    return found
+
+
+class Judge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@loop
+def two_forwards_one_backward(word):
+    model = converted(word, Net(tied=True, drop=0.1))
+    optimizer, found = sgd(model), []
+    for _ in range(2 * STEPS):
+        (x, _), (z, _) = batch(), batch()
+        optimizer.zero_grad()
+        loss = (model(x)[0] - model(z)[0]).square().mean()
+        loss.backward()
+        found += seen(model, loss)
+        optimizer.step()
+    return found
+
+
+@loop
+def two_forwards_with_batch_norm(word):
+    model = converted(word, Net(norm=True))
+    found = []
+    for _ in range(2 * STEPS):
+        model.zero_grad()
+        loss = (model(batch()[0])[0] - model(batch()[0])[0]).square().mean()
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def three_forwards_one_backward(word):
+    model = converted(word, Net(tied=True))
+    found = []
+    for _ in range(2 * STEPS):
+        model.zero_grad()
+        outs = [model(batch()[0])[0] for _ in range(3)]
+        loss = (outs[0] * outs[1] - outs[2]).square().mean()
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def retain_graph(word):
+    model = converted(word, Net(drop=0.2))
+    found = []
+    for i in range(2 * STEPS):
+        model.zero_grad()
+        out, extra = model(batch()[0])
+        first, second = out.square().mean(), extra
+        first.backward(retain_graph=True)
+        found += seen(model, first)
+        if i % 3 == 1:
+            first.backward(retain_graph=True)
+        second.backward()
+        found += seen(model, second)
+    return found
+
+
+@loop
+def other_outputs_have_gradients(word):
+    model = converted(word)
+    found = []
+    for i in range(3 * STEPS):
+        model.zero_grad()
+        out, extra = model(batch()[0])
+        loss = [out.sum(), extra, out.square().mean() + extra][i % 3]
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def expanded_and_transposed_gradients(word):
+    model = converted(word)
+    found = []
+    for i in range(3 * STEPS):
+        model.zero_grad()
+        out = model(batch()[0])[0]
+        (out.sum() if i % 2 else (out.t().contiguous() * torch.randn(3, 8, device=DEVICE[0])).sum()).backward()
+        found += seen(model, out)
+    return found
+
+
+@declined("differentiated again")
+def gradient_penalty(word):
+    model = converted(word, Judge())
+    optimizer, found = sgd(model, 0.01), []
+    for _ in range(STEPS):
+        x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
+        optimizer.zero_grad()
+        out = model(x).sum()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        loss = out + (grad.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        found += seen(model, loss, grad)
+        optimizer.step()
+    return found
+
+
+@declined("differentiated again")
+def a_late_gradient_penalty(word):
+    """Second derivatives that begin after the graph was recorded: the call runs once more."""
+    layers = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
+    model = converted(word, nn.Sequential(*layers))
+    found = []
+    for i in range(2 * STEPS):
+        x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
+        model.zero_grad()
+        out = model(x).sum()
+        (grad,) = torch.autograd.grad(out, x, create_graph=i > STEPS, retain_graph=True)
+        loss = out + (grad.norm(dim=1) - 1).square().mean() if i > STEPS else out
+        loss.backward()
+        found += seen(model, loss, grad)
+    return found
+
+
+@loop
+def inputs_with_gradients(word):
+    first, model = nn.Linear(6, 6).to(DEVICE[0]), converted(word)
+    found = []
+    for _ in range(STEPS):
+        first.zero_grad(), model.zero_grad()
+        x, y = batch()
+        features = first(x)
+        loss = F.cross_entropy(model(features)[0], y) + features.square().mean()
+        loss.backward()
+        found += seen(model, loss) + seen(first)
+    return found
+
+
+@loop
+def ema(word):
+    model = converted(word, Net(norm=True))
+    slow, optimizer, found = copy.deepcopy(amp_graph.revert(model)), sgd(model), []
+    amp_graph.convert(model, f"bf16,weight_copies=false,replay={word}")
+    for _ in range(STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(slow.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+        found += seen(model, loss) + seen(slow)
+    return found
+
+
+@loop
+def clipping(word):
+    model = converted(word)
+    optimizer, found = sgd(model), []
+    for _ in range(STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x)[0], y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found += seen(model, norm)
+        optimizer.step()
+    return found
+
+
+@loop
+def a_scaler_that_skips_steps(word):
+    model = converted(word, policy="fp16")
+    optimizer, found = sgd(model), []
+    scaler = amp_graph.GradScaler(device=DEVICE[0], init_scale=2.0**30, growth_interval=3)
+    for _ in range(2 * STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def changing_batches(word):
+    model = converted(word, Net(drop=0.1))
+    optimizer, found = sgd(model), []
+    for i in range(6 * STEPS):
+        x, y = batch((8, 5, 8, 3, 7, 2)[i % 6])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss)
+        optimizer.step()
+    return found
+
+
+@loop
+def eval_in_between(word):
+    model = converted(word, Net(drop=0.2, norm=True))
+    optimizer, found = sgd(model), []
+    for i in range(2 * STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad() if i % 4 else torch.inference_mode():
+            found += [model(x)[0].clone(), model(batch()[0])[0].clone()]
+        kept = model(x)[0]  # with gradients, which nobody asks for
+        found += [kept.detach().clone(), *seen(model, loss)]
+        model.train()
+    return found
+
+
+@loop
+def frozen_then_unfrozen(word):
+    model = converted(word)
+    found = []
+    for part in (False, True, False, True):
+        model.first.requires_grad_(part)
+        model.zero_grad()
+        found += plain(word, model)
+    return found
+
+
+@loop
+def moved_parameters(word):
+    model = converted(word, Net(norm=True))
+    optimizer, found = sgd(model), []
+    for i in range(3 * STEPS):
+        if i in (6, 12):
+            model.last.weight.data = model.last.weight.data.clone() * 2
+            model.norm.running_mean = model.norm.running_mean + 1
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss)
+        optimizer.step()
+    return found
+
+
+@declined("move from call to call")
+def parameters_that_always_move(word):
+    model = converted(word)
+    found = []
+    for _ in range(2 * STEPS):
+        model.last.weight.data = model.last.weight.data.clone() * 0.9
+        x, y = batch()
+        model.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def moved_between_forward_and_backward(word):
+    model = converted(word)
+    found = []
+    for i in range(2 * STEPS):
+        x, y = batch()
+        model.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        if i in (8, 11):
+            model.first.weight.data = model.first.weight.data.clone()
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def loaded_in_between(word):
+    model = converted(word)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    found = plain(word, model)
+    model.load_state_dict(state)
+    found += plain(word, model)
+    model.load_state_dict({name: t * 2 for name, t in state.items()}, assign=True)
+    return found + plain(word, model)
+
+
+@loop
+def outputs_held_for_many_steps(word):
+    model = converted(word)
+    optimizer, held = sgd(model), []
+    for _ in range(STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        out, extra = model(x)
+        loss = F.cross_entropy(out, y) + extra
+        loss.backward()
+        held += [out, extra, loss]
+        optimizer.step()
+    return [t.detach() for t in held]
+
+
+@loop
+def outputs_changed_in_place(word):
+    model = converted(word)
+    found = []
+    for _ in range(STEPS):
+        x, y = batch()
+        model.zero_grad()
+        out, _ = model(x)
+        out.mul_(2).add_(1)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def an_exception_in_between(word):
+    model = converted(word, Net(drop=0.1))
+    optimizer, found = sgd(model), []
+    for i in range(3 * STEPS):
+        x, y = batch()
+        try:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x)[0], y)
+            if i % 4 == 1:
+                raise ValueError("the user's")
+            if i % 4 == 2:
+                loss.register_hook(_fails)
+            loss.backward()
+            optimizer.step()
+        except ValueError:
+            del loss
+        found += seen(model)
+    return found
+
+
+def _fails(grad):
+    raise ValueError("the user's, in backward")
+
+
+@loop
+def hooks_on_parameters(word):
+    model = converted(word, Net(tied=True))
+    told = []
+    model.last.weight.register_hook(lambda grad: grad * 2)
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.clone()))
+    return plain(word, model) + told
+
+
+@loop
+def a_hook_on_an_inner_module(word):
+    model = converted(word)
+    handle = model.first.register_forward_hook(lambda module, args, out: out * 2)
+    found = plain(word, model)
+    handle.remove()
+    return found + plain(word, model)
+
+
+@loop
+def saved_tensor_hooks(word):
+    model = converted(word)
+    found = []
+    for i in range(2 * STEPS):
+        x, y = batch()
+        model.zero_grad()
+        with torch.autograd.graph.save_on_cpu() if i % 2 else torch.enable_grad():
+            loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss)
+    return found
+
+
+@loop
+def checkpoints(word):
+    return plain(word, converted(word, Checkpointed()))
+
+
+@declined("random")
+def checkpoints_with_random_draws(word):
+    return plain(word, converted(word, Checkpointed(0.2)))
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+@declined("local_scalar_dense")
+def a_host_sync(word):
+    return plain(word, converted(word, AsksValue()))
+
+
+class AsksValue(Net):
+    def forward(self, x):
+        out, extra = super().forward(x)
+        return out * float(extra.detach().item() > -100), extra
+
+
+@declined("shape of nonzero|DynamicOutputShape")
+def a_shape_by_data(word):
+    return plain(word, converted(word, Selects()))
+
+
+class Selects(Net):
+    def forward(self, x):
+        out, extra = super().forward(x)
+        return out, out[out > 0].sum() + extra
+
+
+@declined("mask selects")
+def a_mask_that_is_written(word):
+    return plain(word, converted(word, Masks()))
+
+
+class Masks(Net):
+    def forward(self, x):
+        out, extra = super().forward(x)
+        out = out.clone()
+        out[out > 0] = 0.5
+        return out, extra
+
+
+@declined("shares memory")
+def outputs_that_share_memory(word):
+    return plain(word, converted(word, Shares()))
+
+
+class Shares(Net):
+    def forward(self, x):
+        out, _ = super().forward(x)
+        return out, out[0].sum(), out[:, :1], x[:2]
+
+
+@declined("belongs to the caller")
+def an_input_that_is_written(word):
+    model = converted(word, Writes())
+    found = []
+    for _ in range(STEPS):
+        x, y = batch()
+        model.zero_grad()
+        loss = F.cross_entropy(model(x)[0], y)
+        loss.backward()
+        found += seen(model, loss, x)
+    return found
+
+
+class Writes(Net):
+    def forward(self, x):
+        x.add_(1)
+        return super().forward(x * 1)

@@ -1,0 +1,229 @@
+"""What surrounds recordings: limits, reasons, the report, memory, failures, and the choice of ``replay=auto``."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import PolicyError
+from amp_graph.policy import Policy
+from amp_graph.replay.eligibility import why_not_captured
+from amp_graph.replay.pace import Pace
+from amp_graph.replay.replays import MOST
+from tests.replay import stand_in
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    return stand_in.install(monkeypatch).made
+
+
+def model_of(word="true", width=6):
+    model = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 2))
+    return amp_graph.convert(model, f"bf16,weight_copies=false,replay={word}", dynamic=False)
+
+
+def steps(model, count, size=4, width=6):
+    for _ in range(count):
+        model.zero_grad()
+        model(torch.randn(size, width)).square().mean().backward()
+
+
+def notes_of(model):
+    return "\n".join(note for note in amp_graph.report(model).notes if "replay" in note)
+
+
+def test_a_call_is_recorded_at_its_fourth_sight(recorders):
+    model = model_of()
+    for count, recorded in ((3, 0), (1, 1), (5, 1)):
+        steps(model, count)
+        assert len(recorders) == recorded
+    assert recorders[0].recorded == 2
+    assert recorders[0].replayed == 12
+    assert "replay=true: 1 of at most 8 recordings, which hold" in notes_of(model)
+
+
+def test_at_most_eight_are_recorded_and_the_oldest_goes(recorders):
+    model = model_of()
+    for size in range(2, 2 + MOST):
+        steps(model, 4, size)
+    assert len(recorders) == MOST
+    steps(model, 4, 20)
+    assert f"replay=true: {MOST} of at most {MOST} recordings" in notes_of(model)
+    made = len(recorders)
+    steps(model, 5, 2)  # its recording has gone; it needs more calls now
+    assert len(recorders) == made
+    steps(model, 10, 2)
+    assert len(recorders) == made + 1
+
+
+def test_lengths_that_take_turns_are_not_recorded_for_ever(recorders):
+    model = model_of()
+    for _ in range(20):
+        for size in range(2, 3 + MOST):
+            steps(model, 1, size)
+    assert len(recorders) <= 3 * MOST
+
+
+def test_reverting_and_dropping_frees_everything(recorders):
+    model = model_of()
+    steps(model, 6)
+    held = [weakref.ref(t) for t in recorders[0].seen]
+    recorders.clear()
+    assert amp_graph.memory.drop_weight_copies(model) > 0
+    gc.collect()
+    assert not [ref for ref in held if ref() is not None]
+    assert "replay=true: 0 of at most" in notes_of(model)
+    steps(model, 5)
+    assert recorders
+    replays = conversion_of(model).captured.replays
+    amp_graph.revert(model)
+    assert replays.bytes == 0
+
+
+def test_a_call_that_waits_keeps_its_memory_when_all_is_dropped(recorders):
+    model = model_of()
+    steps(model, 6)
+    x = torch.randn(4, 6)
+    loss = model(x).square().mean()
+    amp_graph.memory.drop_weight_copies(model)
+    model.zero_grad()
+    loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    amp_graph.revert(model)
+    amp_graph.convert(model, "bf16,weight_copies=false")
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+
+
+def test_a_recording_that_fails_is_a_reason(recorders, monkeypatch):
+    monkeypatch.setattr(stand_in.StandIn, "fails", "out of memory")
+    model = model_of()
+    steps(model, 6)
+    assert "graph 0 is not recorded: out of memory" in notes_of(model)
+
+
+def test_a_backward_whose_recording_fails_runs(recorders, monkeypatch):
+    model = model_of()
+    steps(model, 3)
+    loss = model(torch.randn(4, 6)).square().mean()
+    monkeypatch.setattr(stand_in.StandIn, "fails", "out of memory")
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert "graph 0 is not recorded: backward: out of memory" in notes_of(model)
+
+
+def test_there_are_no_recordings_on_the_cpu():
+    for word in ("true", "auto"):
+        model = model_of(word)
+        steps(model, 5)
+        assert "graph 0 is not recorded: there are no CUDA graphs on cpu" in notes_of(model)
+    assert "replay" not in "".join(amp_graph.report(amp_graph.convert(nn.Linear(2, 2))).notes)
+
+
+def test_the_word(recorders):
+    assert Policy.parse("bf16").replays == "false"
+    assert Policy(replay=True).replays == "true"
+    assert Policy.parse("O0,replay=true").replays == "false"
+    with pytest.raises(PolicyError, match=r"replay value 'yes'\n  legal: auto, false, true"):
+        Policy.parse("replay=yes")
+
+
+def test_a_copied_model_records_by_itself(recorders):
+    import copy
+
+    model = model_of()
+    steps(model, 5)
+    twin = copy.deepcopy(model)
+    steps(twin, 5)
+    assert len(recorders) == 2
+
+
+@pytest.mark.parametrize("mode", ["anomaly", "hooks"])
+def test_what_must_see_each_operation_does(recorders, mode):
+    model = model_of()
+    steps(model, 5)
+    before = recorders[0].replayed
+    around = {
+        "anomaly": torch.autograd.set_detect_anomaly(mode == "anomaly", check_nan=False),
+        "hooks": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    }[mode]
+    with around:
+        steps(model, 1)
+    assert recorders[0].replayed == before
+
+
+def test_python_that_would_not_run_again_is_a_reason():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(notes_of, (graph.placeholder("x"),)))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    assert "notes_of, Python code that would not run again" in why_not_captured(gm, [torch.ones(2)])
+
+
+def test_a_custom_operator_is_a_reason(recorders):
+    calls = []
+
+    @torch.library.custom_op("tests_of_replay::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return twice(self.linear(x))
+
+    model = amp_graph.convert(Calls(), "bf16,replay=true")
+    steps(model, 6)
+    assert sum(calls) == 6
+    assert "a custom operator, which may do more than launch kernels" in notes_of(model)
+
+
+class Clock:
+    """CUDA events of a device that takes ``seconds`` for each call."""
+
+    def __init__(self, seconds, reached=True):
+        self.seconds, self.reached = seconds, reached
+
+    def query(self):
+        return self.reached
+
+    def elapsed_time(self, other):
+        return self.seconds * 1e3
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "reached", "why"),
+    [
+        (0.002, 0.002, True, ""),
+        (0.004, 0.002, True, "the device is the bottleneck: 4.00 ms of a forward, where Python takes 2.00"),
+        (0.004, 0.002, False, "the device is the bottleneck: it has not finished 2 earlier calls"),
+    ],
+)
+def test_auto_compares_the_host_with_the_device(device, host, reached, why):
+    class Entry:
+        timings = [(Clock(9), Clock(9), 9.0), *[(Clock(device), Clock(device, reached), host)] * 2]  # noqa: RUF012
+
+    assert Pace(True).why_not(Entry()) == why
+    assert Pace(False).why_not(Entry()) == ""
+
+
+def test_any_error_of_a_recording_is_a_reason(recorders, monkeypatch):
+    def fails(self, run, args):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(stand_in.StandIn, "record", fails)
+    model = model_of()
+    steps(model, 6)
+    assert "graph 0 is not recorded: TypeError: a fault of ours" in notes_of(model)

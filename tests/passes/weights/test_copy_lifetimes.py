@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 
-
 WIDTH, DEPTH = 512, 4
 COPY = WIDTH * WIDTH * 2  # bytes
 # What small parameters add: the copies of biases are kept, and autograd computes the last bias's gradient one node

@@ -34,7 +34,8 @@ HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
-BOOLEAN_WORDS = ("keep_memory", "skip_unprofitable", "replay")  # fields of words that accept True and False
+COPIES = ("auto", "true", "false")
+BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay")  # fields of words: also True and False
 REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
@@ -56,7 +57,9 @@ class Policy:
     remove: operations whose list entries are ignored.
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: cast outputs back to their captured dtype (true), or leave them as computed.
-    weight_copies: cast each weight once per optimizer step and cache it (true), or at each call; see docs/policy.md.
+    weight_copies: cast each weight once per optimizer step, and keep the copy until the next one ("true"); or, in
+    training, until its last reader has run backward, unless keeping it adds nothing to the peak of memory ("auto"); or
+    cast each weight at each call ("false"). See docs/weight-copies.md.
     keep_memory: keep in the process the memory that a step, or a call without gradients, frees ("true"), or not
     ("false"); empty: as set by ``amp_graph.memory.keep_heap``, by default "false".
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
@@ -88,7 +91,7 @@ class Policy:
     remove: tuple[str, ...] = ()
     keep_fp32: str = ""
     keep_outputs: bool = True
-    weight_copies: bool = True
+    weight_copies: str = "auto"
     keep_memory: str = ""
     device: str = ""
     skip: tuple[str, ...] = ()
@@ -112,6 +115,7 @@ class Policy:
         for name in BOOLEAN_WORDS:
             if isinstance(getattr(self, name), bool):
                 object.__setattr__(self, name, str(getattr(self, name)).lower())
+        _check("weight_copies", self.weight_copies, COPIES)
         _check("keep_memory", self.keep_memory, ("", "true", "false"))
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
@@ -285,7 +289,7 @@ class Policy:
             planner=self.plans_by,
             leaves=self.leaves,
             recompute=self.recomputes,
-            weight_copies=self.weight_copies,
+            weight_copies=self.weight_copies != "false",
             keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,

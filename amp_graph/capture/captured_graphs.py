@@ -45,6 +45,8 @@ from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
 from amp_graph.passes.torch_compat.storage import bytes_of
 from amp_graph.passes.weights.cache_weight_casts import is_kept
 from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.copy_lifetimes import CopyPlan, Lifetimes
+from amp_graph.passes.weights.plan_copy_lifetimes import plan_of
 from amp_graph.passes.weights.watched_memory import look_at_parts_of
 from amp_graph.policy import Policy, word_of
 from amp_graph.replay.recorder import RECORDERS
@@ -64,6 +66,7 @@ class Captured:
     break_reason: str = ""
     break_line: str = ""
     kept_bytes: int = 0  # heap memory that is kept between steps
+    copies: CopyPlan | None = None  # in training: which weight copies outlive their last reader in backward
 
 
 @dataclass(eq=False)
@@ -141,6 +144,7 @@ class CapturedGraphs:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
         self.budget.nodes += len(rewritten.gm.graph.nodes)
+        record.copies = self._plan_of_copies(record)
         at_once = self._bytes_at_once(record)
         record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
@@ -150,7 +154,7 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
-        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch, record.copies)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
@@ -184,6 +188,14 @@ class CapturedGraphs:
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
+
+    def _plan_of_copies(self, record: Captured) -> CopyPlan | None:
+        """Return which weight copies stay in memory; none do if this is a piece of a forward, whose peak is unknown."""
+        if self.copies is None or self.copies.when is None or not record.grad:
+            return None
+        found = plan_of(record.rewritten.gm)
+        is_piece = any(graph.break_reason for graph in self.graphs)
+        return replace(found, fresh=frozenset(), adding=frozenset(), staying=0) if is_piece else found
 
     def _bytes_at_once(self, record: Captured) -> int:
         """Return the heap bytes of a call, with its backward if it trains; 0 for none."""
@@ -229,10 +241,16 @@ class CapturedGraphs:
         self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
-    def _counted(self, run: Runner, alone: bool = False, watch: Callable[[], None] | None = None) -> Runner:
+    def _counted(
+        self,
+        run: Runner,
+        alone: bool = False,
+        watch: Callable[[], None] | None = None,
+        copies: CopyPlan | None = None,
+    ) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``watch`` is called before each run.
+        ``watch`` is called before each run. ``copies`` is obeyed from the first run on.
         """
         first, owner = True, weakref.ref(self)
 
@@ -243,6 +261,8 @@ class CapturedGraphs:
                 if first:
                     first = False
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+                    if copies is not None and counts.copies is not None and counts.copies.when is not None:
+                        counts.copies.when.obey(copies, args)
                 counts.runs += 1
                 counts.runs_left_alone += alone
             if watch is not None:
@@ -254,9 +274,10 @@ class CapturedGraphs:
     def _new_copies(self) -> WeightCopies | None:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
         recorded = self.replays is not None and device_of_model(self.model) in RECORDERS  # with the casts
-        if self.compile != "eager" or self.policy.level == "O0" or not self.policy.weight_copies or recorded:
+        if self.compile != "eager" or self.policy.level == "O0" or self.policy.weight_copies == "false" or recorded:
             return None
-        made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying())
+        when = Lifetimes() if self.policy.weight_copies == "auto" else None
+        made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying(), when)
         look_at_parts_of(self.model)
         # Dynamo may keep compiled code, and all that it references, longer than the model lives.
         weakref.finalize(self, made.drop).atexit = False

@@ -125,4 +125,4 @@ def _copies_off(policy: Policy, mode: Mode) -> str:
         return "needs amp_graph.convert; a training step casts its weights inside its graph"
     if mode.compile != "eager":
         return "needs a graph that runs eagerly"
-    return "" if policy.weight_copies else "weight_copies=false in the policy"
+    return "" if policy.weight_copies != "false" else "weight_copies=false in the policy"

@@ -25,6 +25,7 @@ from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
+from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
@@ -183,11 +184,22 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
 
 
 def _of_memory(found: Conversion) -> Iterator[str]:
-    """Yield a line for each graph whose memory is kept."""
+    """Yield a line for each graph whose memory is kept, or whose weight copies are freed in backward."""
+    for i, graph in enumerate(found.graphs):
+        if (plan := graph.copies) is not None and plan.copies:
+            yield f"memory: graph {i}: {_of_copies(plan)}"
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
             yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_copies(plan: CopyPlan) -> str:
+    """Say how many bytes of weight copies end in backward, and how much memory that was weighed against."""
+    freed, sizes = plan.copies - plan.staying, f"{size_text(plan.gradients)} gradients, {size_text(plan.saved)} saved"
+    if not freed:
+        return f"weight copies stay until the next update, no peak grows ({sizes})"
+    return f"{size_text(freed)} of {size_text(plan.copies)} weight copies end in backward ({sizes})"
 
 
 def _of_replay(found: Conversion) -> Iterator[str]:

@@ -35,6 +35,10 @@ def signs_of(weight: Tensor, watch: Watch) -> Signs:
     return Signs(weight._version, watch.mark, UPDATES.mark)
 
 
+FREED = torch.empty(0)  # in place of a copy
+NO_SIGNS = Signs(-1, None, None)  # which no parameter has
+
+
 @dataclass(eq=False, slots=True)
 class KeptCopy:
     """One copy and the parameter's state when it was made. Replaced as a whole, because threads read it."""
@@ -52,6 +56,19 @@ class KeptCopy:
     passed: object = None  # the mark of an update after which no copy was made
     beside: Any = None  # what was made along with it
     held: Tensor | None = None  # what ``low`` was packed from, where each call has to compare that
+    is_last: bool = False  # whether a copy that was freed was channels_last
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the entry has no copy any more: no sign matches, so that the next read casts."""
+        return self.low is FREED
+
+    def freed(self, passed: object = None) -> KeptCopy:
+        """Return the entry without its copy; ``passed``: the mark of an update after which no copy was made."""
+        is_last = self.is_last or cast_kernel.is_last(self.low)
+        nothing = KeptCopy(FREED, NO_SIGNS, self.watch, self.key, self.pointer, self.stride, is_last=is_last)
+        nothing.passed = passed
+        return nothing
 
     def again(self, low: Tensor, signs: Signs) -> KeptCopy:
         """Return the entry after the same parameter was cast anew, to ``low``."""

@@ -22,6 +22,7 @@ from amp_graph.passes.torch_compat.autograd import borrow
 from amp_graph.passes.torch_compat.dynamo_capture import a_capture_runs
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 from amp_graph.passes.weights.cache_entry import (
+    FREED,
     LARGE,
     KeptCopy,
     Signs,
@@ -33,6 +34,7 @@ from amp_graph.passes.weights.cache_entry import (
     may_be_kept,
     signs_of,
 )
+from amp_graph.passes.weights.copy_lifetimes import Lifetimes
 from amp_graph.passes.weights.finite_check import FiniteWeights
 from amp_graph.passes.weights.foreach_casts import WeightGroup
 from amp_graph.passes.weights.update_tracking import UPDATES, hear_of_updates
@@ -56,16 +58,22 @@ class WeightCopies:
     (``weight_updates``), and accesses are noticed (``memory_access``). Only CPU parameters that own their whole storage
     get copies: others may write to shared memory and flat buffers (FSDP).
 
+    ``when``: which copies outlive their last reader in backward; all of them without it (``copy_lifetimes.py``).
     ``found_held`` is told of a parameter that is cast at each call, and why: somebody may write its memory at any time.
     ``checked``: compare each copy with its parameter, bit by bit, at every read; raises VerifyError.
     """
 
     def __init__(
-        self, dtype: torch.dtype, found_held: Callable[[Tensor, str], None] | None = None, checked: bool = False
+        self,
+        dtype: torch.dtype,
+        found_held: Callable[[Tensor, str], None] | None = None,
+        checked: bool = False,
+        when: Lifetimes | None = None,
     ) -> None:
         self.dtype = dtype
         self._found_held = found_held or (lambda weight, why: None)
         self.checked = checked
+        self.when = when
         self._kept: dict[int, KeptCopy] = {}
         self._has_collected = False  # whether garbage was collected to find out who holds a parameter
         self._held: dict[int, tuple[str, int]] = {}  # by id: such a reason, and for how many calls in a row
@@ -98,7 +106,7 @@ class WeightCopies:
     def tensors(self) -> list[Tensor]:
         """The copies of the parameters that still exist."""
         self._purge()
-        kept = [low for kept in self._all() for low in (kept.low, kept.held) if low is not None]
+        kept = [low for kept in self._all() for low in (kept.low, kept.held) if low is not None and low is not FREED]
         return kept + [low for group in self.groups for low in group.kept]
 
     def _all(self) -> list[KeptCopy]:
@@ -188,21 +196,26 @@ class WeightCopies:
             """
             kept = known.get(id(weight))
             if kept is None:
-                return self._first(weight, wide, last)
+                cast = self._first(weight, once, wide, last)
+                if cast is not None:
+                    return cast
+                kept = known[id(weight)]
             version, mark, update = kept.signs
             now = kept.watch.mark
             is_old = mark is not now or update is not updates.mark
             if is_old and kept.passed is not now and is_passed_over(kept, weight) and (bare or grad_enabled()):
-                kept.passed = now
-                return self._plain(weight, wide)
+                return self._pass_over(weight, kept, now, wide)
             if (
                 storage_key(weight) != kept.key  # first of all: the id may belong to another parameter by now
                 or address_of(weight) != kept.pointer
                 or weight.stride() != kept.stride
             ):
-                return self._first(weight, wide, last)
-            if is_old or weight._version != version:
-                cast = self._again(weight, kept, wide)
+                cast = self._first(weight, once, wide, last)
+                if cast is not None:
+                    return cast
+                kept = known[id(weight)]
+            elif is_old or weight._version != version:
+                cast = self._again(weight, kept, once, wide)
                 if cast is not None:
                     return cast
                 kept = known[id(weight)]
@@ -213,11 +226,42 @@ class WeightCopies:
             if weight.requires_grad and grad_enabled():
                 given = kept.given
                 if given is None:
-                    given = kept.given = (borrow if wide else lend)(weight, kept.low)
+                    if self._ends_with_call(weight):
+                        return self._for_this_call(weight, kept, kept.low, once, wide)
+                    given = (borrow if wide else lend)(weight, kept.low)
+                    if self.when is None or weight.numel() < LARGE:
+                        kept.given = given  # a large gradient would wait: the engine runs nodes made earlier later
                 return given if once else given.view_as(given)
             return kept.low
 
         return weight_copy
+
+    def _ends_with_call(self, weight: Tensor) -> bool:
+        """Say whether this call, which trains ``weight``, alone holds the copy: keeping it would add to the peak."""
+        if self.when is None or weight.numel() < LARGE or not weight.requires_grad or not torch.is_grad_enabled():
+            return False
+        return not self.when.keeps(weight, weight.grad is not None)
+
+    def _for_this_call(self, weight: Tensor, kept: KeptCopy, low: Tensor, once: bool, wide: bool) -> Tensor:
+        """Return the copy ``low`` with a way back for gradients; the graph alone holds it, as long as it reads it."""
+        self._kept[id(weight)] = kept.freed()
+        self._forget_inference()
+        given = (borrow if wide else lend)(weight, low)
+        return given if once else given.view_as(given)
+
+    def _forget_inference(self) -> None:
+        """Free what calls without gradients keep beside copies: training needs the memory, and makes it stale."""
+        for store in self.packed:
+            if store:
+                store.clear()
+        self.results.drop()
+
+    def _pass_over(self, weight: Tensor, kept: KeptCopy, now: object, wide: bool) -> Tensor:
+        """Cast a small ``weight`` for this call alone, the first one after the update ``now``."""
+        kept.passed = now
+        if self.when is not None and not self.when.keeps(weight, False):
+            self._kept[id(weight)] = kept.freed(now)
+        return self._plain(weight, wide)
 
     def _plain(self, weight: Tensor, wide: bool) -> Tensor:
         """Cast ``weight`` for this call alone."""
@@ -231,6 +275,9 @@ class WeightCopies:
         Also returns what to pass to ``was_written``.
         """
         kept = self._kept.get(id(weight))
+        if kept is not None and kept.is_freed and is_of(kept, weight) and not kept.is_last and self.when is not None:
+            self.when.written = True  # from now on, updates write the copies: none is freed any more
+            kept.low = torch.empty_like(weight, dtype=self.dtype, requires_grad=False)
         if kept is None or not is_of(kept, weight) or kept.low.stride() != weight.stride():
             return None
         signs = signs_of(weight, kept.watch)
@@ -240,8 +287,11 @@ class WeightCopies:
         """Record that the copy equals ``weight`` as it is now, after an update that is visible to the counters."""
         self._kept[id(weight)] = kept.again(kept.low, before._replace(version=weight._version))
 
-    def _first(self, weight: Tensor, wide: bool = False, last: bool = False) -> Tensor:
-        """Cast ``weight`` as a plain cast does, and keep the result if it may be kept."""
+    def _first(self, weight: Tensor, once: bool, wide: bool, last: bool) -> Tensor | None:
+        """Cast ``weight`` as a plain cast does, and keep the result if it may be kept and adds nothing to the peak.
+
+        Returns None where the kept copy is to be read.
+        """
         if (old := self._kept.pop(id(weight), None)) is not None:
             old.given = None  # with its way back for gradients, which has the parameter's former shape
         if not may_be_kept(weight):
@@ -250,12 +300,14 @@ class WeightCopies:
         signs = self._trusted_signs(weight)  # before the values: a write in between invalidates the copy
         if signs.mark is None:
             return self._plain(weight, wide)
-        low, own = self._cast(weight, last)
-        if type(own) is Tensor:  # not while a tracing mode is active
-            self._kept[id(weight)] = self._new(weight, own, signs)
-        return low
+        ends = self._ends_with_call(weight)
+        low, own = self._cast(weight, last, not ends)
+        if type(own) is not Tensor:  # a tracing mode is active
+            return low
+        made = self._kept[id(weight)] = self._new(weight, own, signs)
+        return self._for_this_call(weight, made, own, once, wide) if ends else low
 
-    def _again(self, weight: Tensor, kept: KeptCopy, wide: bool) -> Tensor | None:
+    def _again(self, weight: Tensor, kept: KeptCopy, once: bool, wide: bool) -> Tensor | None:
         """Cast ``weight``, which was written to, as a plain cast does.
 
         Returns None where the copy is to be read instead: where the gradient arrives as fp32 (``wide``), which a cast's
@@ -263,29 +315,32 @@ class WeightCopies:
         memory costs page faults: for 2 MiB, more than ten times as much as the cast.
         """
         if not weight.is_leaf:
-            return self._first(weight)
+            return self._first(weight, once, wide, False)
         signs = self._trusted_signs(weight)
         if signs.mark is None:
             return self._plain(weight, wide)
-        if weight.numel() >= LARGE and is_nobody_elses(kept):
+        ends = self._ends_with_call(weight)
+        if weight.numel() >= LARGE and not kept.is_freed and is_nobody_elses(kept):
             with torch.no_grad():
                 copy_into(kept.low, weight)
             low, own = None, kept.low
         else:
-            low, own = self._cast(weight, is_last(kept.low))
+            low, own = self._cast(weight, kept.is_last or is_last(kept.low), not ends)
         if type(own) is not Tensor:  # a tracing mode is active
             return low
-        self._kept[id(weight)] = kept.again(own, signs)
+        made = self._kept[id(weight)] = kept.again(own, signs)
+        if ends:
+            return self._for_this_call(weight, made, own, once, wide)
         return None if wide else low
 
-    def _cast(self, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    def _cast(self, weight: Tensor, last: bool, history: bool = True) -> tuple[Tensor, Tensor]:
         """Return a plain cast of ``weight``, channels_last if asked, and the same without its autograd history."""
         layout = torch.channels_last if last else torch.preserve_format
         if torch.is_inference_mode_enabled():  # a tensor made in there cannot be saved for a backward outside
             with torch.inference_mode(False), torch.no_grad():
                 low = weight.to(self.dtype, memory_format=layout)
         else:
-            low = weight.to(self.dtype, memory_format=layout)
+            low = (weight if history else weight.detach()).to(self.dtype, memory_format=layout)
         return low, low.detach() if low.requires_grad else low
 
     def _look_for_freed(self) -> None:

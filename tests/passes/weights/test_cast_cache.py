@@ -322,10 +322,10 @@ def deep():
     return nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
 
 
-def updated_before_backward(kind):
+def updated_before_backward(kind, on="bf16"):
     """Outputs and gradients of a call whose weights were written to before its backward, and of the one after."""
     results = []
-    for model in pair(kind):
+    for model in pair(kind, on):
         for _ in range(2):
             model(X)
         x = X.clone().requires_grad_()
@@ -343,13 +343,14 @@ def updated_before_backward(kind):
 @pytest.mark.parametrize("kind", [lambda: Net(512), deep], ids=["read twice", "read once"])
 def test_an_update_between_forward_and_backward_leaves_that_backward_its_weights(kind):
     """A copy that a backward still needs is not written over: large ones are otherwise cast into the old memory."""
-    assert updated_before_backward(kind)
+    for on in ("bf16", "bf16,weight_copies=true"):
+        assert updated_before_backward(kind, on)
 
 
 @pytest.mark.parametrize("kind", [lambda: Net(512), deep], ids=["read twice", "read once"])
 def test_control_a_copy_that_is_written_over_changes_that_backward(kind, monkeypatch):
     monkeypatch.setattr(cast_cache, "is_nobody_elses", lambda kept: True)
-    assert not updated_before_backward(kind)
+    assert not updated_before_backward(kind, "bf16,weight_copies=true")
 
 
 def test_a_large_copy_is_cast_into_its_own_memory():

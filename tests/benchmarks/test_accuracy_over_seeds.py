@@ -36,6 +36,7 @@ def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, caps
     assert capsys.readouterr().out.count("| cnn |") == 3
 
 
+@pytest.mark.slow
 def test_a_scale_that_grows_too_often_skips_steps(benchmark):
     grows = [dataclasses.replace(v, growth_interval=1) for v in VARIANTS["fp16"]]
     fp32, autocast, ours = benchmark.trained("cnn", grows, [0], 16, quick=True)

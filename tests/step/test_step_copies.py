@@ -200,5 +200,6 @@ def test_a_call_while_another_thread_traces(known):
     assert torch.equal(found, model(x))
 
 
+@pytest.mark.slow
 def test_control_traced_while_another_thread_captures():
     assert any(in_threads("apart", 20).returncode for _ in range(5)), "a wrong loss, an error or a deadlock"

@@ -134,6 +134,7 @@ def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
     assert not POOL.tensors
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_step_uses_one_memory_for_all_tables_of_a_shape(monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)

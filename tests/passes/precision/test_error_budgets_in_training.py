@@ -122,9 +122,10 @@ def test_training_goes_as_in_fp32(build):
     assert last["bf16,accuracy=1.5"] == pytest.approx(last[None], rel=0.05)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("compile", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compile", ["eager", *(pytest.param(c, marks=pytest.mark.slow) for c in ("aot_eager", "inductor"))]
+)
 def test_a_sample_says_what_rules_can_only_estimate(compile):
     torch.manual_seed(0)
     model, loss = gpt()

@@ -45,7 +45,7 @@ def least(made):
     return min(cost(task, low) for low in every if is_legal(task, low))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_small_graphs_cost_what_brute_force_finds(policy, skip):

@@ -112,9 +112,7 @@ class Policy:
         object.__setattr__(self, "skip", _skip_words(self.skip))
         _check("recompute", self.recompute, ("", *RECOMPUTED))
         _check("planner", self.planner, ("", *PLANNERS))
-        for name in BOOLEAN_WORDS:
-            if isinstance(getattr(self, name), bool):
-                object.__setattr__(self, name, str(getattr(self, name)).lower())
+        self._word_booleans()
         _check("weight_copies", self.weight_copies, COPIES)
         _check("keep_memory", self.keep_memory, ("", "true", "false"))
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
@@ -133,6 +131,16 @@ class Policy:
                 f"  legal: {LEGAL}\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error
+
+    def _word_booleans(self) -> None:
+        for name in BOOLEAN_WORDS:
+            if isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, str(getattr(self, name)).lower())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, which may be of a version in which some words were booleans."""
+        self.__dict__.update(state)
+        self._word_booleans()
 
     @property
     def budget(self) -> float | None:

@@ -37,6 +37,16 @@ OTHER = {
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_pickle_of_a_version_with_booleans_keeps_their_meaning(copies):
+    before = Policy()
+    before.__dict__.update(weight_copies=copies)  # as it was stored
+    before.__dict__.pop("replay")  # a word that there was not
+    found = pickle.loads(pickle.dumps(before))
+    assert found == Policy(weight_copies=copies)
+    assert found.pipeline_options("cpu").weight_copies == copies
+
+
 def test_every_field_has_another_value_here():
     assert set(OTHER) == set(FIELDS)
     assert all(OTHER[f.name] != f.default for f in dataclasses.fields(Policy))

@@ -6,6 +6,7 @@ on the memory of ``args`` and fills the same ``results``. Source: torch/cuda/gra
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -39,6 +40,22 @@ class Recorder(Protocol):
         ...
 
 
+def record(
+    run: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Any = None, stream: Any = None
+) -> tuple[Replay, Sequence[Any]]:
+    """Record a call without running it; return what replays it, and the results that each replay fills.
+
+    CUDA forbids some calls while a stream records, in the default mode to every thread of the process: a thread that
+    pins memory for a DataLoader would end the recording. The thread-local mode forbids them to this thread only. The
+    garbage collector waits, because what it frees (events, other graphs) makes such calls from this thread.
+    """
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    with collector_waits(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        results = run(*args)
+    return graph.replay, results
+
+
 class CudaRecorder:
     """Records on a side stream, into a memory pool of its own."""
 
@@ -46,29 +63,23 @@ class CudaRecorder:
         """Nothing is recorded yet."""
         self._device = device
         self._pool: Any = None
-        self._graphs: list[Any] = []  # they keep the pool alive
+        self._replays: list[Replay] = []  # their graphs keep the pool alive
 
     def record(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[Replay, Results]:
-        """Record ``run(*args)``.
-
-        In thread-local mode, so that calls of other threads (a DataLoader's that pins memory) are legal meanwhile; and
-        without Python's collector, which could free memory of CUDA, or an earlier graph, in the middle.
-        """
-        graph = torch.cuda.CUDAGraph()
+        """Record ``run(*args)``."""
         try:
-            with torch.cuda.device(self._device), collector_waits():
+            with torch.cuda.device(self._device):
                 if self._pool is None:
                     self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
                 stream, pool = self._stream, self._pool
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    results = list(run(*args))
+                replay, results = record(run, args, pool, stream)
                 torch.cuda.current_stream().wait_stream(stream)
         except Exception as error:
             told = (str(error).strip().splitlines() or [""])[0]
             raise CannotRecord(f"recording failed: {type(error).__name__}: {told}") from error
-        self._graphs.append(graph)
-        return graph.replay, results
+        self._replays.append(replay)
+        return replay, list(results)
 
     def release(self, tensors: Sequence[Tensor]) -> None:
         """Nothing has to be done."""

@@ -6,7 +6,6 @@ the recorded memory and the graph is replayed. Source: torch/cuda/graphs.py.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.storage import address_of
+from amp_graph.replay.recorder import record
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
@@ -102,20 +101,6 @@ def on_side_stream(run: Run, args: Sequence[Any]) -> Any:
         if isinstance(tensor, Tensor):
             tensor.record_stream(torch.cuda.current_stream())
     return found
-
-
-def record(run: Run, args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-    """Record a call without running it; return its CUDA graph, and the results that each replay fills.
-
-    CUDA forbids some calls while a stream records, in the default mode to every thread of the process: a thread that
-    pins memory for a DataLoader would end the recording. The thread-local mode forbids them to this thread only. The
-    garbage collector waits, because what it frees (events, other graphs) makes such calls from this thread.
-    """
-    graph = torch.cuda.CUDAGraph()
-    gc.collect()
-    with collector_waits(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = run(*args)
-    return graph.replay, outputs
 
 
 def check_cuda_graph(asked: bool, model: torch.nn.Module, ranks: object) -> None:

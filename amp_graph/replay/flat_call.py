@@ -1,12 +1,12 @@
-"""Runs a captured graph flat, without recording it: what a replay does, operation by operation.
+"""The flat graphs of one captured graph, for calls whose arguments are of one kind.
 
-Before: ``run(*args)`` under autograd. After: ``FlatRunner(gm)(*args)``, whose backward is one autograd node.
+Before: a GraphModule and the arguments of a call. After: ``FlatGraphs(gm, args)``, with a flat backward for each layout
+of the gradients that arrive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, outside_modes
-from amp_graph.replay.behind_autograd import outputs_of
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Pattern
 from amp_graph.replay.trace_flat import trace_flat
 
@@ -77,43 +76,3 @@ class FlatGraphs:
             return found
 
         return backward
-
-
-@dataclass(eq=False)
-class FlatCall:
-    """One call of flat graphs: the values that its backward reads."""
-
-    graphs: FlatGraphs
-    saved: Sequence[Tensor]
-
-    @property
-    def flat(self) -> Flat:
-        """The graphs of the call."""
-        return self.graphs.flat
-
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the flat backward."""
-        found = self.graphs.unrecorded(given)
-        if found is None:
-            return [None for _ in self.flat.routes]
-        return found[1](*kept, *self.saved, *(g for g in given if g is not None))
-
-
-class FlatRunner:
-    """Runs a captured graph flat, tracing it for each kind of arguments."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        """Nothing is traced yet."""
-        self.gm = gm
-        self.traced: dict[Key, FlatGraphs] = {}
-
-    def __call__(self, *args: Any) -> list[Any]:
-        """Run one call; raises CannotBeFlat."""
-        key = key_of(args)
-        if key not in self.traced:
-            self.traced[key] = FlatGraphs(self.gm, args)
-        graphs = self.traced[key]
-        flat = graphs.flat
-        with torch.no_grad():
-            found = flat.run_forward(*(args[i] for i in flat.tensors))
-        return outputs_of(FlatCall(graphs, found[flat.made :]), found[: flat.made], args)

@@ -7,11 +7,11 @@ from torch import nn
 import amp_graph
 from amp_graph.capture import captured_graphs
 from amp_graph.replay import argument_edges
-from amp_graph.replay.flat_call import FlatRunner
 from amp_graph.replay.flat_graph import CannotBeFlat
 from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
 from tests.replay import stand_in
+from tests.replay.flat_runner import FlatRunner
 
 STEPS = 20
 

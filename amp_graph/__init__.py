@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.moved import keep_old_paths
+from amp_graph.version import version
 
 if TYPE_CHECKING:
+    __version__: str
     from amp_graph import memory as memory
     from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
@@ -63,6 +65,8 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _MOVED:
             return _moved(name)
+        if name == "__version__":
+            return version()
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
         home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")

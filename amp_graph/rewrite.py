@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
+from amp_graph.graph_log import log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
@@ -129,6 +130,7 @@ def rewrite_in_place(
         given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict)
+    log_graph(gm, before, done, str(policy))
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from amp_graph.cli.calibration import calibrate
-from amp_graph.cli.terminal import write_table
+from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.precision.machine_rates import FAMILIES, Machine, class_of, machine_text, place_of_own_file
 
+KEYS = ("rate", "dtype", "measured", "class")
 COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
 
 
@@ -23,19 +25,26 @@ def run(args: argparse.Namespace) -> int:
         raise AmpGraphError("calibrate: torch finds no CUDA device\n  legal: cpu\n  fix:   --device cpu")
     path = Path(args.output) if args.output else place_of_own_file()
     found = calibrate(args.device)
-    write_table(COLUMNS, [(row, "") for row in _rows(found, class_of(args.device))], sys.stdout)
+    rates = list(_rates(found, class_of(args.device)))
+    if not args.json:
+        write_table(COLUMNS, [(_row(*one), "") for one in rates], sys.stdout)
     _write(path, machine_text(found))
+    if args.json:
+        told = [dict(zip(KEYS, one, strict=True)) for one in rates]
+        write_json({"machine": found.description, "file": str(path), "rates": told}, sys.stdout)
+        return 0
     used = "plans read it" if path == place_of_own_file() else f"AMP_GRAPH_MACHINE={path} uses it"
     print(f"{found.description}\nwritten to {path}: {used}")
     return 0
 
 
-def _rows(found: Machine, known: Machine) -> list[tuple[str, ...]]:
-    rows = [_row(name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")]
+def _rates(found: Machine, known: Machine) -> Iterator[tuple[str, str, float, float]]:
+    """Yield each rate of this machine beside that of its class."""
+    for name in ("call", "kept"):
+        yield name, "", getattr(found, name), getattr(known, name)
     for family in FAMILIES:
         for dtype, rate in found.rates[family].items():
-            rows.append(_row(family, dtype, rate, known.rates[family][dtype]))
-    return rows
+            yield family, dtype, rate, known.rates[family][dtype]
 
 
 def _row(name: str, dtype: str, ours: float, theirs: float) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from amp_graph.cli.capture_target import captured
-from amp_graph.cli.terminal import write_table
+from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.devices import device_of
 from amp_graph.passes.graph.fake_values import captured as captured_value
 from amp_graph.passes.graph.fake_values import tensors, value
@@ -43,11 +43,23 @@ def run(args: argparse.Namespace) -> int:
     """Capture TARGET, run each graph's forward several times, and print the table."""
     runs: list[tuple[GraphModule, tuple[Any, ...]]] = []
     captured(args.target, args.input, args.policy, args.training, compile=_keeping(runs))
+    if args.json:
+        write_json([_as_dict(gm, given) for gm, given in runs], sys.stdout)
+        return 0
     for index, (gm, given) in enumerate(runs):
         machine = machine_for(device_of(gm))
         print(f"graph {index}: forward, planned for {machine.name} ({machine.description})")
         write_table(COLUMNS, [(row, "") for row in _cells(_rows(gm, given, machine))], sys.stdout)
     return 0
+
+
+def _as_dict(gm: GraphModule, given: tuple[Any, ...]) -> dict[str, object]:
+    """Return one graph's machine and rows; times are in microseconds."""
+    machine = machine_for(device_of(gm))
+    rows = [
+        {"family": family, "dtype": dtype, **asdict(row)} for (family, dtype), row in _rows(gm, given, machine).items()
+    ]
+    return {"machine": machine.name, "operations": rows}
 
 
 def _keeping(runs: list[tuple[GraphModule, tuple[Any, ...]]]) -> Callable[..., Callable[..., Any]]:

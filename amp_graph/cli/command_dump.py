@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.step:
         text = captured_step(args.target, args.input, args.policy, args.training, args.step)
         with _opened(args.output) as out:
-            out.write(text + "\n")
+            out.write((json.dumps({"optimizer": args.step, "graph": text}) if args.format == "json" else text) + "\n")
         return 0
     found = captured(args.target, args.input, args.policy, args.training)
     with _opened(args.output) as out:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    chosen = [name for name in ("before", "diff", "reasons", "step") if getattr(args, name)]
+    chosen = [name for name in ("before", "diff", "reasons") if getattr(args, name)]
+    chosen += ["step"] if args.step and args.format != "json" else []
     if chosen and args.format != "text":
         raise AmpGraphError(
             f"dump: --{chosen[0]} needs --format text, and --format is {args.format}\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -17,7 +17,7 @@ from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.cli.capture_target import captured
 from amp_graph.cli.command_lists import entry_of, rule_lines
-from amp_graph.cli.terminal import write_lines
+from amp_graph.cli.terminal import write_json, write_lines
 from amp_graph.devices import device_of
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.graph.fake_values import value
@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = chosen or [one for one in nodes if args.node in one.operations]
     if not chosen:
         raise AmpGraphError(_unknown(args.node, nodes))
+    if args.json:
+        write_json([_as_dict(one) for one in chosen], sys.stdout)
+        return 0
     for position, one in enumerate(chosen):
         lines = [""] * bool(position) + _explained(one)
         write_lines([(line, "" if line.startswith(" ") else "bold") for line in lines], sys.stdout)
@@ -91,13 +94,20 @@ def _unknown(name: str, nodes: list[Found]) -> str:
 
 
 def _explained(one: Found) -> list[str]:
-    mode = f"{'train' if one.record.training else 'eval'}, {one.record.rewritten.policy}"
-    lines = [f"{one.part.path}{one.node.name} ({one.number}) in graph {one.index} ({mode})"]
+    lines = [f"{one.part.path}{one.node.name} ({one.number}) in graph {one.index} ({_mode(one)})"]
     if one.told is None:
         lines.append(f"  input      {shown_name(one.node)}: {type_text(value(one.node))}")
         return lines + list(_readers(one))
-    told = one.told
-    facts = {
+    lines += [f"  {name:<11}{text}" for name, text in _facts(one.told).items()]
+    return [*lines, *_entry(one, one.told), *_inputs(one), *_readers(one), *_said(one)]
+
+
+def _mode(one: Found) -> str:
+    return f"{'train' if one.record.training else 'eval'}, {one.record.rewritten.policy}"
+
+
+def _facts(told: NodeReport) -> dict[str, str]:
+    return {
         "operation": ", ".join(told.ops),
         "module": told.module or "(root)",
         "line": told.line or "not recorded",
@@ -106,8 +116,23 @@ def _explained(one: Found) -> list[str]:
         "reason": told.reason,
         "value": f"{told.type or 'none'}, as captured {told.captured_type or 'none'}",
     }
-    lines += [f"  {name:<11}{text}" for name, text in facts.items()]
-    return [*lines, *_entry(one, told), *_inputs(one), *_readers(one), *_said(one)]
+
+
+def _as_dict(one: Found) -> dict[str, object]:
+    """Return all that is known about a node; its lines of text stand under the names of their first words."""
+    told: dict[str, object] = {
+        "node": one.part.path + one.node.name, "number": one.number, "graph": one.index, "mode": _mode(one),
+    }  # fmt: skip
+    if one.told is None:
+        told["value"] = type_text(value(one.node))
+    else:
+        told |= _facts(one.told) | {"list entry": _plain(_entry(one, one.told)), "passes": _plain(_said(one))}
+        told["inputs"] = [line.removeprefix("input").strip() for line in _plain(_inputs(one))]
+    return told | {"read by": [line.removeprefix("read by").strip() for line in _plain(_readers(one))]}
+
+
+def _plain(lines: Iterable[str]) -> list[str]:
+    return [line.strip() for line in lines]
 
 
 def _entry(one: Found, told: NodeReport) -> Iterator[str]:

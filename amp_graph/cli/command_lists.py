@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from amp_graph.cli.terminal import write_lines, write_table
+from amp_graph.cli.terminal import write_json, write_lines, write_table
 from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
 from amp_graph.lists.fields import nearest
@@ -23,6 +23,9 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.parse(args.policy)
     lists = policy.op_list(device)
+    if args.json:
+        write_json(_as_dict(args.op, lists, policy), sys.stdout)
+        return 0
     lines = _one(args.op, lists) if args.op else []
     head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
     write_lines([(head, "bold")], sys.stdout)
@@ -39,7 +42,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _as_dict(name: str | None, lists: OpList, policy: Policy) -> dict[str, object]:
+    """Return the rules of one operation, or all rules; an operation that no list names has a note and no rules."""
+    told: dict[str, object] = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
+    if name:
+        op, overload, rules = _rules_of(name, lists)
+        note = {} if rules else {"note": _unlisted(op, overload, lists)}
+        return {**told, "operation": op, **note, "rules": [_rule(rule) for rule in rules]}
+    rules = sorted(lists, key=lambda rule: rule.op)
+    modules = [{"path": m.path, "precision": m.precision, "why": m.why, "from": m.origin} for m in lists.modules]
+    return {**told, "rules": [_rule(rule) for rule in rules], "modules": modules}
+
+
+def _rule(rule: Rule) -> dict[str, object]:
+    return {
+        "operation": rule.op, "class": str(rule.cls), "when": when_text(rule) or "always", "why": rule.why,
+        "from": rule.origin, "inputs": rule.inputs, "promotes": rule.promotes, "source": rule.source,
+    }  # fmt: skip
+
+
 def _one(name: str, lists: OpList) -> list[str]:
+    op, overload, found = _rules_of(name, lists)
+    if not found:
+        return [f"{op}: {_unlisted(op, overload, lists)}"]
+    return [line for rule in found for line in rule_lines(rule)]
+
+
+def _rules_of(name: str, lists: OpList) -> tuple[str, torch._ops.OpOverload, list[Rule]]:
+    """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:
         overloads = check_op_exists(op)
@@ -48,10 +78,7 @@ def _one(name: str, lists: OpList) -> list[str]:
         near = next(iter(nearest(op, known_names(op.partition(".")[0]))), "aten.linear")
         raise AmpGraphError(f"lists: {what}\n{legal}\n  fix:   amp-graph lists {near}") from error
     keys = list(dict.fromkeys(key for overload in overloads for key in lookup_keys(overload)))
-    found = [rule for key in keys for rule in lists.rules.get(key, ())]
-    if not found:
-        return [f"{op}: {_unlisted(op, overloads[0], lists)}"]
-    return [line for rule in found for line in rule_lines(rule)]
+    return op, overloads[0], [rule for key in keys for rule in lists.rules.get(key, ())]
 
 
 def _unlisted(op: str, overload: torch._ops.OpOverload, lists: OpList) -> str:

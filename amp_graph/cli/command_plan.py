@@ -9,17 +9,18 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 
 import torch
 
 from amp_graph.capture.sensitivity_sample import Sampled
-from amp_graph.cli.benchmark_policies import Loss, Trained, train
+from amp_graph.cli.benchmark_policies import ROUNDS, Loss, train
 from amp_graph.cli.capture_target import sampled
 from amp_graph.cli.main import BUDGETS
 from amp_graph.cli.plan_estimates import Figures, Plans, plans_for
-from amp_graph.cli.terminal import write_table
+from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.policy import Policy
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     multiples = _multiples(args.sweep) if args.sweep is not None else []
     model, loss, policy, found = sampled(args.target, args.input, args.policy, args.training)
     plans = plans_for(found, policy, device_of_model(model) or "cpu")
+    if args.json:
+        return _print_json(plans, multiples, model, loss, found)
     machine = plans.machine
     print(f"{len(found)} graph{'s' * (len(found) > 1)}, {policy}, planned for {machine.name} ({machine.description})")
     if multiples:
@@ -53,14 +56,35 @@ def named(policy: Policy, accuracy: str | float) -> Policy:
     return replace(policy, accuracy=accuracy, planner="", skip_unprofitable="false")
 
 
+def _print_json(plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled]) -> int:
+    told = {"policy": str(plans.policy), "machine": plans.machine.name, "graphs": len(found)}
+    rows = [_as_dict(name, one) for name, one in _plans(plans)]
+    if multiples:
+        swept = _swept_plans(plans, multiples, model, loss, found)
+        names = ("time", "gradient_error", "worst_parameter")
+        rows = [_as_dict(name, one) | dict(zip(names, measured, strict=True)) for name, one, measured in swept]
+    write_json({**told, "plans": rows}, sys.stdout)
+    return 0
+
+
+def _as_dict(name: str, one: Figures) -> dict[str, object]:
+    """Return a plan's figures; ``error`` is over that of accuracy=autocast."""
+    return {
+        "plan": name, "predicted_us": one.picoseconds / 1e6, "predicted_error": one.error,
+        "low": one.low, "full": one.full, "casts": one.casts,
+    }  # fmt: skip
+
+
+def _plans(plans: Plans) -> list[tuple[str, Figures]]:
+    others = [(f"accuracy={word}", plans.figures(named(plans.policy, word))) for word in ("autocast", "fast")]
+    return [(str(plans.policy), plans.figures(plans.policy)), *others, ("full precision", plans.in_full())]
+
+
 def _rows(plans: Plans) -> list[tuple[str, ...]]:
     base = plans.figures(named(plans.policy, "autocast"))
-    asked = plans.figures(plans.policy)
-    others = [(f"accuracy={word}", plans.figures(named(plans.policy, word))) for word in ("autocast", "fast")]
-    found = [(str(plans.policy), asked), *others, ("full precision", plans.in_full())]
     return [
         (name, f"{one.picoseconds / 1e6:.1f}", _ratio(one.picoseconds, base.picoseconds), *_counts(one))
-        for name, one in found
+        for name, one in _plans(plans)
     ]
 
 
@@ -90,9 +114,18 @@ def _multiples(text: str) -> list[float]:
     return found
 
 
-def _sweep(
-    plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled], rounds: int = 15
-) -> None:
+def _sweep(plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled]) -> None:
+    swept = list(_swept_plans(plans, multiples, model, loss, found))
+    base = swept[0][1]
+    rows = [_swept(name, one, base, measured) for name, one, measured in swept]
+    write_table(SWEPT, [(row, "") for row in rows], sys.stdout)
+    print(NOTE.format(rounds=ROUNDS))
+
+
+def _swept_plans(
+    plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled]
+) -> Iterator[tuple[str, Figures, tuple[float, float, float]]]:
+    """Yield each plan, autocast's first, with its measured time, median and largest gradient error over autocast's."""
     policies = {word: named(plans.policy, word) for word in ("autocast", "fast")}
     policies |= {f"{one:g}": named(plans.policy, one) for one in multiples}
     figures = {name: plans.figures(policy) for name, policy in policies.items()}
@@ -100,15 +133,14 @@ def _sweep(
     distinct = list(dict.fromkeys(first[one.points] for one in figures.values()))
     measured = tuple(one.measured for one in found)
     with redirect_stdout(sys.stderr):  # keep the user's prints out of our output
-        trained = train(model, loss, [policies[name] for name in distinct], measured, rounds)
+        trained = train(model, loss, [policies[name] for name in distinct], measured, ROUNDS)
     of_plan = dict(zip(distinct, trained, strict=True))
-    base, of_base = figures["autocast"], of_plan["autocast"]
-    rows = [_swept(name, one, base, of_plan[first[one.points]], of_base) for name, one in figures.items()]
-    write_table(SWEPT, [(row, "") for row in rows], sys.stdout)
-    print(NOTE.format(rounds=rounds))
+    of_base = of_plan["autocast"]
+    for name, one in figures.items():
+        told = of_plan[first[one.points]]
+        yield name, one, (told.time_to(of_base), *told.errors_to(of_base))
 
 
-def _swept(name: str, one: Figures, base: Figures, trained: Trained, of_base: Trained) -> tuple[str, ...]:
-    median, worst = trained.errors_to(of_base)
-    took = f"{trained.time_to(of_base):.3f}"
-    return name, _ratio(one.picoseconds, base.picoseconds), *_counts(one), took, f"{median:.3f}", f"{worst:.3f}"
+def _swept(name: str, one: Figures, base: Figures, measured: tuple[float, float, float]) -> tuple[str, ...]:
+    shown = (f"{figure:.3f}" for figure in measured)
+    return name, _ratio(one.picoseconds, base.picoseconds), *_counts(one), *shown

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | demo``.
+"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | cache | demo | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -12,9 +12,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from importlib import metadata
+
+from amp_graph.version import version
 
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
+SHELLS = ("bash", "zsh", "tcsh")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
@@ -29,18 +31,19 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["demo"]:  # the demo parses its own options, including --help
         return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
     try:
-        args = _parser().parse_args(words)
+        args = parser().parse_args(words)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
     return _guarded(lambda: int(importlib.import_module(args.module).run(args)), args.traceback)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
         "amp-graph", description="Which operation of a model runs in which precision, and why.", epilog=EPILOG
     )
-    parser.add_argument("--version", action="version", version=f"amp-graph {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    made.add_argument("--version", action="version", version=f"amp-graph {version()}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
     _add_explain(commands.add_parser("explain", help="print all that is known about one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="print which class an operation is in, and why", epilog=EPILOG))
@@ -48,8 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine's rates for plans", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
+    _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
+    _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
-    return parser
+    return made
 
 
 def _add_dump(parser: argparse.ArgumentParser) -> None:
@@ -62,17 +67,20 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--reasons", action="store_true", help="append each node's precision and reason")
     add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
     add("--output", metavar="FILE", help="write to FILE instead of stdout")
+    _add_json(parser, format="json")
     parser.set_defaults(module="amp_graph.cli.command_dump")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
+    _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_explain")
 
 
 def _add_cost(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
+    _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_cost")
 
 
@@ -80,6 +88,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     told = "print time and error for a list of budgets: predicted, and measured with interleaved training steps"
     parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
+    _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_plan")
 
 
@@ -96,6 +105,7 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     _add_common(parser)
+    _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_lists")
 
 
@@ -108,6 +118,7 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--no-grad", dest="gradients", action="store_false", help="of calls without gradients")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print (default: text)")
     _add_common(parser)
+    _add_json(parser, format="json")
     parser.set_defaults(module="amp_graph.cli.command_passes")
 
 
@@ -115,19 +126,36 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
     parser.add_argument("--output", metavar="FILE", help="write to FILE instead of the planner's default file")
     parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+    _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_calibrate")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "clear"), help="list: print them; clear: remove them")
+    parser.add_argument("--traceback", action="store_true", help="show all of an error")
+    _add_json(parser)
+    parser.set_defaults(module="amp_graph.cli.command_cache")
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = 'bash: eval "$(amp-graph completion bash)"'
+    parser.add_argument("shell", choices=SHELLS, help="for which shell")
+    parser.add_argument("--traceback", action="store_true", help="show all of an error")
+    parser.set_defaults(module="amp_graph.cli.command_completion")
+
+
+def _add_json(parser: argparse.ArgumentParser, **format: str) -> None:
+    """Add ``--json``; for a command that has ``--format``, it is the same as ``--format json``."""
+    told = "print JSON"
+    if format:
+        parser.add_argument("--json", dest="format", action="store_const", const="json", help=f"{told}: --format json")
+    else:
+        parser.add_argument("--json", action="store_true", help=told)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="P", help=POLICY)
     parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("amp-graph")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _demo(words: list[str]) -> int:

@@ -43,7 +43,7 @@ def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
     model, args, kwargs = _model_and_inputs(_built(text, _named(text)), text)
     if inputs:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        args, kwargs = make_inputs(inputs, device)
+        args, kwargs = _fitted(model, *make_inputs(inputs, device))
     _check_call(model, args, kwargs)
     return Target(model, args, kwargs)
 
@@ -147,6 +147,17 @@ def _model_and_inputs(made: Any, text: str) -> tuple[torch.nn.Module, tuple[Any,
     what = f"it returns a {type(made).__name__}{f' of ({kinds})' if kinds else ''}"
     example = "def build_model(): return Model(), (torch.randn(8, 64),)"
     raise pointed("TARGET", what, text, text.rindex(":") + 1, GIVES, example)
+
+
+def _fitted(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass a single input by position if forward needs just one, under another name than the user's."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in VARIADIC]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    renamed = len(kwargs) == 1 and not args and len(needed) == 1 and not takes_any and not kwargs.keys() & {*parameters}
+    return (tuple(kwargs.values()), {}) if renamed else (args, kwargs)
 
 
 def _check_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
@@ -22,6 +24,19 @@ def write_lines(lines: Iterable[tuple[str, str]], out: TextIO) -> None:
     console = Console(file=out, highlight=False, soft_wrap=True)
     for text, style in lines:
         console.print(Text(text, style=style))
+
+
+def write_json(data: object, out: TextIO) -> None:
+    """Print ``data`` (dicts, lists, numbers, text) as JSON; infinite numbers and NaN become text."""
+    out.write(json.dumps(_finite(data), indent=2) + "\n")
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {str(key): _finite(one) for key, one in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(one) for one in data]
+    return data if not isinstance(data, float) or math.isfinite(data) else str(data)
 
 
 def write_table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], out: TextIO) -> None:

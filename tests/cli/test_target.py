@@ -118,8 +118,16 @@ def test_inputs_that_do_not_fit_forward_are_refused_before_it_runs(file):
     said = refusal(lambda: load_target(f"{file}:Net"))
     assert "Net.forward(x, scale=1.0) cannot be called with (): missing a required argument: 'x'" in said
     assert "example: --input 'x=f32[8,16]'" in said
-    said = refusal(lambda: load_target(f"{file}:Net", ["y=f32[1]"]))
-    assert "with (y): missing a required argument: 'x'" in said
+    said = refusal(lambda: load_target(f"{file}:Net", ["y=f32[1],z=f32[1]"]))
+    assert "with (y, z): missing a required argument: 'x'" in said
+
+
+def test_a_single_input_is_passed_by_position_whatever_its_name(file):
+    for spec in ("y=f32[2]", "f32[2]"):
+        target = load_target(f"{file}:Net", [spec])
+        assert ([list(one.shape) for one in target.args], target.kwargs) == ([[2]], {})
+    for spec in ("x=f32[2]", "x=f32[2],scale=f32[]"):  # names that fit stay names
+        assert not load_target(f"{file}:Net", [spec]).args
 
 
 def test_inputs_are_parsed_by_name_dtype_sizes_and_range():

@@ -1,0 +1,90 @@
+"""``--json``: every command prints what it shows as JSON, and nothing else on stdout."""
+
+import json
+
+import pytest
+
+from amp_graph.cli.main import main, parser
+from amp_graph.cli.terminal import write_json
+
+SOURCE = """
+import torch
+from torch import nn
+
+def build():
+    print("from the user")
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
+"""
+
+
+@pytest.fixture
+def printed(capsys, tmp_path):
+    """Run a command with ``--json`` on a small model, and return what it printed, read."""
+    path = tmp_path / "json_models.py"
+    path.write_text(SOURCE)
+
+    def run(command, *words, target=True):
+        given = [command, *([f"{path}:build"] if target else []), *words, "--json"]
+        assert main(given) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_every_command_takes_json():
+    commands = next(a for a in parser()._actions if a.choices and "dump" in a.choices).choices
+    without = {name for name, one in commands.items() if "--json" not in one._option_string_actions}
+    assert without == {"completion", "demo"}  # a script for a shell; what the demo writes to its folder is JSON
+
+
+def test_explain_tells_each_node(printed):
+    (one,) = printed("explain", "gelu", "--policy", "bf16")
+    assert one["operation"] == "aten.gelu"
+    assert one["precision"] in ("low", "full")
+    assert len(one["inputs"]) == 1
+
+
+def test_dump_is_the_report_and_a_step_is_its_text(printed):
+    assert [graph["index"] for graph in printed("dump", "--policy", "bf16")["graphs"]] == [0]
+    step = printed("dump", "--policy", "bf16", "--step", "SGD")
+    assert step["optimizer"] == "SGD"
+    assert "bf16" in step["graph"]
+
+
+def test_lists_has_rules_or_a_note(printed):
+    told = printed("lists", "gelu", "--policy", "bf16", target=False)
+    assert {rule["operation"] for rule in told["rules"]} >= {"aten.gelu"}
+    assert len(printed("lists", target=False)["rules"]) > 100
+    unlisted = printed("lists", "aten.view", "--policy", "bf16", target=False)
+    assert bool(unlisted["rules"]) != ("note" in unlisted)
+
+
+def test_plan_and_cost_have_numbers(printed):
+    plans = {row["plan"]: row for row in printed("plan", "--policy", "bf16")["plans"]}
+    assert plans["full precision"]["low"] == 0
+    assert plans["bf16-O1"]["low"] > 0
+    (graph,) = printed("cost", "--policy", "bf16")
+    assert sum(row["count"] for row in graph["operations"]) > 0
+    assert all(row["measured"] >= 0 for row in graph["operations"])
+
+
+def test_the_sweep_has_what_was_measured(printed, monkeypatch):
+    monkeypatch.setattr("amp_graph.cli.command_plan.ROUNDS", 1)
+    rows = {row["plan"]: row for row in printed("plan", "--policy", "bf16", "--sweep", "1")["plans"]}
+    assert set(rows) == {"autocast", "fast", "1"}
+    assert (rows["autocast"]["time"], rows["autocast"]["gradient_error"]) == (1.0, 1.0)
+    assert all({"time", "worst_parameter", "low"} <= row.keys() for row in rows.values())
+
+
+def test_passes_are_the_same_as_by_format(capsys):
+    assert main(["passes", "--json"]) == 0
+    short = capsys.readouterr().out
+    assert main(["passes", "--format", "json"]) == 0
+    assert short == capsys.readouterr().out
+
+
+def test_numbers_that_json_lacks_are_text(capsys):
+    import sys
+
+    write_json({"a": [float("inf"), float("nan"), 1.5]}, sys.stdout)
+    assert json.loads(capsys.readouterr().out) == {"a": ["inf", "nan", 1.5]}

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from devices import Device
 from interleaved import interleaved, quartiles
+from library_models import LIBRARY
 from models import MODELS, MORE
 from result_file import machine
 from step_costs import saved_by
@@ -39,7 +40,7 @@ from amp_graph.passes.pipeline_table import TABLE
 RESULTS = Path(__file__).parent / "results" / "ablation"
 WAYS = ("convert", "TrainStep", "inference")
 TIME, MEMORY = 1.03, 1.05  # what a pass must gain on some model that people run
-USUAL = (*MODELS, "swin", "bloom", "wav2vec2", "vgg11", "ghostnet", "bert_dropout", "gpt_lora", "gpt_1")
+USUAL = (*MODELS, "swin", "bloom", "wav2vec2", "vgg11", "ghostnet", "bert_dropout", "gpt_lora", "gpt_1", *LIBRARY)
 
 
 @dataclass(frozen=True)

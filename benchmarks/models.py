@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from adapters import with_adapters
 from image_models import ghostnet, resnet50, unet, vgg11
 from large_models import LARGE
+from library_models import LIBRARY
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
@@ -277,6 +278,7 @@ MORE: dict[str, Callable[[float], Case]] = {
     "wav2vec2": wav2vec2,
     "vgg11": vgg11,
     "ghostnet": ghostnet,
+    **LIBRARY,
     **LARGE,
 }
 MODELS: dict[str, Callable[[float], Case]] = {

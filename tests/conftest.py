@@ -67,9 +67,19 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Let no collection of garbage go through the modules of torch and transformers again: an eighth of all time."""
+    _freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Nor through what earlier files left: a look for holders of weights, which collects, took a second by the end."""
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze():
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 # Thresholds of calls, for which the tests' tensors are too small, and the values at which everything is rewritten.

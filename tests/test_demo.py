@@ -48,6 +48,7 @@ def check(found, folder, name):
         assert (folder / f"{name}_{kind}_report.html").stat().st_size > 1000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 def test_demo(name, tmp_path, capsys):
     found = run(tmp_path, name)

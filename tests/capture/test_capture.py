@@ -196,6 +196,7 @@ def test_control_a_plain_backend_falls_back_at_dynamos_limit():
     assert len(calls) == torch._dynamo.config.recompile_limit < 20
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["bert_sdpa", "gpt2"])
 def test_transformers_models_side_by_side(name):
     """All models of the library share one decorator's code object."""

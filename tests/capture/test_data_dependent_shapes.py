@@ -189,6 +189,7 @@ def after_steps(program, policy=None, context=contextlib.nullcontext):
     return [loss.detach() for loss in losses], [p.detach() - s for p, s in zip(model.parameters(), start, strict=True)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", [masks, lengths, messages, layouts])
 def test_a_step_is_one_graph(program):
     ours, exact = after_steps(program, "bf16"), after_steps(program)

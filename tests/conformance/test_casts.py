@@ -144,7 +144,7 @@ def test_casts_of_activations_of_small_models(name):
     assert activations(ours) <= activations(theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DEEP)
 def test_casts_of_activations_where_fast(name):
     ours, _ = step(DEEP[name], "bf16,accuracy=fast")
@@ -188,7 +188,7 @@ def test_norms_that_llama_writes_out_cost_no_casts_and_save_what_they_read(polic
     assert our_bytes <= saved * their_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
 def test_saved_activations_as_exact_as_autocast(case):
     _, ours = step(case, "bf16")

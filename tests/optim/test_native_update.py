@@ -102,7 +102,7 @@ class Pair:
 # -- the operators ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("wide", [False, True], ids=["low", "fp32"])
@@ -243,7 +243,7 @@ class InVectors(nn.Module):
         return self.second(F.gelu(self.norm(self.first(x))))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_value": 0.01}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
@@ -303,7 +303,7 @@ def test_copies_are_the_rounded_weights():
     assert len(step.weight_copies()) == 4
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp16", "fp16-O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False])

@@ -103,7 +103,7 @@ def weight_casts(model):
 
 
 # Without a loss scale fp16 leaves no gradient but that of one parameter, and says so: they are small in fp32, too.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*gradients are too small for fp16:amp_graph.errors.AmpGraphWarning")
 @pytest.mark.parametrize("policy", ["", "bf16", "fp16"])
 @pytest.mark.parametrize("name", RULES)

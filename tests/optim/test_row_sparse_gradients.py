@@ -170,7 +170,7 @@ def trained(update, tied, padding, options, optimizer=torch.optim.AdamW):
     return losses, everything(model, made), step.graph_text()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])

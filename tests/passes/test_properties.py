@@ -23,7 +23,7 @@ def captured(seed):
     return capture(model, *inputs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_contract_holds_after_every_pass(seed, policy):
@@ -75,7 +75,7 @@ def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
     assert graph_text(amp_graph.rewrite(once, "bf16")) == graph_text(once)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("index", range(len(standard_passes())), ids=[p.name for p in standard_passes()])
 def test_a_pass_run_again_changes_nothing(index, policy):

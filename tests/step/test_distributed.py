@@ -20,6 +20,7 @@ from amp_graph.passes.loss_scaling import average
 from tests.measure import DtypeLog
 
 STEPS, BAD = 40, {3, 4, 17, 30}
+SLOW = pytest.mark.slow
 
 
 def _port():
@@ -93,8 +94,9 @@ def equal(one, two):
     return all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True)) and one[1] == two[1]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("size", "wrapped"), [(2, "after"), (2, "before"), (4, "after")])
+@pytest.mark.parametrize(
+    ("size", "wrapped"), [pytest.param(2, "after", marks=SLOW), (2, "before"), pytest.param(4, "after", marks=SLOW)]
+)
 def test_one_ranks_infinite_gradient_skips_the_step_on_all(ranks, tmp_path, size, wrapped):
     first, *others = ranks(_train, size, tmp_path, wrapped, True)
     assert all(equal(first, other) for other in others)

@@ -143,7 +143,7 @@ def new_in_both(model, optimizer):
     model[2].weight = new
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
@@ -358,6 +358,7 @@ def with_tensor_betas(parameters):
     return AdamW(parameters, lr=0.01, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "change"),
     [
@@ -696,7 +697,7 @@ def test_no_state_is_made_where_the_loop_makes_none():
     assert step.optimizer.state_dict()["state"] == {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", [*LEVELS, "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_autocast_around_it_is_switched_off(dtype, policy):

@@ -110,7 +110,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
@@ -308,7 +308,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[:, None].expand(-1, 4, -1))[0][:, -1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [TwoBiases, Recurrent])
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])

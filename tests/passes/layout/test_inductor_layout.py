@@ -74,6 +74,7 @@ def through_inductor(net, monkeypatch, options=None, policy="bf16,device=cuda", 
     return done, decided[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_the_pass_follows_inductor(name, training, monkeypatch):

@@ -124,6 +124,7 @@ HELD = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", HELD)
 def test_a_gradient_that_is_held_is_left_alone(held):
     model = converted()

@@ -98,9 +98,9 @@ def faults_of_blocks(kept):
     return printed(BLOCKS, kept)[0]
 
 
+@pytest.mark.slow
 @needs_glibc
-@pytest.mark.parametrize("kind", [pytest.param("TrainStep", marks=pytest.mark.slow), "convert",
-                                  pytest.param("inference", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("kind", ["TrainStep", "convert", "inference"])
 def test_the_next_step_takes_the_memory_that_the_last_one_freed(kind):
     faults, given_back = printed(STEPS, KEEP, kind)
     assert faults < 50

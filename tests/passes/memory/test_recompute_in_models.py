@@ -153,7 +153,7 @@ def stepped(name, policy):
     return dict(model.state_dict()), step
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "bf16-O2,recompute=all", "fp16,recompute=all"])
 def test_training_leaves_the_same_bits(name, policy):

@@ -102,6 +102,7 @@ def test_nothing_is_rounded_on_the_way_to_a_steep_function(name, monkeypatch):
     assert statistics.median(ratios) <= 1.2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [gpt, cnn])
 def test_training_goes_as_in_fp32(build):
     last = {}

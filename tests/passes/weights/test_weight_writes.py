@@ -215,12 +215,14 @@ ALL_FORMS = pytest.mark.parametrize("form", [pytest.param(f, marks=() if f == "c
                                     indirect=True)  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @ALL_FORMS
 def test_what_is_written_is_read(form):
     for seed in (0, 1):
         written_and_read(form, WRITES, seed)
 
 
+@pytest.mark.sampled(2)
 @ALL_FORMS
 def test_copies_are_kept_again_once_nobody_has_the_memory(form):
     ours, _, x, trains = form
@@ -239,6 +241,7 @@ def test_copies_are_kept_again_once_nobody_has_the_memory(form):
     assert all(kept.signs.mark is kept.watch.mark for kept in store.copies._all() if kept.held is None)
 
 
+@pytest.mark.sampled(2)
 @ALL_FORMS
 def test_garbage_that_has_the_memory_is_no_holder(form):
     """As a capture leaves it, in cycles, until somebody collects it."""

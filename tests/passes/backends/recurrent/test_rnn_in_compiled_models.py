@@ -96,7 +96,7 @@ def anyhow(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
     wanted = step(amp_graph.convert(built(kind), "bf16"), X)

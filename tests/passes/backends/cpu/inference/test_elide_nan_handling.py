@@ -101,7 +101,7 @@ def test_images_that_are_not_finite(bad):
 TENSORS = [name for name, t in Images().state_dict().items() if t.is_floating_point()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("early", [True, False])
@@ -285,6 +285,7 @@ def test_rows_that_are_not_finite(bad, by_onednn):
     assert same(called(ours, ROWS, 1), called(theirs, ROWS, 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("bad", [NAN, -INF])
 @pytest.mark.parametrize("name", list(Tower().state_dict()))

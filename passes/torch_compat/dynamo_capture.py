@@ -237,8 +237,9 @@ def capture_with_dynamo(
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
     ``choice``: consulted before each capture. ``collector_waits``: pause garbage collection until Dynamo and
-    ``backend`` are done; not for compilers that take minutes. ``eager``: graphs run operator by operator. 2.13 has ``isolate_recompiles`` (entries of one region
-    never count against another's); 2.11 and 2.12 rely on the raised limits and on a separate code object.
+    ``backend`` are done; not for compilers that take minutes. ``eager``: graphs run operator by operator. 2.13 has
+    ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the raised
+    limits and on a separate code object.
     """
     record_reads_of_dtype()
     capture_some_otherwise()

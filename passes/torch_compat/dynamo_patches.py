@@ -80,7 +80,7 @@ def leave_out_guard_of_hooks() -> None:
         return
 
     @functools.wraps(plain)
-    def AUTOGRAD_SAVED_TENSORS_HOOKS(self: Any, guard: Any) -> None:  # noqa: N802, guards are known by this name
+    def AUTOGRAD_SAVED_TENSORS_HOOKS(self: Any, guard: Any) -> None:
         if not (capturing.is_on and capturing.is_eager):
             plain(self, guard)
 

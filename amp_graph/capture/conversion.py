@@ -98,6 +98,7 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
         self._misses = 0  # calls in which no graph ran
+        self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
@@ -319,7 +320,7 @@ class Conversion:
 
     def _capturing(self) -> Runner:
         self._find: Find = _find_nothing
-        self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
+        self._ready = None
         self._frames: CompiledFrames | None = None
         self._whole: WholeOnly | None = None
         self.escaped.look_again()

@@ -94,7 +94,7 @@ class CompiledFrames:
         """Find nothing yet."""
         self._function = function
         entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-        self._entries = entries if hasattr(FRAMES, "_stance") else None
+        self._entries: Any = entries if hasattr(FRAMES, "_stance") else None
         self._compiles_autograd = _reader_of("compiled_autograd") if has_backward else lambda: False
         self._known: dict[int, Entry] = {}
         self._last: Entry | None = None

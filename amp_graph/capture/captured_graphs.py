@@ -23,7 +23,7 @@ from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
-from amp_graph.capture.run_as_captured import or_as_captured, plain_runner
+from amp_graph.capture.run_as_captured import or_as_captured, plain_runner, settled, settling
 from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
@@ -161,14 +161,17 @@ class CapturedGraphs:
         """Wrap ``run`` to check its backward for gradients that underflow in fp16."""
         watch = weakref.ref(self._underflow)
 
-        def watched(*args: Any) -> Any:
-            results = run(*args)
-            found = watch()
-            if found is not None:
-                found.after(results)
-            return results
+        def watching(run: Runner) -> Runner:
+            def watched(*args: Any) -> Any:
+                results = run(*args)
+                found = watch()
+                if found is not None:
+                    found.after(results)
+                return results
 
-        return watched
+            return watched
+
+        return settling(watching(run), lambda: None if (found := settled(run)) is None else watching(found))
 
     def _lowered(
         self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
@@ -250,7 +253,8 @@ class CapturedGraphs:
     ) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``watch`` is called before each run. ``copies`` is obeyed from the first run on.
+        ``watch`` is called before each run. ``copies`` is obeyed from the first run on. What it settles as counts
+        nothing: the conversion, which calls it, does.
         """
         first, owner = True, weakref.ref(self)
 
@@ -269,7 +273,18 @@ class CapturedGraphs:
                 watch()
             return run(*args)
 
-        return counted
+        def watched(run: Runner, watch: Callable[[], None]) -> Runner:
+            def call(*args: Any) -> Any:
+                watch()
+                return run(*args)
+
+            return call
+
+        def settled_run() -> Runner | None:
+            found = None if first or alone else settled(run)
+            return found if found is None or watch is None else watched(found, watch)
+
+        return settling(counted, settled_run)
 
     def _new_copies(self) -> WeightCopies | None:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""

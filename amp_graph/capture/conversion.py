@@ -40,13 +40,14 @@ from amp_graph.passes.torch_compat.dispatch import (
     being_traced,
     has_modes,
     in_transform,
+    innermost_transform,
     is_autocast_on,
+    jit_trace,
     mode_without_capture,
 )
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_entries import CALLS, FRAMES, CompiledFrames, Entry, Find
 from amp_graph.passes.torch_compat.dynamo_frames import (
-    Find,
-    compiled_frames,
     dynamo_listens,
     outside_dynamo,
     own_code_object,
@@ -97,6 +98,7 @@ class Conversion:
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
         self._misses = 0  # calls in which no graph ran
+        self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
@@ -157,6 +159,25 @@ class Conversion:
             training, grad, is_like_it = last
             if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
                 return self._wide(one)
+        ready = self._ready
+        if (
+            ready is not None
+            and (run := ready.settled) is not None
+            and FRAMES._stance is ready.stance
+            and not (is_autocast_on() or has_modes() or jit_trace() or innermost_transform())  # an export is a mode
+            and ready.compiles_autograd() is not True
+            and (guards := ready.guards()) is not None
+            and guards.cache_entry is not None
+        ):  # written out, as each call of a Python function takes 1 us of a small model's 20, with cold caches
+            try:
+                fits = ready.check({"args": args, "kwargs": kwargs, "forward": self._wide})
+            except RuntimeError:  # of strided nested tensors: see below
+                fits = ready.restore()
+            if fits:
+                CALLS.generation += 1
+                self.captured.runs += 1
+                self.limits.budget.calls += 1
+                return run(*args, **kwargs)
         if being_traced():
             raise self._not_to_be_traced()
         if is_autocast_on():
@@ -194,7 +215,7 @@ class Conversion:
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.escaped.how}"
             )
             return self.escaped.run(self._wide, args, kwargs)
-        captured, limits = self.captured, self.limits
+        captured, limits, self._ready = self.captured, self.limits, None
         before, alone = captured.runs, captured.runs_left_alone
         if limits.has_pauses() and limits.passes():
             return self.escaped.run(self._wide, args, kwargs)
@@ -240,6 +261,8 @@ class Conversion:
             self._look_for_what_escaped()
         elif captured.runs_left_alone - alone == captured.runs - before == 1:
             self._leave_alone(args, kwargs)
+        elif self._frames is not None and not self.limits.has_pauses():
+            self._ready = self._frames.settled()  # nothing is left to report of calls like this one
         return result
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +320,8 @@ class Conversion:
 
     def _capturing(self) -> Runner:
         self._find: Find = _find_nothing
+        self._ready = None
+        self._frames: CompiledFrames | None = None
         self._whole: WholeOnly | None = None
         self.escaped.look_again()
         if self.policy.level == "O0":
@@ -308,7 +333,8 @@ class Conversion:
 
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         if self.compile in ("eager", "inductor"):
-            self._find = compiled_frames(own)
+            self._frames = CompiledFrames(own)
+            self._find = self._frames.find
         self.limits.whole.forget()  # Dynamo dropped those
         if not self.escaped.is_cast:
             return self._captured_by(own, self.captured.take, self.log, self.limits.whole)
@@ -340,6 +366,7 @@ class Conversion:
             heard=heard,
             choice=variants,
             collector_waits=self.compile == "eager",
+            eager=self.compile == "eager",
         )
 
     def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import Runner, lower
+from amp_graph.passes.torch_compat.dynamo_entries import SETTLED
 from amp_graph.policy import Policy
 
 
@@ -40,7 +41,7 @@ def or_as_captured(
     A call that wrote its inputs before it raised is not run again; its error propagates. ``always``: guard every call
     (for graphs with varying sizes), not only calls until the first success. ``tell`` receives the error and may raise.
 
-    If both fail, the captured graph's error is raised.
+    If both fail, the captured graph's error is raised. Once the callable in use is known, ``settled`` names it.
     """
     found: Runner | None = None  # the callable in use, once known
     spare: Callable[[], Runner] | None = as_captured  # it references a graph, which can be freed now
@@ -65,7 +66,21 @@ def or_as_captured(
                 found, spare = run, None
         return result
 
+    if not always:
+        settling(call, lambda: found)
     return call
+
+
+def settling(wrapper: Runner, asked: Callable[[], Runner | None]) -> Runner:
+    """Let ``settled`` find through ``wrapper``: ``asked`` returns what its later calls come down to, None before."""
+    setattr(wrapper, SETTLED, asked)
+    return wrapper
+
+
+def settled(run: Runner) -> Runner | None:
+    """Return what later calls of ``run`` come down to: ``run`` itself if it is no wrapper; None while that is open."""
+    asked = getattr(run, SETTLED, None)
+    return run if asked is None else asked()
 
 
 def is_out_of_memory(error: Exception) -> bool:

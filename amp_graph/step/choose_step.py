@@ -20,7 +20,8 @@ from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
-from amp_graph.passes.torch_compat.dynamo_frames import Find, compiled_frames, own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
+from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
 from amp_graph.step.recapture_warning import Recaptures
 from amp_graph.step.step_arguments import (
@@ -72,8 +73,8 @@ class StepRuns:
         function: Any = own_code_object(amp_graph_step)  # type: ignore[arg-type]
         # The same name as before, by which Dynamo knows which sizes have changed since the first capture.
         again = types.FunctionType(function.__code__.replace(), function.__globals__, OWN, None, function.__closure__)
-        self.find: Find = compiled_frames(function, has_backward=False)
-        self._find_plain: Find = compiled_frames(again)
+        self.find: Find = CompiledFrames(function, has_backward=False).find
+        self._find_plain: Find = CompiledFrames(again).find
         self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # the function's closure
         self._forward, self._bare = amp_graph_step, Bare()
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT

@@ -30,12 +30,14 @@ def dispatched(operator: Any) -> Callable[..., Any]:
 
 
 # Looked up once, because every call of a converted model asks; 2.11 - 2.13.
-_tracing_state, _compiler = torch._C._get_tracing_state, torch.compiler
+_compiler = torch.compiler
+jit_trace: Callable[[], Any] = torch._C._get_tracing_state  # the state of ``torch.jit.trace``; None without one
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # of ``torch.func``
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording the current call."""
-    return _tracing_state() is not None or _compiler._is_exporting_flag
+    return jit_trace() is not None or _compiler._is_exporting_flag
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -55,7 +57,7 @@ is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 def in_transform() -> bool:
     """Say whether a ``torch.func`` transform is running: Dynamo captures nothing inside, and never again there."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return innermost_transform() is not None
 
 
 # How many dispatch modes are active, the user's own among them, in one C call; 2.11 - 2.13.

@@ -27,6 +27,7 @@ from amp_graph.passes.torch_compat.dynamo_patches import (
     capture_some_otherwise,
     capturing,
     leave_cast_cache_alone,
+    leave_out_guard_of_hooks,
     leave_out_guard_timing,
     let_masks_broadcast,
     record_reads_of_dtype,
@@ -154,11 +155,14 @@ class _CompileTimeConfig:
     would cost every step.
     """
 
-    def __init__(self, inner: Any, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice) -> None:
+    def __init__(
+        self, inner: Any, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice, eager: bool
+    ) -> None:
         self._inner = inner
         self._heard = heard
         self._choice = choice
         self._collector_waits = collector_waits
+        self._eager = eager
         # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
         self._torchdynamo_orig_backend = inner
         self.hooks = inner.hooks
@@ -189,7 +193,8 @@ class _CompileTimeConfig:
                 **chosen,
             ),
         ):
-            outer, capturing.is_on = capturing.is_on, True
+            outer = capturing.is_on, capturing.is_eager
+            capturing.is_on, capturing.is_eager = True, self._eager
             _CAPTURES.append(None)
             try:
                 result = _with_room(self._inner, frame, *args, **kwargs)
@@ -199,7 +204,7 @@ class _CompileTimeConfig:
                 return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
             finally:
                 _CAPTURES.pop()
-                capturing.is_on = outer
+                capturing.is_on, capturing.is_eager = outer
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
         made = getattr(result, "guarded_code", None)
@@ -227,16 +232,19 @@ def capture_with_dynamo(
     heard: CaptureListener,
     collector_waits: bool,
     choice: CaptureChoice | None = None,
+    eager: bool = False,
 ) -> Callable[..., Any]:
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
     ``choice``: consulted before each capture. ``collector_waits``: pause garbage collection until Dynamo and
-    ``backend`` are done; not for compilers that take minutes. 2.13 has ``isolate_recompiles`` (entries of one region
-    never count against another's); 2.11 and 2.12 rely on the raised limits and on a separate code object.
+    ``backend`` are done; not for compilers that take minutes. ``eager``: graphs run operator by operator. 2.13 has
+    ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the raised
+    limits and on a separate code object.
     """
     record_reads_of_dtype()
     capture_some_otherwise()
     leave_out_guard_timing()
+    leave_out_guard_of_hooks()
     leave_cast_cache_alone()
     let_masks_broadcast()
     see_loops_to_their_end()
@@ -244,7 +252,7 @@ def capture_with_dynamo(
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
     context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
-    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits, choice or CaptureChoice())
+    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits, choice or CaptureChoice(), eager)
     return context(function)
 
 

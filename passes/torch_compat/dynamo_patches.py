@@ -42,9 +42,10 @@ def reads_of_dtype(node: torch.fx.Node) -> bool:
 
 
 class _Capturing(threading.local):
-    """Whether this thread is running one of our captures."""
+    """Whether this thread is running one of our captures, and whether its graph will run operator by operator."""
 
     is_on = False
+    is_eager = False
 
 
 capturing = _Capturing()
@@ -65,6 +66,25 @@ def leave_out_guard_timing() -> None:
         return 0.0 if capturing.is_on else plain(*args)
 
     guards.profile_guard_manager = profile_guard_manager
+
+
+def leave_out_guard_of_hooks() -> None:
+    """Keep Dynamo from guarding on the default saved-tensor hooks where a graph runs operator by operator; 2.11 - 2.13.
+
+    Under autograd itself the hooks that are active in a call see what that call saves. AOTAutograd traces hooks into a
+    graph, which is why there is such a guard. It is the only one in Python: 2 us of a call, with cold caches.
+    """
+    builder: Any = torch._dynamo.guards.GuardBuilder
+    plain = getattr(builder, "AUTOGRAD_SAVED_TENSORS_HOOKS", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def AUTOGRAD_SAVED_TENSORS_HOOKS(self: Any, guard: Any) -> None:
+        if not (capturing.is_on and capturing.is_eager):
+            plain(self, guard)
+
+    builder.AUTOGRAD_SAVED_TENSORS_HOOKS = AUTOGRAD_SAVED_TENSORS_HOOKS
 
 
 def leave_cast_cache_alone() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -53,13 +54,30 @@ class CacheWeightCasts(Pass):
             if reason:
                 skips.append(Skip(node.name, f"no copy of this weight is kept: {reason}"))
                 continue
-            if not keeping_a_copy_is_profitable(concrete_size(value(node).numel()), self.training and is_trained(node)):
+            trained = self.training and is_trained(node)
+            if not keeping_a_copy_is_profitable(concrete_size(value(node).numel()), trained, _products_with(node)):
                 skips.append(Skip(node.name, "no copy of this weight is kept: a cast takes as long as a check of it"))
                 continue
             node.op, node.target = "call_function", self.copies.read
             node.kwargs = _how_it_is_read(node)
             changes.append(Change(self.name, "kept", node.name, "cast once per update"))
         return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _products_with(cast: Node) -> int | None:
+    """Return the multiplications of the largest linear that reads ``cast``; None if anything else does, or sizes vary.
+
+    As its weight or as its bias.
+    """
+    most = 0
+    for reader in cast.users:
+        if names_of(reader) != ("aten.linear",) or cast in reader.args[:1]:
+            return None
+        sizes = (*value(reader).shape, value(reader.args[0]).shape[-1])  # type: ignore[arg-type]
+        if any(type(size) is not int for size in sizes):
+            return None
+        most = max(most, prod(sizes))
+    return most
 
 
 def is_kept(node: Node) -> bool:

@@ -176,3 +176,110 @@ def test_a_graph_goes_with_dynamos_entry():
     torch._dynamo.reset()
     gc.collect()
     assert graph() is None
+
+
+def ready(model, *args):
+    """Whether a call runs what was looked at last, without a look at anything else."""
+    conversion, asked = conversion_of(model), []
+    call = conversion._call
+    conversion._call = lambda *given: asked.append(1) or call(*given)
+    try:
+        model(*args)
+    finally:
+        del conversion._call
+    return not asked
+
+
+def trained():
+    """A converted linear whose last call leaves nothing to look at."""
+    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
+    for _ in range(3):
+        model(X)
+    assert ready(model, X)
+    return model
+
+
+def test_a_call_like_the_last_is_counted_and_right():
+    model = trained()
+    runs, calls = conversion_of(model).runs, conversion_of(model).limits.budget.calls
+    found = model(X)
+    assert (conversion_of(model).runs, conversion_of(model).limits.budget.calls) == (runs + 1, calls + 1)
+    weight, bias = model.weight.bfloat16(), model.bias.bfloat16()
+    assert torch.equal(found, nn.functional.linear(X.bfloat16(), weight, bias).float())
+
+
+CHANGES = {
+    "another batch": lambda model: X[:2].clone(),
+    "gradients of the input": lambda model: X.clone().requires_grad_(),
+    "another weight": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(4, 8).t().contiguous().t())),
+    "a frozen weight": lambda model: model.weight.requires_grad_(False).fill_(0),
+    "no bias": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(2, 8))) or setattr(model, "bias", None),
+    "deterministic algorithms": lambda model: torch.use_deterministic_algorithms(True),
+    "Dynamo forgets": lambda model: torch._dynamo.reset(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_looked_at(name):
+    model = trained()
+    try:
+        given = CHANGES[name](model)
+        assert not ready(model, X if given is None or given is model.weight else given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+REGIONS = [
+    torch.no_grad,
+    torch.inference_mode,
+    lambda: torch.autocast("cpu"),
+    lambda: torch.compiler.set_stance("eager_on_recompile"),
+    lambda: torch._dynamo.config.patch(compiled_autograd=True),
+]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_region_is_looked_at(region):
+    model = trained()
+    with region():
+        assert not ready(model, X)
+
+
+def test_a_transform_is_looked_at():
+    model, asked = amp_graph.convert(nn.Linear(8, 4)), []
+    for _ in range(3):
+        model(X)
+    with pytest.warns(AmpGraphWarning, match="transform"):
+        torch.func.vmap(lambda x: asked.append(ready(model, X)) or x)(X)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_hooks_of_saved_tensors_see_what_a_call_saves(compile):
+    """Eager captures have no guard on them: autograd itself asks for them, in each call."""
+    model = amp_graph.convert(nn.Linear(8, 4), compile=compile, strict=True)
+    for _ in range(2):
+        model(X).sum().backward()
+    gradient, saved = model.weight.grad / 2, []
+    model.zero_grad()
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(X)
+    assert saved
+    out.sum().backward()
+    assert torch.equal(model.weight.grad, gradient)
+
+
+def test_only_compilers_of_backward_guard_on_hooks_of_saved_tensors():
+    """Hooks that are graphs are traced into a backward: a graph captured without them must not run there."""
+    pack, unpack = (torch.fx.symbolic_trace(function) for function in (lambda t: t * 2, lambda t: t / 2))
+    for compile, is_guarded in (("eager", False), ("inductor", True)):
+        model = amp_graph.convert(nn.Linear(8, 4), compile=compile, strict=True)
+        model(X)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            assert (found(model, X) is None) is is_guarded

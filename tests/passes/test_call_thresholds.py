@@ -39,6 +39,17 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class Words(nn.Module):
+    """An LSTM and a linear behind it."""
+
+    def __init__(self, size=32):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, size), nn.Linear(size, 64)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
 class Recurs(nn.LSTM):
     """An LSTM that returns its output alone."""
 
@@ -52,6 +63,7 @@ CASES = {
     "readers of one cast": (Readers, (4, 8)),
     "attention of few tokens": (Attends, (1, 2, 16)),
     "an LSTM of few steps": (lambda: Recurs(32, 32), (4, 2, 32)),
+    "a linear behind an LSTM": (Words, (2, 2, 32)),
     "convolutions": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 8, 3)), (1, 32, 4, 4)),
     "a transposed one": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 2, 2)), (1, 3, 6, 6)),
 }
@@ -126,3 +138,25 @@ def test_weights_written_between_calls_are_read_anew():
         with torch.autocast("cpu", torch.bfloat16):
             expected = F.linear(x, model.weight, model.bias)
         assert torch.allclose(model(x), expected.float(), rtol=0.02, atol=0.02)
+
+
+def test_small_linears_without_gradients_cast_at_each_call_and_larger_ones_keep_copies():
+    for rows, kept in ((4, False), (32, True)):
+        model, x = amp_graph.convert(nn.Linear(32, 32).eval(), "bf16", strict=True), torch.randn(rows, 32)
+        with torch.no_grad():
+            first = model(x)
+            assert bool(own_calls(model)) is kept
+            model.weight.add_(1)
+            changed = model(x)
+        amp_graph.revert(model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            exact = model(x).float()
+        assert not torch.equal(first, changed)
+        assert (changed - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+@needs_bf16
+def test_larger_linears_behind_an_lstm_are_ours():
+    model, x = amp_graph.convert(Words(), "bf16", strict=True), torch.randn(16, 4, 32)  # 131,072 products
+    trained(model, x)
+    assert own_calls(model)

@@ -7,6 +7,7 @@ After: ``linear_low(x, w, b)`` for 32 rows, ``linear_trained(x, w, b)`` for 1,02
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
+from amp_graph.passes.profitability.call_thresholds import small_linear_behind_recurrence_is_profitable
 from amp_graph.passes.profitability.gemm_thresholds import (
     amx_product_is_profitable,
     bias_in_trained_linear_is_profitable,
@@ -28,6 +30,7 @@ from amp_graph.passes.profitability.gemm_thresholds import (
     training_by_function_is_profitable,
 )
 
+RECURRENT = frozenset({"aten.lstm", "aten.gru"})
 CALLS = (F.linear, torch.ops.aten.linear.default)  # the latter for composites that were expanded
 Form = tuple[str, torch.dtype, int, int, int]  # device, dtype, rows, outputs, inputs
 
@@ -50,11 +53,13 @@ class LowerLinears(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every linear."""
         changes = []
+        recurs = any(RECURRENT.intersection(names_of(node)) for node in gm.graph.nodes)
         for node in gm.graph.nodes:
             form, again = linear_form(node), node.target is computing_again(F.linear)
             if form is None:
                 continue
-            if small_linear_is_profitable(*form) and panel_gemm.library() is not None:
+            by_c = small_linear_is_profitable(*form) and panel_gemm.library() is not None
+            if by_c and (not recurs or small_linear_behind_recurrence_is_profitable(prod(form[2:]))):
                 target, why = linear_low, "by compiled C: oneDNN's calls take longer than the matmuls"
             elif (again or node.target in CALLS) and (fast := self._fast_parts(node, form)):
                 target, why = linear_trained, f"by its fast path for training: {', '.join(fast)}"

@@ -1,0 +1,166 @@
+"""Runs the code that Dynamo compiled for a function, found by the guards of its cache entries: private names of torch.
+
+Each states the versions of torch that it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+
+from amp_graph.passes.torch_compat.dynamo_frames import dynamo_listens, is_whole
+
+Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
+SETTLED = "settled"  # of a function that Dynamo calls for a graph: what returns the one that later calls come down to
+
+FRAMES: Any = torch._dynamo.eval_frame
+CALLS: Any = torch._dynamo.mutation_guard.GenerationTracker  # CUDA graphs distinguish calls by it
+_switch: Any = torch._C  # of torch functions
+
+
+class Entry:
+    """What runs one of Dynamo's cache entries directly: references to its guards and code, and the code's globals.
+
+    ``space`` is None if the code is no whole frame. ``settled``: the code with what its graph comes down to, once that
+    is known. Everything goes when Dynamo drops the entry, and so its guards and its code.
+
+    A caller to whom a call of ``CompiledFrames.find`` takes too long may call ``settled`` without a compiler: where
+    ``stance`` is current, autograd is not compiled, the guards still have their entry, and ``check(local)`` is true.
+    """
+
+    __slots__ = (
+        "__weakref__", "check", "code", "compiles_autograd", "functions", "guards", "settled", "space", "stance",
+    )  # fmt: skip
+
+    def __init__(self, guards: Any, compiled: types.CodeType, space: dict[str, Any]) -> None:
+        self.space = _calling_directly(compiled, space) if is_whole(compiled) else None
+        self.settled: types.FunctionType | None = None
+        self.check: Any = guards.root.check
+        self.stance: Any = None
+        self.compiles_autograd: Callable[[], Any] = bool
+        self.functions: Any = None  # the state of torch functions in which its guards hold
+        own = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            if (found := own()) is not None:
+                found.space = found.settled = found.check = None
+
+        self.guards = weakref.ref(guards, forget)
+        self.code = weakref.ref(compiled, forget)
+
+    def restore(self) -> bool:
+        """Enable torch functions again after ``check``, which disables them meanwhile, has raised; return False."""
+        _switch._set_torch_function_state(self.functions)
+        return False
+
+    def settle(self, like: types.FunctionType) -> None:
+        """Let ``settled`` run what the graph comes down to, if that is known; ``like``: the captured function."""
+        if self.settled is not None or self.space is None or (compiled := self.code()) is None:
+            return
+        (name,) = (name for name in compiled.co_names if name.startswith("__compiled_fn"))
+        asked = getattr(self.space[name], SETTLED, None)
+        graph = None if asked is None else asked()
+        if graph is not None:
+            space = {**self.space, name: graph}
+            self.settled = types.FunctionType(compiled, space, like.__code__.co_name, None, like.__closure__)
+
+
+def _calling_directly(compiled: types.CodeType, space: dict[str, Any]) -> dict[str, Any]:
+    """Return ``space`` with the graph's function itself, without the wrapper in which Dynamo is off: 1 us a call."""
+    found = dict(space)
+    for name in compiled.co_names:
+        if name.startswith("__compiled_fn"):
+            found[name] = getattr(space[name], "_torchdynamo_orig_callable", space[name])
+    return found
+
+
+class CompiledFrames:
+    """Dynamo's compiled code for ``function``, by the values of its locals.
+
+    Running that code is what Dynamo's wrapper does in the end, after as much time as a small model's forward takes.
+    Only whole frames are found: code behind a graph break must run under the wrapper. Nothing is found while
+    ``torch.compiler.set_stance`` is active, or, if ``has_backward``, compiled autograd. The guards that held last are
+    checked first, without a look at the other entries: Dynamo takes ``cache_entry`` from the guards of an entry that it
+    drops. 2.13.
+    """
+
+    def __init__(self, function: types.FunctionType, *, has_backward: bool = True) -> None:
+        """Find nothing yet."""
+        self._function = function
+        entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        self._entries: Any = entries if hasattr(FRAMES, "_stance") else None
+        self._compiles_autograd = _reader_of("compiled_autograd") if has_backward else lambda: False
+        self._known: dict[int, Entry] = {}
+        self._last: Entry | None = None
+
+    def find(self, local: dict[str, Any]) -> Callable[..., Any] | None:
+        """Return the code whose guards hold for ``local``: all arguments and free variables by name."""
+        if self._entries is None or self._is_unusual():
+            return None
+        before = None if _switch._is_torch_function_enabled() else _switch._get_torch_function_state()
+        try:
+            found = self._fitting(local)
+        except RuntimeError:  # the check disables torch functions, and if it raises, leaves them disabled
+            _switch._set_torch_function_state(_switch._TorchFunctionState.ENABLED if before is None else before)
+            raise
+        space = None if found is None else found.space
+        compiled = None if found is None or space is None else found.code()
+        if space is None or compiled is None:
+            return None
+        CALLS.generation += 1
+        function = self._function
+        space = space if dynamo_listens() is None else function.__globals__
+        return types.FunctionType(compiled, space, function.__code__.co_name, None, function.__closure__)
+
+    def settled(self) -> Entry | None:
+        """Return the entry whose code was found last, if it is known what its graph comes down to: see ``Entry``."""
+        last = self._last
+        if last is None or self._is_unusual():
+            return None
+        last.settle(self._function)
+        last.stance, last.compiles_autograd = FRAMES._stance, self._compiles_autograd
+        last.functions = _switch._get_torch_function_state()
+        return None if last.settled is None else last
+
+    def _is_unusual(self) -> bool:
+        stance = FRAMES._stance
+        return stance.stance != "default" or stance.backend is not None or self._compiles_autograd() is True
+
+    def _fitting(self, local: dict[str, Any]) -> Entry | None:
+        last = self._last
+        if last is not None:
+            guards = last.guards()
+            if guards is not None and guards.cache_entry is not None and guards.root.check(local):
+                return last
+        for entry in self._entries(self._function.__code__):
+            if entry.guard_manager.check(local):
+                self._last = self._entry_of(entry)
+                return self._last
+        return None
+
+    def _entry_of(self, entry: Any) -> Entry:
+        compiled, guards, known = entry.code, entry.guard_manager, self._known
+        found = known.get(id(compiled))
+        if found is None or found.code() is not compiled or found.guards() is not guards:
+            for key in [key for key, one in known.items() if one.code() is None]:
+                del known[key]
+            found = known[id(compiled)] = Entry(guards, compiled, self._function.__globals__)
+        return found
+
+
+def _reader_of(setting: str) -> Callable[[], Any]:
+    """Return a fast reader of a Dynamo setting for this thread: through its module it takes 10 us per step, guards 40.
+
+    Since 2.13, a setting is a context variable, which holds a sentinel of its own if nothing is set.
+    """
+    asked: Any = getattr(dynamo_config, "_config", {}).get(setting)
+    given = getattr(asked, "user_override", None)
+    if isinstance(given, contextvars.ContextVar) and not getattr(dynamo_config, setting):
+        return given.get
+    return lambda: getattr(dynamo_config, setting)

@@ -3,8 +3,8 @@
 Before: ``F.rms_norm(x, (n,), weight)``, eight operations on the CPU.
 After: ``launch_counts::rms_norm``, in backward ``rms_norm_backward``, which run nowhere.
 
-A recurrent layer is ``autocasts_rnn``, which ``torch.autocast`` casts into cuDNN's one buffer; where a pass of ours runs
-it, it is that pass's ``amp_graph::cudnn_rnn``.
+A recurrent layer is ``autocasts_rnn``, which ``torch.autocast`` casts into cuDNN's one buffer; where a pass of ours
+runs it, it is that pass's ``amp_graph::cudnn_rnn``.
 """
 
 import contextlib
@@ -29,8 +29,10 @@ def _define(schema: str, shapes: Any) -> Any:
     return getattr(torch.ops.launch_counts, name).default
 
 
-RMS_NORM = _define("rms_norm(Tensor x, Tensor? weight, int over) -> (Tensor, Tensor)",
-                   lambda x, weight, over: (torch.empty_like(x), x.new_empty(x.shape[:-over], dtype=torch.float32)))  # fmt: skip
+RMS_NORM = _define(
+    "rms_norm(Tensor x, Tensor? weight, int over) -> (Tensor, Tensor)",
+    lambda x, weight, over: (torch.empty_like(x), x.new_empty(x.shape[:-over], dtype=torch.float32)),
+)
 RMS_NORM_BACKWARD = _define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight, bool[2] mask) -> (Tensor, Tensor)",
     lambda grad, x, rstd, weight, mask: (torch.empty_like(x), torch.empty_like(x if weight is None else weight)),
@@ -71,7 +73,11 @@ class _Rnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *tensors, out = ctx.saved_tensors
-        return None, None, *RNN_BACKWARD([g.contiguous() for g in grads], x, tensors[: ctx.states], tensors[ctx.states :], out)
+        return (
+            None,
+            None,
+            *RNN_BACKWARD([g.contiguous() for g in grads], x, tensors[: ctx.states], tensors[ctx.states :], out),
+        )
 
 
 class AsOnCuda(TorchFunctionMode):

@@ -95,7 +95,9 @@ def _size(tensor: Tensor) -> int:
 def _foreach(name: str, lists: list[list[Tensor]]) -> int:
     """Return the kernels of a call on lists of tensors: a few, or one a tensor (ForeachUtils.h, can_use_fast_route)."""
     first = lists[0]
-    alike = all(a.shape == b.shape and a.stride() == b.stride() for one in lists[1:] for a, b in zip(first, one))
+    alike = all(
+        a.shape == b.shape and a.stride() == b.stride() for one in lists[1:] for a, b in zip(first, one, strict=True)
+    )
     same = all(len({t.dtype for t in one}) == 1 for one in lists)
     if not (alike and same and all(is_non_overlapping_and_dense_or_false(t) for t in first)):
         return len(first)

@@ -229,8 +229,8 @@ def markdown(table: dict[str, dict[str, Costs]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SAID = """Kernels of forward and backward of graphs planned for CUDA, and the bytes that they read and write, over those
-of autocast. Counted without a GPU by `benchmarks/launch_counts.py`; `benchmarks/launch_costs.py` has the rules. A test
+_SAID = """Kernels of forward and backward of graphs planned for CUDA, and the bytes that they read and write, over
+autocast's. Counted without a GPU by `benchmarks/launch_counts.py`; `benchmarks/launch_costs.py` has the rules. A test
 fails if a number of a small model grows."""
 
 

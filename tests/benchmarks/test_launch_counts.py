@@ -89,9 +89,10 @@ def node_of(counts, graph, name):
 
 def test_one_kernel_copies_a_list_whose_strides_are_those_of_their_places(counts):
     def copied(x, y):
-        into = [torch.empty_like(x), torch.empty_like(y)]
-        torch._foreach_copy_(into, [x * 1, (y * 1).t() if y.shape[0] == y.shape[1] else y * 1])
-        return sum(t.sum() for t in into) + x.sum() + y.sum()
+        a, b = x.detach(), y.detach()
+        into = [torch.empty_like(a), torch.empty_like(b)]
+        torch._foreach_copy_(into, [a, b.t() if b.shape[0] == b.shape[1] else b])
+        return x.sum() + y.sum()
 
     alike = made(counts, copied, torch.ones(3, 4), torch.ones(2, 5))
     assert node_of(counts, alike, "_foreach_copy_") == (1, 2 * 22 * 4)

@@ -179,7 +179,7 @@ TABLE = checked((
     Row(TransposedConvBiasGradient, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(Conv1d, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, after=("depthwise",)),
-    Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, devices=CPU, needs=OURS),
+    Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, needs=OURS),
     Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,
         needs=(OPAQUE, PADS_MATMULS)),

@@ -24,9 +24,9 @@ from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
 class GlobalAvgPoolGradient(Pass):
     """Replaces ``adaptive_avg_pool2d`` to 1x1, and ``mean`` over all pixels, with ``pooled`` where they have gradients.
 
-    Law: channels_last images on the CPU, outside of regions whose precision the user set. Exactness: bit-exact. Torch's
-    gradient is a contiguous image: a sum with it (as in squeeze and excitation) mixes two layouts, and later backward
-    kernels are slow on the result.
+    Law: channels_last images, outside of regions whose precision the user set. Exactness: bit-exact. Torch's gradient
+    is a contiguous image: a sum with it (as in squeeze and excitation) mixes two layouts, and later backward kernels
+    are slow on the result. It is also written for each pixel, after two calls that undo the layout of the average.
     """
 
     name: ClassVar[str] = "global-avg-pool-gradient"
@@ -38,7 +38,7 @@ class GlobalAvgPoolGradient(Pass):
             if not is_trained(node) or not averages_places(node):
                 continue
             x: Any = node.all_input_nodes[0]
-            if not is_channels_last(value(x)) or value(x).device.type != "cpu":
+            if not is_channels_last(value(x)):
                 continue
             node.op, node.target, node.kwargs = "call_function", pooled, {}
             node.args = (x, value(node).dim() == 4, value(node).dtype)

@@ -1,13 +1,14 @@
 """Cast many weights at once, on devices where a call costs more than a cast: GPUs.
 
 Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, one kernel and one autograd node each. After: ``a, b = low_weights(w1,
-w2)``: one kernel for all weights that keep their layout, and in backward one that upcasts their gradients. Source of
-the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
+w2)``: one kernel for all weights that keep their order in memory, and in backward one that upcasts their gradients.
+Source of the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class WeightGroup:
         self.formats = tuple(formats)
         self._last: tuple[int, list[Tensor]] | None = None  # a stream, and what was made for it; replaced as a whole
         self.read = self._reader()
-        self._parts: tuple[list[int], ...] | None = None  # what one kernel casts; known from the first call on
+        self._parts: Parts | None = None  # known from the first call on
 
     def _reader(self) -> LowWeights:
         """Return what graphs call."""
@@ -124,20 +125,41 @@ def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
     return group[place]
 
 
-def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[int], ...]:
-    """Split ``given`` by whether the strides match those of its place; one kernel copies those that match."""
-    alike = [a.stride() == b.stride() for a, b in zip(into, given, strict=True)]
-    if all(alike):
-        return (list(range(len(alike))),)
-    return tuple([i for i, is_alike in enumerate(alike) if is_alike is same] for same in (True, False))
+@dataclass(frozen=True)
+class Parts:
+    """What one kernel copies, and what is copied tensor by tensor: places in two lists of tensors.
+
+    ``strided``: the strides under which a tensor is passed, where its own differ only in dimensions of size 1, as those
+    of a 1 x 1 convolution do in channels_last: torch compares all of them.
+    """
+
+    alike: tuple[int, ...]
+    others: tuple[int, ...]
+    strided: Mapping[int, tuple[int, ...]]
 
 
-def copy_all(into: list[Tensor], given: list[Tensor] | tuple[Tensor, ...], parts: tuple[list[int], ...]) -> None:
-    """Copy each of ``given`` into its destination, one call for each group."""
-    if len(parts) == 1:
+def by_layout(into: Sequence[Tensor], given: Sequence[Tensor]) -> Parts:
+    """Split ``given`` by whether its memory has the order of its place."""
+    alike, others, strided = [], [], {}
+    for i, (a, b) in enumerate(zip(into, given, strict=True)):
+        if a.stride() == b.stride():
+            alike.append(i)
+        elif all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size != 1):
+            alike.append(i)
+            strided[i] = a.stride()
+        else:
+            others.append(i)
+    return Parts(tuple(alike), tuple(others), strided)
+
+
+def copy_all(into: list[Tensor], given: list[Tensor] | tuple[Tensor, ...], parts: Parts) -> None:
+    """Copy each of ``given`` into its destination, one call for each part."""
+    if parts.strided:
+        given = [b.as_strided(b.shape, parts.strided[i]) if i in parts.strided else b for i, b in enumerate(given)]
+    if not parts.others:
         torch._foreach_copy_(into, given)
         return
-    for part in parts:
+    for part in (parts.alike, parts.others):
         if part:
             torch._foreach_copy_([into[i] for i in part], [given[i] for i in part])
 

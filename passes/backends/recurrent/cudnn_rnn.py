@@ -115,8 +115,10 @@ def _backward(
     dx, dh0, dc0, dparams = ATEN._cudnn_rnn_backward(
         x, params, stride, weights, h, c, out, dout, dh, dc[0] if dc else None, *options, reserve.clone(), mask
     )
-    # Weight gradients are parts of one buffer: separate tensors here, as operators must return them.
-    return [dx, dh0, *([dc0] if dc else []), *(g.clone() for g in dparams)]
+    # Weight gradients are parts of one buffer: separate tensors here, as operators must return them, by one call.
+    made = [torch.empty_like(g) for g in dparams]
+    torch._foreach_copy_(made, dparams)
+    return [dx, dh0, *([dc0] if dc else []), *made]
 
 
 def _forward_fake(

@@ -21,7 +21,8 @@ ALONE = "bf16,skip=channels_last|batch_weight_casts"
 
 @pytest.fixture(autouse=True)
 def _is_profitable(monkeypatch):
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 3)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 3)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
     monkeypatch.setattr(CacheWeightCasts, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
 
@@ -179,7 +180,8 @@ def test_weights_on_several_devices_are_apart(monkeypatch):
         first = node.op == "call_method" and "first" in str(node.args[0])
         return SimpleNamespace(dtype=found.dtype, device=torch.device("meta")) if first else found
 
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 2)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 2)
     monkeypatch.setattr(batch_weight_casts, "value", elsewhere)
     model = net(TOGETHER)
     model(batch())
@@ -189,7 +191,8 @@ def test_weights_on_several_devices_are_apart(monkeypatch):
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 2)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 2)
     found = []
     for policy in (TOGETHER, ALONE):
         torch.manual_seed(0)
@@ -207,7 +210,8 @@ def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
 
 def test_large_weights_do_not_wait_for_all_others(monkeypatch):
     monkeypatch.setattr(batch_weight_casts, "MOST", 1000)
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 1)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 1)
     model, order = net(TOGETHER), []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -280,7 +284,8 @@ def sizes_of_groups(model):
 @pytest.mark.parametrize(("width", "blocks"), [(768, 2), (1024, 1)])
 @pytest.mark.parametrize("group", [False, True])
 def test_wide_transformers_are_grouped_where_no_process_group_waits(width, blocks, group, monkeypatch):
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 12)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 12)
     model = Block(width, blocks)
     if group:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -302,7 +307,8 @@ def test_wide_transformers_are_grouped_where_no_process_group_waits(width, block
     ],
 )
 def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
-    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 12)
+    for name in ("LEAST_TRAINED", "ENOUGH"):
+        monkeypatch.setattr(batch_weight_casts, name, 12)
     for name, limit in zip(("MOST", "MOST_ALONE"), limits, strict=True):
         monkeypatch.setattr(batch_weight_casts, name, limit)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(14)))
@@ -313,3 +319,41 @@ def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
         alone.load_state_dict(model.state_dict())
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
         assert_same(gradients(model, model(x)), gradients(alone, alone(x)))
+
+
+def test_weights_whose_memory_has_the_same_order_are_one_call(monkeypatch):
+    """A 1 x 1 convolution in channels_last differs from a contiguous one in strides alone, which torch compares."""
+    last = torch.channels_last
+    weights = [torch.randn(shape) for shape in ((8, 4, 1, 1), (8, 4, 3, 3), (6, 1, 3, 3), (8,))]
+    group = foreach_casts.WeightGroup(torch.bfloat16, [last, last, last, None])
+    calls, copied = [], torch._foreach_copy_
+
+    def copy(into, given):
+        calls.append([a.stride() == b.stride() for a, b in zip(into, given, strict=True)])
+        copied(into, given)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    for w in weights:
+        w.requires_grad_()
+    low = group.read(*weights)
+    assert calls == [[True] * 3, [False]]
+    for w, c in zip(weights, low, strict=True):
+        assert torch.equal(c, w.bfloat16())
+        assert c.is_contiguous(memory_format=last) or c.dim() != 4
+    grads = [torch.randn(c.shape).bfloat16().contiguous(memory_format=last if c.dim() == 4 else torch.preserve_format)
+             for c in low]  # fmt: skip
+    found = torch.autograd.grad(low, weights, grads)
+    assert calls[2:] == [[True] * 3, [False]]
+    for g, f, w in zip(grads, found, weights, strict=True):
+        assert torch.equal(f, g.float())
+        assert f.stride() == w.stride()
+
+
+@pytest.mark.parametrize(("layers", "grouped"), [(3, False), (4, True)])
+def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
+    monkeypatch.setattr(CacheWeightCasts, "run", lambda self, gm: PassResult(gm))
+    model = amp_graph.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), TOGETHER, strict=True)
+    model(torch.zeros(1, 8))
+    assert bool(calls(model)) == grouped

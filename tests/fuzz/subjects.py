@@ -117,7 +117,19 @@ def list_file(rng: random.Random) -> bytes:
         if kind < 0.4:
             parts.append(rng.choice(_list_tables()))
         elif kind < 0.7:
-            keys = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since", "until")
+            keys = (
+                "op",
+                "class",
+                "why",
+                "source",
+                "inputs",
+                "promotes",
+                "one_dtype",
+                "when",
+                "policy",
+                "since",
+                "until",
+            )
             given = {"op": f'"{word(rng, OPS)}"', "class": f'"{word(rng, CLASSES)}"', "why": '"so"'}
             given |= {word(rng, keys): _toml(rng) for _ in range(rng.randrange(3))}
             parts.append("[[op]]\n" + "\n".join(f"{key} = {value}" for key, value in given.items()))

@@ -144,11 +144,11 @@ def test_operators_and_what_fake_tensors_tell():
 
 # -- functions and models ------------------------------------------------------------------------------------------
 
-TABLE, IDS = drawn(23, 33, seed=5), indices(4, 9, count=20, seed=6)
+IDS = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(6))
 
 
 def step(function, of_low=True):
-    table = TABLE.detach().clone().requires_grad_()
+    table = drawn(23, 33, seed=5).requires_grad_()
     rows, low = function(table)
     loss = (rows.float() * drawn(*rows.shape, seed=7)).sum()
     if of_low:
@@ -161,15 +161,15 @@ def step(function, of_low=True):
 def test_gradients_are_those_of_embedding_and_casts(bags, of_low):
     def torchs(table):
         if bags:
-            return F.embedding_bag(IDS, table, mode="sum", padding_idx=3).to(BF16), table.to(BF16)
-        return F.embedding(IDS, table, -20).to(BF16), table.to(BF16)
+            return F.embedding_bag(IDS.to(DEVICE), table, mode="sum", padding_idx=3).to(BF16), table.to(BF16)
+        return F.embedding(IDS.to(DEVICE), table, -20).to(BF16), table.to(BF16)
 
     padding = 3 if bags else -20
     expected = step(torchs, of_low)
-    got = step(lambda table: tied_rows(table, IDS, padding, bags, BF16, BF16), of_low)
+    got = step(lambda table: tied_rows(table, IDS.to(DEVICE), padding, bags, BF16, BF16), of_low)
     assert all(map(torch.equal, got[:2], expected[:2]))
     torch.testing.assert_close(got[2], expected[2], rtol=1e-6, atol=2e-5)
-    alone = step(lambda table: (low_rows(table, IDS, padding, bags, BF16), table.to(BF16)), of_low)
+    alone = step(lambda table: (low_rows(table, IDS.to(DEVICE), padding, bags, BF16), table.to(BF16)), of_low)
     torch.testing.assert_close(alone[2], expected[2], rtol=1e-6, atol=2e-5)
 
 
@@ -187,7 +187,7 @@ class Tied(nn.Module):
 
 def grads(model, dtype=None):
     with torch.autocast(DEVICE, dtype or BF16, enabled=dtype is not None):
-        loss = model(IDS)
+        loss = model(IDS.to(DEVICE))
     loss.backward()
     return [p.grad.double() for p in model.parameters()]
 
@@ -216,7 +216,7 @@ def test_a_whole_step_has_one_node_for_the_table(monkeypatch):
     def trained(policy):
         model = Tied().to(DEVICE)
         step = amp_graph.TrainStep(model, None, torch.optim.SGD(model.parameters(), 0.1), policy)
-        return [step(IDS).item() for _ in range(3)], step.graph_text()
+        return [step(IDS.to(DEVICE)).item() for _ in range(3)], step.graph_text()
 
     losses, text = trained("bf16,device=cuda")
     assert text.count("amp_graph.embedding_gradient") == 2

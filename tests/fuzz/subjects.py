@@ -106,8 +106,10 @@ def use_policy(given: Any) -> None:
 @lru_cache
 def _list_tables() -> list[str]:
     """The tables of the built-in lists, as they are written."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.toml")))
-    return ["[[" + part for part in text.split("\n[[")[1:]]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.toml"))]
+    return [
+        "[[" + part for text in texts for part in text.split("\n[[")[1:]
+    ]  # a file's last without the next's heading
 
 
 def list_file(rng: random.Random) -> bytes:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph import Policy
-from amp_graph.lists import effective, load
+from amp_graph.lists import ListError, effective, load
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import IdentifyOps, names_of
 from amp_graph.passes.graph.meta_keys import MARK
@@ -164,3 +164,10 @@ def test_errors_are_at_most_what_fast_documents(norm):
     low = errors(run_step(as_on_cuda(held.through([IdentifyOps()])[0]), [g.bfloat16() for g in given]), exact)
     assert all(a <= 2.2 * b for a, b in zip(ours, autocasts, strict=True))
     assert sum(ours) <= sum(low)
+
+
+def test_a_wrong_flag_in_a_list_is_an_error(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[[op]]\nop = "aten.layer_norm"\nclass = "fp32_inside"\nwhy = "mine"\none_dtype = 3\n')
+    with pytest.raises(ListError, match=r"(?s)one_dtype = 3.*true, false.*one_dtype = true"):
+        load(str(own), dtype="bfloat16", device="cuda")

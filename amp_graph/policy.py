@@ -259,7 +259,8 @@ class Policy:
         classes = {
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
         }
-        found = effective(self.lists, dtype=dtype, device=where if where in ("cpu", "cuda") else "cuda", **classes)
+        where = where if where in ("cpu", "cuda") else "cuda"
+        found = effective(self.lists, dtype=dtype, device=where, accuracy=self.accuracy, **classes)
         if self.skip_unprofitable in ("true", "graphs"):
             self._check_skips(found)
         if self.budget is not None and found.unlisted != "opaque":

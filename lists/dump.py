@@ -30,7 +30,7 @@ def _rule(rule: Rule) -> Iterator[str]:
     yield f"op = {_value(rule.op)}"
     yield f"class = {_value(str(rule.cls))}"
     yield f"why = {_value(rule.why)}"
-    for key in ("source", "policy", "since", "until", "promotes"):
+    for key in ("source", "policy", "since", "until", "promotes", "one_dtype"):
         if value := getattr(rule, key):
             yield f"{key} = {_value(value)}"
     if rule.inputs is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from amp_graph.lists.errors import ListError
 from amp_graph.lists.fields import did_you_mean
-from amp_graph.lists.files import FOLDER, default_name, find, read
+from amp_graph.lists.files import FOLDER, builtin_names, default_name, find, read
 from amp_graph.lists.merge import lay_over, merge
 from amp_graph.lists.parse import DEVICES, DTYPES, ListFile
 from amp_graph.lists.schema import ModuleRule, OpList
@@ -28,6 +28,7 @@ def effective(
     *,
     dtype: str,
     device: str,
+    accuracy: str | float = "autocast",
     allow: Iterable[str] = (),
     deny: Iterable[str] = (),
     fp32_inside: Iterable[str] = (),
@@ -37,12 +38,15 @@ def effective(
     remove: Iterable[str] = (),
     modules: Iterable[ModuleRule] = (),
 ) -> OpList:
-    """Load `names`, each over the one before it (none: the default), then apply the arguments of `merge`."""
+    """Load `names`, each over the one before it (none: the default), then apply the arguments of `merge`.
+
+    accuracy: the policy's, by which a default list may say more.
+    """
     if isinstance(names, str):
         raise ListError(f"names={names!r} is a string", where="argument names=", fix=f'names=["{names}"]')
     _check_dtype_and_device(dtype, device)
     first, *later = names or ("default",)
-    files = (*_chain(first, dtype, device), *(_one(name, dtype, device) for name in later))
+    files = (*_chain(first, dtype, device, accuracy), *(_one(name, dtype, device) for name in later))
     return merge(
         _laid(files, dtype, device),
         allow=allow,
@@ -56,15 +60,23 @@ def effective(
     )
 
 
-def _chain(name: str, dtype: str, device: str, above: tuple[Path, ...] = ()) -> tuple[ListFile, ...]:
-    """Return the files that make a list, each to be laid over those before it."""
+def _chain(
+    name: str, dtype: str, device: str, accuracy: str | float = "autocast", above: tuple[Path, ...] = ()
+) -> tuple[ListFile, ...]:
+    """Return the files that make a list, each to be laid over those before it.
+
+    Under the default list for accuracy "fast" lies ``fast_cuda``, where the device has such a list.
+    """
     path = find(default_name(dtype, device) if name == "default" else name)
     if path in above:
         chain = " extends ".join(one.name for one in (*above, path))
         raise ListError(f"a circle: {chain}", where=path.name, legal="a chain that ends", fix='extends = "default"')
     file = _fitting(path, dtype, device)
     first, *others = _parents(file, path) or (None,)
-    below = () if first is None else _chain(_relative(first, path), dtype, device, (*above, path))
+    below = () if first is None else _chain(_relative(first, path), dtype, device, accuracy, (*above, path))
+    extra = f"fast_{device}"
+    if accuracy == "fast" and path == FOLDER / f"{default_name(dtype, device)}.toml" and extra in builtin_names():
+        others = [*others, extra]
     return (*below, *(_one(_relative(other, path), dtype, device) for other in others), file)
 
 

@@ -22,7 +22,7 @@ DEVICES = ("cpu", "cuda", "any")
 UNLISTED = ("opaque", "native")
 _TOP_KEYS = ("list", "op", "remove", "module")
 _LIST_KEYS = ("name", "dtype", "device", "unlisted", "extends", "description")
-_OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since", "until")
+_OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "one_dtype", "when", "policy", "since", "until")
 _MODULE_KEYS = ("path", "precision", "why")
 _OP_SNIPPET = '[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = "overflows for inputs over 11"'
 _MODULE_SNIPPET = '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
@@ -91,22 +91,27 @@ def _rules(entries: object, lines: Lines) -> Iterator[Rule]:
 
 def _rule(entry: Mapping[str, object], name: str, where: str) -> Rule:
     inputs = entry.get("inputs")
-    promotes = entry.get("promotes", False)
-    if not isinstance(promotes, bool):
-        raise ListError(f"promotes = {shortened(promotes)}", where=where, legal="true, false", fix="promotes = true")
     return Rule(
         op=normalise(name),
         cls=OpClass(entry["class"]),
         why=str(entry["why"]),
         source=string(entry, "source", where, 'source = "..."', default=""),
         inputs=None if inputs is None else strings(inputs, "inputs", where, 'inputs = ["input"]'),
-        promotes=promotes,
+        promotes=_flag(entry, "promotes", where),
+        one_dtype=_flag(entry, "one_dtype", where),
         when=_when(entry.get("when", {}), where),
         origin=where,
         policy=string(entry, "policy", where, 'policy = "fp32"', default=""),
         since=_version(entry, "since", where),
         until=_version(entry, "until", where),
     )
+
+
+def _flag(entry: Mapping[str, object], key: str, where: str) -> bool:
+    value = entry.get(key, False)
+    if not isinstance(value, bool):
+        raise ListError(f"{key} = {shortened(value)}", where=where, legal="true, false", fix=f"{key} = true")
+    return value
 
 
 def _version(entry: Mapping[str, object], key: str, where: str) -> str:

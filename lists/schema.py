@@ -85,6 +85,7 @@ class Rule:
     source: str = ""
     inputs: tuple[str, ...] | None = None
     promotes: bool = False
+    one_dtype: bool = False  # where it is low, the arguments that `inputs` leaves out are cast too
     when: tuple[tuple[str, object], ...] = ()
     origin: str = ""
     policy: str = ""  # PyTorch autocast's own name for the policy, such as "fp32_set_opt_dtype"

@@ -33,6 +33,7 @@ from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpca
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
 from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as _cross_entropy  # noqa: F401  registers kernels
+from amp_graph.passes.backends.cuda.lower_embedding_gradients import LowerEmbeddingGradients
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
 from amp_graph.passes.backends.inductor.gradients_like_parameters import GiveGradientsParameterStrides
@@ -191,6 +192,8 @@ TABLE = checked((
     Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"),
         lambda o: FuseAddNorm(o.planned_for), needs=RUNS, after=("fp32-norm-gradients",),
         before=("recompute-activations",)),
+    Row(LowerEmbeddingGradients, BACKEND, ROUNDING_EQUAL, lambda o: LowerEmbeddingGradients(o.planned_for),
+        devices=CUDA, needs=RUNS, after=("share-casts", "pad-shapes")),
     Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
     Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),

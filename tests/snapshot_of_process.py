@@ -25,6 +25,7 @@ FLAGS = (
 )  # fmt: skip
 OWNERS = {
     "torch": torch, "torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage, "torch._C": torch._C,
+    "torch.cuda.CUDAGraph": torch.cuda.CUDAGraph,
     "torch._C._nn": torch._C._nn, "torch.utils.dlpack": torch.utils.dlpack, "torch.nn.functional": nn.functional,
     "torch.nn.Module": nn.Module, "torch.optim.Optimizer": torch.optim.Optimizer, "torch.optim.SGD": torch.optim.SGD,
     "torch.optim.AdamW": torch.optim.AdamW, "torch.autograd.Function": torch.autograd.Function,

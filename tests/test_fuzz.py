@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_each_input_is_taken_or_refused_as_promised(name):
-    found = fuzz.run(SUBJECTS[name], 120, seed=1)
+    found = fuzz.run(SUBJECTS[name], 200, seed=1)  # of lists, some 5 % are taken
     assert not found.faults
     assert found.taken > 5
     assert found.refused > 5
-    assert found.taken + found.refused == 120
+    assert found.taken + found.refused == 200
 
 
 def test_an_error_that_was_not_promised_is_found():

@@ -50,7 +50,7 @@ class ReuseEmbeddingGradients(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every embedding, once the size of all tables is known."""
-        found = [(node, _arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
+        found = [(node, plain_arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
         given = {node: arguments for node, arguments in found if arguments is not None}
         skips = [Skip(node.name, "its gradient is not a plain sum of rows") for node, a in found if a is None]
         tables = _bytes(arguments["weight"] for arguments in given.values())
@@ -95,8 +95,8 @@ def _is_table(weight: Node) -> bool:
     return table.dtype == torch.float32 and table.device.type == "cpu" and table.is_contiguous()
 
 
-def _arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of a call whose gradient is a sum of rows, else None."""
+def plain_arguments(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of a call of ``SIGNATURES`` whose gradient is a sum of rows, else None."""
     assert callable(node.target), "asked of calls"
     bound = SIGNATURES[node.target].bind(*node.args, **node.kwargs)
     bound.apply_defaults()

@@ -35,7 +35,8 @@ class Classification:
     ``applies``: the inputs to which the class applies; the others keep their captured precision. ``written``: the
     inputs that the node writes to. ``mixed``: the kernel promotes operands of different precision itself.
     ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``takes_dtype``: the call has such an
-    argument, and it is not set. ``partial``: the list names the inputs to which the class applies.
+    argument, and it is not set. ``partial``: the list names the inputs to which the class applies. ``one_dtype``: where
+    the node is low, its other inputs are cast as well, as its kernel takes no mixture.
     ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns float32.
     """
 
@@ -49,6 +50,7 @@ class Classification:
     conversion: bool = False
     dtype: torch.dtype | None = None
     partial: bool = False
+    one_dtype: bool = False
     full_in_autocast: bool = False
     takes_dtype: bool = False
     expand: bool = False
@@ -129,6 +131,7 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         mixed=_takes_mixed(rules, known, operations) or (cls is OpClass.NEUTRAL and len(inputs) == 1),
         dtype=_asked_dtype(operations),
         partial=rule is not None and rule.inputs is not None,
+        one_dtype=rule is not None and rule.one_dtype,
         full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
         takes_dtype=len(operations) == 1 and _takes_dtype(operations[0], cls),
         expand=cls is None,

@@ -27,7 +27,7 @@ from amp_graph.passes.precision.fp32_operands import left_full
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.min_cut_planner import mincut
-from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, Choice, Problem
+from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.predict_time import left_alone, predicted
 from amp_graph.passes.precision.rule_based_planner import paint
 
@@ -209,7 +209,7 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         choice.reason,
         found.origin,
         found.names,
-        {**_parameters_in_full(node, found), **choice.wants},
+        _wants(node, found, choice),
         choice.converts_result,
         found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
         found.written,
@@ -217,15 +217,19 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
     )
 
 
-def _parameters_in_full(node: Node, found: Classification) -> dict[Node, str]:
-    """Return the precision of computed parameters of a norm: its kernels reject low parameters with a full input.
+def _wants(node: Node, found: Classification, choice: Choice) -> dict[Node, str]:
+    """Return the precision of each input that must have a certain one: what is chosen, and a norm's parameters.
 
-    Fake tensors do not report this.
+    Its kernels reject low parameters with a full input, and some of them full ones with a low input. Fake tensors do
+    not report this.
     """
     if not found.partial or found.cls is OpClass.NEUTRAL:
-        return {}
+        return dict(choice.wants)
     others = [n for n in node.all_input_nodes if n not in found.applies and n not in found.written]
-    return {n: FULL for n in others if is_eligible(captured(n))}
+    others = [n for n in others if is_eligible(captured(n))]
+    if found.one_dtype and choice.precision == LOW:
+        return {**choice.wants, **dict.fromkeys(others, LOW)}
+    return {**dict.fromkeys(others, FULL), **choice.wants}
 
 
 def refuse_mixed(node: Node) -> None:

@@ -35,3 +35,22 @@ def norm_kernel_is_profitable(device: str, elements: int, width: int) -> bool:
     one launch each instead of three.
     """
     return device == "cuda" and NARROWEST <= width <= WIDEST and elements >= FEWEST_NORMED
+
+
+# Bytes from which on a call of ours, with its launches and its Python, is worth it: 23 us.
+LEAST_SPARED = 1 << 26
+
+
+def bytes_of_embedding_gradient(ids: int, rows: int, width: int, low: bool, tied: bool) -> int:
+    """Return the bytes that one write of an embedding's gradient spares, of a table of ``rows``.
+
+    fp32 rows that are written as zeros and again as sums: 4 a number, of as many as there are ``ids``. ``low``: the
+    gradient is not upcast, which is 2 + 4 bytes, and 2 fewer are read. ``tied``: the low-precision gradient that a
+    product has for the same table is not upcast (4), no table of zeros is written (4), and the two are not added (8).
+    """
+    return width * (4 * min(ids, rows) + 8 * ids * low + 16 * rows * tied)
+
+
+def embedding_kernel_is_profitable(device: str, spared: int) -> bool:
+    """Say whether the gradient of an embedding by one kernel, which spares so many bytes, is faster than torch's."""
+    return device == "cuda" and spared >= LEAST_SPARED

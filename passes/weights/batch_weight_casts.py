@@ -21,12 +21,18 @@ from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import few_calls_are_profitable
+from amp_graph.passes.profitability.thresholds import (
+    few_calls_are_profitable,
+    keeping_between_updates_is_profitable,
+)
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
+from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import bytes_of
 from amp_graph.passes.weights.cache_weight_casts import casts_of_parameters
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.foreach_casts import Format, WeightGroup, low_weight
+from amp_graph.passes.weights.group_copies import GroupCopies
+from amp_graph.passes.weights.plan_copy_lifetimes import saved_bytes
 
 # Casts: one call for fewer takes the host as long, because with gradients it is an autograd node written in Python.
 # Estimated from a CPU's times without the copies, forward and backward: 15 us a cast and 60 us + 15 us a cast of a
@@ -63,15 +69,34 @@ class BatchWeightCasts(Pass):
                 may.setdefault(value(node).device, []).append(node)
         changes = []
         reached = outputs_reached(gm, observe(gm, marks(gm))) if may and torch.is_grad_enabled() else {}
-        for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
+        groups = list(chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()))
+        keeps, why = self._keeps(gm, groups) if torch.is_grad_enabled() else (False, "")
+        for together in groups:
             trains = torch.is_grad_enabled() and any(map(is_trained, together))
             if len(together) >= (LEAST_TRAINED if trains else LEAST):
-                self._group(gm, together)
-                changes += [Change(self.name, "grouped", n.name, f"with {len(together) - 1} others") for n in together]
+                self._group(gm, together, keeps and trains)
+                told = f"with {len(together) - 1} others{why if trains else ''}"
+                changes += [Change(self.name, "grouped", n.name, told) for n in together]
         return PassResult(gm, tuple(changes))
 
-    def _group(self, gm: GraphModule, together: list[Node]) -> None:
+    def _keeps(self, gm: GraphModule, groups: list[list[Node]]) -> tuple[bool, str]:
+        """Say whether the copies of groups that train are kept between the micro-batches of an update, and why."""
+        trained = [g for g in groups if len(g) >= LEAST_TRAINED and any(map(is_trained, g))]
+        if not trained:
+            return False, ""
+        sizes = [sum(concrete_size(bytes_of(captured(n.all_input_nodes[0]))) for n in group) for group in trained]
+        casts, arriving = sum(sizes) * 3 // 2, max(sizes) * 3 // 2
+        if self.copies.when is None:
+            return True, "; kept between the micro-batches of an update: weight_copies=true"
+        saved = saved_bytes(gm, {n for group in groups for n in group})
+        keeps = keeping_between_updates_is_profitable(self.device, casts, saved, arriving)
+        told = "kept between the micro-batches of an update" if keeps else "cast at each call"
+        return keeps, f"; {told}: {casts / 2**20:.4g} MB of casts, {saved / 2**20:.4g} MB of activations"
+
+    def _group(self, gm: GraphModule, together: list[Node], keeps: bool) -> None:
         group = WeightGroup(self.copies.dtype, [_format(n) for n in together])
+        if keeps:
+            group.between = GroupCopies(self.copies.check if self.copies.checked else None)
         self.copies.groups.add(group)
         with gm.graph.inserting_before(together[0]):
             made = gm.graph.call_function(group.read, tuple(n.args[0] for n in together))

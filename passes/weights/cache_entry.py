@@ -142,14 +142,17 @@ del _ALIAS
 
 
 def may_be_kept(weight: Any) -> bool:
-    """Say whether a copy of ``weight`` can be trusted until a sign of a write shows."""
+    """Say whether a copy of ``weight`` on the CPU can be trusted until a sign of a write shows."""
+    return owns_its_memory(weight) and weight.device.type == "cpu" and not storage_of(weight).is_shared()
+
+
+def owns_its_memory(weight: Any) -> bool:
+    """Say whether ``weight`` is a parameter that has a whole storage."""
     return (
         type(weight) is torch.nn.Parameter
         and weight.is_leaf
-        and weight.device.type == "cpu"
         and weight.layout is torch.strided
         and not weight.is_inference()
-        and not storage_of(weight).is_shared()
         and not getattr(weight, "_fsdp_flattened", False)
         and 0 < weight.numel() * weight.element_size() == storage_of(weight).nbytes()
     )

@@ -37,8 +37,8 @@ class CacheWeightCasts(Pass):
     """Replaces ``weight.bfloat16()`` with ``weight_copy(weight)`` when ``weight`` is a parameter.
 
     Small weights that train are cast at each call. Law: the copy is cast anew when something has written to the
-    parameter since. Exactness: bit-exact, gradients included. Only on the CPU: on other devices, detecting a change of
-    values would synchronize with the device; see ``batch_weight_casts.py``.
+    parameter since. Exactness: bit-exact, gradients included. Only on the CPU: on GPUs weights are
+    cast together, see ``batch_weight_casts.py``.
     """
 
     copies: WeightCopies

@@ -82,7 +82,7 @@ class WeightCopies:
         self.finite = FiniteWeights()
         self._room = FEW  # number of copies above which those of freed parameters are looked for
         self.read = self._reader()
-        self.groups = weakref.WeakSet[WeightGroup]()  # weights on devices where no copy can be trusted
+        self.groups = weakref.WeakSet[WeightGroup]()  # weights on GPUs, which are cast together
         self.gradients = GradientMemory()  # besides weight copies: memory for gradients of embedding tables
         self.results = LargeResults()  # and for large results of calls without gradients
         hear_of_updates()

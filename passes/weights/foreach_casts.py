@@ -18,6 +18,7 @@ from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.cuda import stream_of
 from amp_graph.passes.torch_compat.dispatch import is_batched
 from amp_graph.passes.torch_compat.storage import unflatten
+from amp_graph.passes.weights.group_copies import GroupCopies
 
 own_functions(__name__)
 
@@ -29,10 +30,10 @@ LowWeights = Callable[..., Sequence[Tensor]]
 class WeightGroup:
     """Weights that are cast together to ``dtype``, each into its ``formats``, where that is not None.
 
-    Nothing is cached: all are cast at every call. Without gradients, they are cast into memory that is reused between
-    the calls of one stream, and released by the allocator's rules when another stream calls. While a CUDA graph is
-    recorded, which must own what it writes to, memory is not reused. With gradients, the results are new tensors, which
-    autograd saves.
+    All are cast at every call, unless ``between`` keeps copies of later micro-batches. Without gradients, they are cast
+    into memory that is reused between the calls of one stream, and released by the allocator's rules when another
+    stream calls. While a CUDA graph is recorded, which must own what it writes to, memory is not reused. With
+    gradients, the results are new tensors, which autograd saves.
     """
 
     def __init__(self, dtype: torch.dtype, formats: Sequence[Format]) -> None:
@@ -40,6 +41,7 @@ class WeightGroup:
         self.formats = tuple(formats)
         self._last: tuple[int, list[Tensor]] | None = None  # a stream, and what was made for it; replaced as a whole
         self.read = self._reader()
+        self.between: GroupCopies | None = None
         self._parts: Parts | None = None  # known from the first call on
 
     def _reader(self) -> LowWeights:
@@ -62,12 +64,14 @@ class WeightGroup:
     @property
     def kept(self) -> list[Tensor]:
         """The memory that is kept."""
-        last = self._last
-        return last[1] if last is not None else []
+        last, between = self._last, self.between
+        return [*(last[1] if last is not None else []), *(between.tensors if between is not None else [])]
 
     def drop(self) -> None:
         """Release that memory."""
         self._last = None
+        if self.between is not None:
+            self.between.drop()
 
     def new(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for one cast of ``weights``."""
@@ -105,7 +109,16 @@ class _LowWeights(torch.autograd.Function):
     def forward(ctx: Any, group: WeightGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.weights = weights  # for their layout only
-        return tuple(group.cast(group.new_in_one_piece(weights), weights))
+        between = group.between
+        kept = None if between is None else between.read(weights)
+        if kept is not None:
+            return tuple(kept)
+        signs = None if between is None else between.signs(weights)
+        low = group.cast(group.new_in_one_piece(weights), weights)
+        if between is None or signs is None:
+            return tuple(low)
+        between.keep(weights, low, signs)
+        return tuple(t.detach() for t in low)  # aliases: autograd records these, and the copies outlive the graph
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -36,6 +36,15 @@ READERS = ("torch", "transformers", "safetensors", "huggingface_hub")
 PASSED_THROUGH = ("torch.storage", "torch._tensor")  # their callers are the ones of interest
 # They ask for a tensor's storage at each capture, and keep only weak references; 2.11 - 2.13.
 LOOKERS = ("torch._subclasses.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
+
+
+class Replays:
+    """The mark of the last replay of a CUDA graph, which may write to any weight: a new object each time."""
+
+    mark: object = None
+
+
+REPLAYS = Replays()
 _undo: list[tuple[Any, str, Any]] = []  # (object, name, original attribute or _NOTHING)
 _NOTHING = object()
 
@@ -50,6 +59,7 @@ def notice_accesses() -> None:
     _put(Tensor, "untyped_storage", _storage())
     _put(Tensor, "data_ptr", _address(Tensor.data_ptr, "Tensor.data_ptr"))
     _put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr, "UntypedStorage.data_ptr"))
+    _put(torch.cuda.CUDAGraph, "replay", _replay(torch.cuda.CUDAGraph.replay))
     for module in modules_with_accesses():
         for name in (name for name in (*FUNCTIONS, *WRITERS) if hasattr(module, name)):
             note = handed_out if name in FUNCTIONS else _note_writes
@@ -106,6 +116,16 @@ def _data() -> property:
     never_compiled(data)
     never_compiled(set_data)
     return property(data, set_data, plain.__delete__, plain.__doc__)
+
+
+def _replay(plain: Access) -> Access:
+    """Return the method ``replay`` of CUDA graphs, with a new mark after it."""
+
+    def access(graph: Any) -> None:
+        plain(graph)
+        REPLAYS.mark = object()
+
+    return _named(access, plain, "CUDAGraph.replay", "torch.cuda.graphs")
 
 
 def _named(access: Access, plain: Access, name: str, module: str) -> Access:

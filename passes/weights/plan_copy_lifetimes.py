@@ -7,7 +7,7 @@ backward: saved activations, copies still to be read, gradients that have arrive
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -124,12 +124,17 @@ def _is_saved(copy: Node, reader: Node) -> bool:
     return any(t.requires_grad for node in others for t in tensors(captured(node)))
 
 
-def _saved(gm: GraphModule) -> dict[Node, int]:
+def saved_bytes(gm: GraphModule, copies: Collection[Node]) -> int:
+    """Return the bytes of activations that backward frees, a lower bound; ``copies`` of weights are none."""
+    return sum(_saved(gm, copies).values())
+
+
+def _saved(gm: GraphModule, copies: Collection[Node] = ()) -> dict[Node, int]:
     """Return the bytes of activations whose first reader that saves them is a node, whose backward frees them."""
     found: dict[Node, int] = defaultdict(int)
     seen: set[int | None] = {None}
     for node in gm.graph.nodes:
-        if node.op == "placeholder" or is_kept(node):
+        if node.op == "placeholder" or is_kept(node) or node in copies:
             seen |= {storage_key(t) for t in tensors(value(node))}
         elif is_trained(node) and not SAVES_INPUTS.isdisjoint(names_of(node)):
             for t in (t for source in node.all_input_nodes for t in tensors(value(source))):

@@ -6,6 +6,7 @@ object; where the written weights are not known, ``UPDATES.mark`` is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ class Updates:
 
 
 UPDATES = Updates()
+DROPPED_AT_STEPS = weakref.WeakSet[Any]()  # what has a method drop(), to be called before and after each step
 
 
 def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
@@ -38,15 +40,28 @@ def weights_were_written(written: Iterable[Tensor] | None = None) -> None:
 
 def hear_of_updates() -> None:
     """Register for the steps of every optimizer, and for accesses to the memory of weights."""
-    on_every_optimizer_step(_after_step)
+    on_every_optimizer_step(_after_step, _before_step)
     notice_accesses()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Free what no call after the step will read: the step needs the memory."""
+    if not torch.compiler.is_compiling():
+        _drop_all()
+
+
+def _drop_all() -> None:
+    for kept in list(DROPPED_AT_STEPS):
+        kept.drop()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Handle a step. torch.compile traces this: there it may only assign."""
     if torch.compiler.is_compiling():
         UPDATES.mark = object()
-    elif not getattr(optimizer, SHOWS, False):
+        return
+    _drop_all()  # a step that calls the model itself may have kept some
+    if not getattr(optimizer, SHOWS, False):
         note_step(optimizer)
 
 

@@ -106,8 +106,10 @@ def use_policy(given: Any) -> None:
 @lru_cache
 def _list_tables() -> list[str]:
     """The tables of the built-in lists, as they are written."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.toml")))
-    return ["[[" + part for part in text.split("\n[[")[1:]]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.toml"))]
+    return [
+        "[[" + part for text in texts for part in text.split("\n[[")[1:]
+    ]  # a file's last without the next's heading
 
 
 def list_file(rng: random.Random) -> bytes:
@@ -117,7 +119,19 @@ def list_file(rng: random.Random) -> bytes:
         if kind < 0.4:
             parts.append(rng.choice(_list_tables()))
         elif kind < 0.7:
-            keys = ("op", "class", "why", "source", "inputs", "promotes", "when", "policy", "since", "until")
+            keys = (
+                "op",
+                "class",
+                "why",
+                "source",
+                "inputs",
+                "promotes",
+                "one_dtype",
+                "when",
+                "policy",
+                "since",
+                "until",
+            )
             given = {"op": f'"{word(rng, OPS)}"', "class": f'"{word(rng, CLASSES)}"', "why": '"so"'}
             given |= {word(rng, keys): _toml(rng) for _ in range(rng.randrange(3))}
             parts.append("[[op]]\n" + "\n".join(f"{key} = {value}" for key, value in given.items()))

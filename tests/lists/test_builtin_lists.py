@@ -114,7 +114,7 @@ def test_norms_lower_only_their_input(op, dtype, device):
 
 
 def test_no_stray_toml():
-    ours = {"common", "bf16", "cpu", "cuda", "bf16_cpu", "bf16_cuda", "fp16_cpu", "fp16_cuda"}
+    ours = {"common", "bf16", "cpu", "cuda", "bf16_cpu", "bf16_cuda", "fp16_cpu", "fp16_cuda", "fast_cuda"}
     assert set(builtin_names()) == {*ours, "autocast_cpu", "autocast_cuda"}
 
 

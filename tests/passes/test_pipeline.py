@@ -78,8 +78,8 @@ eager: identify-ops remove-empty-concat-operands remove-no-op-dropout einsum-to-
   attention gru-state lstm-backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-
   last lower-pointwise-conv convolution transposed-conv-bias-gradient depthwise conv1d global-avg-pool-
   gradient lower-group-norm pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy fuse-add-norm
-  lower-dropout lookup-activations recompute-activations grouped-gemm lower-linears batch-norm-counters sink-
-  casts-into-concat upcast-into-huge-pages
+  lower-embedding-gradients lower-dropout lookup-activations recompute-activations grouped-gemm lower-linears
+  batch-norm-counters sink-casts-into-concat upcast-into-huge-pages
 copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients fuse-casts-into-linears
 copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights elide-nan-handling
   reuse-output-buffers chunk-upcast-linears
@@ -98,7 +98,7 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     assert none == []
     assert only_eager == [
         "lookup-custom-activations", "lower-pointwise-conv", "conv1d", "fuse-batch-norm-relu", "fuse-cross-entropy",
-        "fuse-add-norm",
+        "fuse-add-norm", "lower-embedding-gradients",
         "lower-dropout", "lookup-activations", "recompute-activations", "grouped-gemm", "lower-linears",
         "batch-norm-counters", "sink-casts-into-concat", "upcast-into-huge-pages",
     ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Rewrites for CUDA: padded shapes, batched counters, casts folded into reductions.
+"""Rewrites for CUDA: padded shapes, batched counters, casts folded into reductions, gradients of embeddings.
 
-Only torch operations, no kernels of our own.
+Kernels of our own are in ``kernels``; all else calls torch's operations.
 Imports only the core.
 """

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy
+from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy, embedding_gradient
 
 CAPABILITIES = (80, 90)
 
@@ -96,12 +96,22 @@ def of_add_norm(low):
                 add_norm.backward(grads, others, x, stats, weight, width, low, *wants, centered)
 
 
+def of_embedding_gradient(low):
+    for width, ids in ((37, torch.int64), (4096, torch.int32)):
+        index = torch.zeros(2, embedding_gradient.PART, dtype=ids)
+        for grad, base in ((torch.empty(2, width), None), (torch.empty(2, width, dtype=low),) * 2):
+            embedding_gradient.embedding_gradient(grad, index, 2, -1, base)
+
+
+LAUNCHES = {cross_entropy: of_cross_entropy, add_norm: of_add_norm, embedding_gradient: of_embedding_gradient}
+
+
 def main():
     print("triton", triton.__version__)
     for capability in CAPABILITIES:
         driver.set_active(NoGpu(capability))
         for low in (torch.bfloat16, torch.float16):
-            for module, launches in ((cross_entropy, of_cross_entropy), (add_norm, of_add_norm)):
+            for module, launches in LAUNCHES.items():
                 seen = []
                 module.launch = compile_alone(seen, capability)
                 launches(low)

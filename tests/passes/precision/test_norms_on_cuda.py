@@ -1,0 +1,173 @@
+"""Norms that accuracy=fast lowers on CUDA: activations and parameters in one dtype, as torch's kernels want them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_graph import Policy
+from amp_graph.lists import ListError, effective, load
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.identify_ops import IdentifyOps, names_of
+from amp_graph.passes.graph.meta_keys import MARK
+from tests.passes.graphs import capture, passes_for, run_step
+
+X = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(3))
+LOW, FULL = "bfloat16", "float32"
+FAST = "bf16,accuracy=fast"
+
+
+class Stream(nn.Module):
+    """Two blocks with norms before their linears, and a norm and a head behind; norms of any kind."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norms, self.blocks = (
+            nn.ModuleList(make() for _ in range(3)) for make in (norm, lambda: nn.Linear(32, 32))
+        )
+        with torch.no_grad():
+            for p in self.norms.parameters():
+                p.add_(torch.randn_like(p) / 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for norm, block in zip(self.norms[:2], self.blocks, strict=False):
+            x = x + F.gelu(block(norm(x)))
+        return self.head(self.norms[2](x))
+
+
+class Images(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), norm(), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+class LastNorm(Stream):
+    def forward(self, x):
+        return self.norms[0](self.first(x))
+
+
+def layer_norm():
+    return nn.LayerNorm(32)
+
+
+def rms_norm():
+    return nn.RMSNorm(32)
+
+
+def planned(model, policy, x=X):
+    return (graph := capture(model, x)).through(passes_for(Policy.parse(policy), "cuda", eager=True))[0], graph.given
+
+
+def norms(gm):
+    return [n for n in gm.graph.nodes if any(name.endswith("_norm") for name in names_of(n) or ())]
+
+
+def dtypes(gm):
+    """Return for each norm the dtypes of its input and its parameters, and its result's."""
+    return [tuple(str(value(n).dtype)[6:] for n in (*norm.all_input_nodes, norm)) for norm in norms(gm)]
+
+
+@pytest.mark.parametrize(("policy", "low"), [(FAST, LOW), ("fp16,accuracy=fast", "float16")])
+@pytest.mark.parametrize(("norm", "values"), [(layer_norm, 4), (rms_norm, 3)])
+def test_norms_are_low_and_mix_no_dtypes(norm, values, policy, low):
+    assert dtypes(planned(Stream(norm), policy)[0]) == [(low,) * values] * 3
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=1.5"])
+@pytest.mark.parametrize(("norm", "values"), [(layer_norm, 4), (rms_norm, 3)])
+def test_other_accuracies_round_no_parameter(norm, values, policy):
+    assert dtypes(planned(Stream(norm), policy)[0]) == [(FULL,) * values] * 3
+
+
+def test_the_last_norm_is_not_rounded():
+    assert dtypes(planned(LastNorm(layer_norm), FAST)[0]) == [(FULL,) * 4]
+
+
+def test_group_norms_stay_full_and_batch_norms_keep_their_parameters():
+    x = torch.randn(2, 4, 9, 9)
+    group, _ = planned(Images(lambda: nn.GroupNorm(2, 8)), FAST, x)
+    assert dtypes(group) == [(FULL,) * 4]
+    assert "saves mean and deviation in the dtype of the activations" in norms(group)[0].meta[MARK].reason
+    batch, _ = planned(Images(lambda: nn.BatchNorm2d(8)), FAST, x)
+    assert [(found[0], found[-1], set(found[1:-1])) for found in dtypes(batch)] == [(LOW, LOW, {FULL})]
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_the_plan_says_why(norm):
+    gm, _ = planned(Stream(norm), FAST)
+    for found in norms(gm):
+        assert "rounded for it" in found.meta[MARK].reason
+        assert found.meta[MARK].origin.startswith("fast_cuda.toml:")
+
+
+@pytest.mark.parametrize("words", ["deny=layer_norm", "keep_fp32=norms.*", "lists=autocast_cuda"])
+def test_the_users_words_win(words):
+    assert dtypes(planned(Stream(layer_norm), f"{FAST},{words}")[0]) == [(FULL,) * 4] * 3
+
+
+def test_where_the_list_lies(tmp_path):
+    def rule(*names, **options):
+        options = {"dtype": "bfloat16", "device": "cuda", "accuracy": "fast"} | options
+        return effective(names, **options).lookup(torch.ops.aten.layer_norm.default, {})
+
+    own, plain = tmp_path / "own.toml", tmp_path / "plain.toml"
+    plain.write_text('[[op]]\nop = "aten.gelu"\nclass = "deny"\nwhy = "steep"\n')
+    own.write_text('[[op]]\nop = "aten.layer_norm"\nclass = "deny"\nwhy = "mine"\n')
+    assert rule().one_dtype
+    assert rule(str(plain)).one_dtype, "a file extends the default"
+    assert rule("default", str(plain)).one_dtype
+    assert rule(str(own)).why == "mine"
+    for other in (rule("autocast_cuda"), rule(accuracy="autocast"), rule(accuracy=1.5), rule(device="cpu")):
+        assert not other.one_dtype
+    assert effective((), dtype="bfloat16", device="cuda", accuracy="fast").name == "bf16_cuda"
+    assert not load("default", dtype="bfloat16", device="cuda").lookup(torch.ops.aten.layer_norm.default, {}).one_dtype
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def as_on_cuda(gm):
+    """Let norms compute as CUDA's kernels do, fp32 inside: the CPU's loses gradients of low-precision parameters."""
+    assert norms(gm)
+    for node in norms(gm):
+        torchs = node.target
+
+        def norm(x, shape, *rest, torchs=torchs, **named):
+            wide = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16 else t for t in (x, *rest)]
+            return torchs(wide[0], shape, *wide[1:], **named).to(x.dtype)
+
+        node.target = norm
+    gm.recompile()
+    return gm
+
+
+def errors(step, exact):
+    pairs = zip((*step.outputs, *step.grads), (*exact.outputs, *exact.grads), strict=True)
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs if b is not None]
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_errors_are_at_most_what_fast_documents(norm):
+    """Against ``torch.autocast``'s, whose norms are fp32 on CUDA, and those of a model held in bf16."""
+    fast, given = planned(Stream(norm), FAST)
+    default, _ = planned(Stream(norm), "bf16")
+    exact = run_step(capture(Stream(norm).double(), X.double()).gm, [g.double() for g in given])
+    held = capture(Stream(norm).bfloat16(), X.bfloat16())
+    ours, autocasts = (errors(run_step(as_on_cuda(gm), given), exact) for gm in (fast, default))
+    low = errors(run_step(as_on_cuda(held.through([IdentifyOps()])[0]), [g.bfloat16() for g in given]), exact)
+    assert all(a <= 2.2 * b for a, b in zip(ours, autocasts, strict=True))
+    assert sum(ours) <= sum(low)
+
+
+def test_a_wrong_flag_in_a_list_is_an_error(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[[op]]\nop = "aten.layer_norm"\nclass = "fp32_inside"\nwhy = "mine"\none_dtype = 3\n')
+    with pytest.raises(ListError, match=r"(?s)one_dtype = 3.*true, false.*one_dtype = true"):
+        load(str(own), dtype="bfloat16", device="cuda")

@@ -1,8 +1,8 @@
 """Compile each kernel for real GPUs, without one, for what the functions that launch it give it.
 
 ``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel; with ``every``, which takes minutes,
-of all forms of updates. In the interpreter Python runs the
-kernels: what Triton's compiler refuses, such as a global variable, is seen here alone.
+of all forms of updates. In the interpreter Python runs the kernels: what Triton's compiler refuses, such as a global
+variable, is seen here alone.
 """
 
 import importlib
@@ -113,7 +113,7 @@ UPDATES = {  # rules, and how many kinds of state each has
 
 
 def of_optimizer_update(low):
-    """Each rule, in turns with and without what a step decides; all forms of AdamW's, or with ``every`` of all rules."""
+    """Each rule, in turns with and without what a step decides; AdamW, and with ``every`` each rule, in all forms."""
     forms = list(itertools.product((None, torch.ones(())), (torch.float32, low), (0, 1), (False, True)))
     for n, (rule, kinds) in enumerate(UPDATES.items()):
         own = forms if rule == "adam decoupled" or "every" in sys.argv else forms[n % 2 :: 11]

@@ -80,7 +80,8 @@ def one_pass_update_(
         options = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum}
         options |= {"lr_decay": lr_decay, "maximize": maximize, "clip_value": clip_value}
         own = (params, grads, states, steps, lows, with_low, lr, found_inf, unscale, clip)
-        return optimizer_update.update(*own, rule=rule, **options)
+        optimizer_update.update(*own, rule=rule, **options)
+        return
     count = len(params)
     kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]
     copies = [0] * count
@@ -131,7 +132,8 @@ def add_gradients_(
     added = Rows(rows, with_rows, alone)
     laid = _laid_as(sums, grads, added)
     if sums[0].device.type in BY_TRITON:
-        return torch._foreach_add_(sums, laid)
+        torch._foreach_add_(sums, laid)
+        return
     table = _table(sums, laid, added)
     library(rule).add(place(table), len(sums), _threads(sums))
 

@@ -77,10 +77,16 @@ def one_pass_update_(
     gradients with indices ``alone`` consist of rows only.
     """
     if params[0].device.type in BY_TRITON:
-        options = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum}
-        options |= {"lr_decay": lr_decay, "maximize": maximize, "clip_value": clip_value}
+        by_name: dict[str, Any] = {
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "beta1": beta1,
+            "beta2": beta2,
+            "momentum": momentum,
+        }
+        by_name |= {"lr_decay": lr_decay, "maximize": maximize, "clip_value": clip_value}
         own = (params, grads, states, steps, lows, with_low, lr, found_inf, unscale, clip)
-        optimizer_update.update(*own, rule=rule, **options)
+        optimizer_update.update(*own, rule=rule, **by_name)
         return
     count = len(params)
     kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]

@@ -133,9 +133,9 @@ class OnePassOptimizer(Optimizer):
         found_inf, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
         inverse = None if scale is None else inverse_of(scale)
         for update in updates:
-            given, lr = _tensors_of(update, copies).arguments(), update.group["lr"]
+            given = (*_tensors_of(update, copies).arguments(), update.group["lr"], found_inf, inverse, None)
             options = {"rule": rule_of(update, low), "store": scale is not None, **options_of(update)}
-            optimizer_update.update(*given, lr, found_inf, inverse, None, **options)
+            optimizer_update.update(*given, **options)
 
     def _compiled(self, rules: Sequence[str]) -> str:
         """Return why the pass cannot be compiled, or "" if it is compiled."""

@@ -212,7 +212,7 @@ def why_wrong(device: torch.device) -> str:
 
 def _tried(values: Sequence[Tensor], rule: str, kinds: int, by_triton: bool) -> list[Tensor]:
     """Return parameters, states and copies behind a step from ``values``, by the kernels or by torch."""
-    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+    options: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
     params, grads, lows = [v.cos() for v in values], [v.bfloat16() for v in values], [v.bfloat16() for v in values]
     states, steps = [v.abs() for v in values] * kinds, [v.new_ones(()) for v in values if kinds > 1]
     states = [t.clone() for t in states]

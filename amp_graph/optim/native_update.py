@@ -1,4 +1,6 @@
-"""Unscales, clips, updates and rounds weights in one pass over memory, if a C compiler is installed.
+"""Unscales, clips, updates and rounds weights in one pass over memory: on the CPU if a C compiler is installed.
+
+On CUDA by Triton, where its kernels are switched on.
 
 Before: upcast gradients, ``check_finite_and_unscale_``, ``_fused_adamw_``, ``_foreach_copy_``: each reads and writes
 all parameters. After: ``look_at_gradients`` over backward's own gradients, and ``one_pass_update_``.
@@ -16,8 +18,15 @@ from torch.optim import SGD, Adagrad, AdamW
 
 from amp_graph.errors import CaptureError, CompilerError
 from amp_graph.optim.gradient_layout import is_dense
-from amp_graph.optim.native_update_ops import LOWS, OPS, library
+from amp_graph.optim.native_update_ops import BY_TRITON, LOWS, OPS, library
 from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.backends.cuda.kernels import optimizer_update
+from amp_graph.passes.profitability.cuda_kernel_thresholds import (
+    LEAST_SPARED,
+    OF_COPIES,
+    OF_GRADIENTS,
+    update_kernel_is_profitable,
+)
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 
 WAYS = ("auto", "one_pass", "torch")
@@ -28,11 +37,15 @@ class OnePass:
     """The one-pass update: the rule of each group, and the low dtype of gradients and copies.
 
     Exactness: parameters, state and copies are those of torch's fused kernels on widened gradients, bit for bit; the
-    last elements of a tensor, fewer than a vector's 16, to a last place, and the norm that clips to a few.
+    last elements of a tensor, fewer than a vector's 16, to a last place, and the norm that clips to a few. On CUDA all
+    elements to a few last places.
+
+    takes_rows: whether gradients of embedding tables may be rows.
     """
 
     rules: tuple[str, ...]
     low: torch.dtype
+    takes_rows: bool = True
 
     def takes(self, grad: Tensor) -> Tensor:
         """Return ``grad`` in a dtype that the pass reads: unchanged, or fp32."""
@@ -133,22 +146,46 @@ def plan_one_pass(
     if compile != "eager":
         return None, "pointwise operations, for the compiler"
     why = "as asked" if way == "torch" else _why_not(updates, target_of, lows)
-    gains = {*lows, *tables}  # fewer casts, and rows instead of dense gradients of tables
+    by_triton = not why and is_by_triton(target_of(updates[0].params[0]).device)
+    # Fewer casts, and in C rows instead of dense gradients of tables.
+    gains = {*lows, *(() if by_triton else tables)}
     elements = sum(target_of(p).numel() for update in updates for p in update.params if id(p) in gains)
-    if not why and way == "auto" and not one_pass_is_profitable("cpu", elements):
-        why = f"{elements:,} elements are too few to be worth compiling"
-    if why and way == "one_pass":
+    if not why and way == "auto":
+        why = why_too_few(by_triton, elements, OF_COPIES + OF_GRADIENTS)
+    one_pass = why or _compiled(way, updates, lows, by_triton)
+    if isinstance(one_pass, str) and way == "one_pass":
         raise CaptureError(
-            f"TrainStep: update='one_pass', but {why}\n  legal: SGD, Adam, AdamW and Adagrad on the CPU in eager mode, "
-            "over fp32 weights with copies in one low dtype\n  fix:   update='auto'"
+            f"TrainStep: update='one_pass', but {one_pass}\n  legal: SGD, Adam, AdamW and Adagrad in eager mode, on "
+            "the CPU, or by Triton on CUDA, over fp32 weights with copies in one low dtype\n  fix:   update='auto'"
         )
-    one_pass = None if why else _compiled(way, updates, lows)
-    return (one_pass, "one pass") if isinstance(one_pass, OnePass) else (None, f"torch's kernels: {why or one_pass}")
+    return (None, f"torch's kernels: {one_pass}") if isinstance(one_pass, str) else (one_pass, "one pass")
 
 
-def _compiled(way: str, updates: Sequence[GroupUpdate], lows: Mapping[int, list[Tensor]]) -> OnePass | str:
+def is_by_triton(device: torch.device) -> bool:
+    """Return whether the pass over tensors of ``device`` is Triton's."""
+    return device.type in BY_TRITON
+
+
+def why_too_few(by_triton: bool, elements: int, spared: int) -> str:
+    """Return why the pass does not pay for so many ``elements`` with copies, or "".
+
+    spared: by Triton, how many bytes each of them moves less.
+    """
+    if not by_triton:
+        few = not one_pass_is_profitable("cpu", elements)
+        return f"{elements:,} elements are too few to be worth compiling" if few else ""
+    if update_kernel_is_profitable(spared * elements):
+        return ""
+    return f"one pass would spare {spared * elements:,} bytes, fewer than {LEAST_SPARED:,}"
+
+
+def _compiled(
+    way: str, updates: Sequence[GroupUpdate], lows: Mapping[int, list[Tensor]], by_triton: bool
+) -> OnePass | str:
     low = next(copy.dtype for copies in lows.values() for copy in copies)
     rules = tuple(rule_of(update, low) for update in updates)
+    if by_triton:
+        return why_no_kernels(low) or OnePass(rules, low, takes_rows=False)
     try:
         for rule in rules:
             library(rule)
@@ -159,6 +196,15 @@ def _compiled(way: str, updates: Sequence[GroupUpdate], lows: Mapping[int, list[
     return OnePass(rules, low)
 
 
+def why_no_kernels(low: torch.dtype) -> str:
+    """Return why Triton's kernels do not run here, or ""."""
+    try:
+        optimizer_update.kernels(low)
+    except CompilerError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def _why_not(
     updates: Sequence[GroupUpdate], target_of: Callable[[Tensor], Tensor], lows: Mapping[int, list[Tensor]]
 ) -> str:
@@ -166,8 +212,9 @@ def _why_not(
         return "the optimizer is called after the graph, or trains nothing"
     if len({copy.dtype for copies in lows.values() for copy in copies}) != 1:
         return "weights have no low-precision copies, or copies in several dtypes"
+    device = target_of(updates[0].params[0]).device
     for update in updates:
-        if why := why_not_flat(update, target_of):
+        if why := why_not_flat(update, device, target_of):
             return why
         for p in update.params:
             target = target_of(p)
@@ -176,18 +223,30 @@ def _why_not(
     return ""
 
 
-def why_not_flat(update: GroupUpdate, target_of: Callable[[Tensor], Tensor] = lambda p: p) -> str:
-    """Return why the pass does not support the parameters or state of a group, or ""."""
+def why_not_flat(update: GroupUpdate, device: torch.device, target_of: Callable[[Tensor], Tensor] = lambda p: p) -> str:
+    """Return why the pass over tensors of ``device`` does not support the parameters or state of a group, or ""."""
     kinds = [kind for kind, name in zip(update.states, update.state_names(), strict=True) if name != "step"]
     for i, p in enumerate(update.params):
         target = target_of(p)
-        if not _is_flat(target) or not all(_is_alike(kind[i], target, torch.float32) for kind in kinds):
-            return f"a parameter of shape {tuple(p.shape)} or its state is not dense fp32 on the CPU"
+        if not _is_flat(target, device) or not all(_is_alike(kind[i], target, torch.float32) for kind in kinds):
+            return f"a parameter of shape {tuple(p.shape)} or its state is not dense fp32 on {place_of(device)}"
+    if any(step.device != device or step.dtype != torch.float32 for step in _steps_of(update)):
+        return f"a step count is not fp32 on {place_of(device)}"
     return ""
 
 
-def _is_flat(t: Tensor) -> bool:
-    return t.device.type == "cpu" and t.dtype == torch.float32 and is_dense(t)
+def place_of(device: torch.device) -> str:
+    """Return the name of the device where the pass runs, for people."""
+    return str(device) if device.type in BY_TRITON - {"cpu"} else "the CPU"
+
+
+def _steps_of(update: GroupUpdate) -> Sequence[Tensor]:
+    return update.states[-1] if "step" in update.state_names() else ()
+
+
+def _is_flat(t: Tensor, device: torch.device) -> bool:
+    runs = device.type == "cpu" or device.type in BY_TRITON
+    return runs and t.device == device and t.dtype == torch.float32 and is_dense(t)
 
 
 def _is_alike(t: Tensor, like: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""The custom operators of the one-pass update, implemented in C.
+"""The custom operators of the one-pass update, implemented in C, and on CUDA by Triton.
 
 Before: gradients are upcast one by one and checked, a fused kernel runs, weights are rounded one by one. After:
 ``look_at_gradients`` and ``one_pass_update_``, which read low-precision gradients and write low-precision copies.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.optim.gradient_layout import laid_out_as
+from amp_graph.passes.backends.cuda.kernels import optimizer_update
 from amp_graph.passes.native.jit_compiler import load, threads_for
 from amp_graph.passes.native.operator_library import OPS as OPS  # re-exported for callers
 from amp_graph.passes.native.operator_library import define_operator
@@ -28,6 +29,7 @@ RULES = ("adam", "sgd", "adagrad")
 FLAGS = ("decoupled", "decay", "amsgrad", "momentum", "nesterov")
 LOWS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 INFINITE = float("inf")
+BY_TRITON = {"cuda"}  # the devices on which Triton's kernels do this
 
 
 @lru_cache
@@ -70,9 +72,22 @@ def one_pass_update_(
     steps: 0-d fp32, one per parameter or none. lows: the copies of the parameters with indices ``with_low``.
     A parameter, its gradient, state and copy have the same dense layout. lr: 0-d fp64. found_inf, unscale, clip: 0-d
     fp32; gradients are multiplied by ``unscale``, then by ``clip``, then clamped to ``clip_value``.
+    On CUDA ``lr`` may be fp32, and there are no rows.
     rows: results of ``gradient_rows``, slots and rows alternating, added to the gradients with indices ``with_rows``;
     gradients with indices ``alone`` consist of rows only.
     """
+    if params[0].device.type in BY_TRITON:
+        by_name: dict[str, Any] = {
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "beta1": beta1,
+            "beta2": beta2,
+            "momentum": momentum,
+        }
+        by_name |= {"lr_decay": lr_decay, "maximize": maximize, "clip_value": clip_value}
+        own = (params, grads, states, steps, lows, with_low, lr, found_inf, unscale, clip)
+        optimizer_update.update(*own, rule=rule, **by_name)
+        return
     count = len(params)
     kinds = [addresses(states[i : i + count]) for i in range(0, len(states), count)]
     copies = [0] * count
@@ -100,6 +115,8 @@ def look_at_gradients(
 
     rows, with_rows, alone: as for ``one_pass_update_``.
     """
+    if grads[0].device.type in BY_TRITON:
+        return optimizer_update.look(grads)
     found_inf, norm = torch.zeros(()), torch.zeros(())
     table = _table(grads, grads, Rows(rows, with_rows, alone))
     library(rule).look(place(table), len(grads), _threads(grads), *map(_pointer, (found_inf, norm)))
@@ -120,6 +137,9 @@ def add_gradients_(
     """
     added = Rows(rows, with_rows, alone)
     laid = _laid_as(sums, grads, added)
+    if sums[0].device.type in BY_TRITON:
+        torch._foreach_add_(sums, laid)
+        return
     table = _table(sums, laid, added)
     library(rule).add(place(table), len(sums), _threads(sums))
 

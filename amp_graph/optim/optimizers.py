@@ -16,9 +16,21 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from amp_graph.errors import CompilerError, ScaleError
-from amp_graph.optim.native_update import GroupTensors, options_of, rule_of, why_not_flat
+from amp_graph.optim.native_update import (
+    GroupTensors,
+    is_by_triton,
+    options_of,
+    place_of,
+    rule_of,
+    why_no_kernels,
+    why_not_flat,
+    why_too_few,
+)
 from amp_graph.optim.native_update_ops import OPS, library
 from amp_graph.optim.torch_fused_update import GroupUpdate, group_updates, why_no_kernel
+from amp_graph.passes.backends.cuda.kernels import optimizer_update
+from amp_graph.passes.loss_scaling.unscale import inverse_of
+from amp_graph.passes.profitability.cuda_kernel_thresholds import OF_COPIES
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.torch_compat.dynamo_frames import not_captured
 from amp_graph.passes.torch_compat.optimizers import plain_step
@@ -37,6 +49,8 @@ class OnePassOptimizer(Optimizer):
     Parameters, state and copies are bit-equal to those of torch's fused kernel, except a tensor's last elements, fewer
     than 16, which may differ in the last place. Torch's kernels run the step for other tensors than fp32 on the CPU,
     for fewer than a million weights, and without a C compiler. ``how``: "one pass", or "torch's kernels" and why.
+    On CUDA the pass is Triton's, where its kernels are switched on and there are copies to write: elements are those of
+    torch's kernel to a few last places, and no step waits for the device.
 
     The step changes version counters, unlike torch's fused kernels, without invalidating the cached copies.
     Raises ScaleError for ``fused=False``; else the same errors as torch's.
@@ -82,23 +96,46 @@ class OnePassOptimizer(Optimizer):
     def _update(self) -> None:
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         why = self._no_compiler or why_no_kernel(self) or _why_not(trained)
+        by_triton = bool(trained) and is_by_triton(trained[0].device)
+        why = why or (self._why_not_by_triton(trained) if by_triton else "")
         updates = [] if why else group_updates(self, trained)
-        why = why or next(filter(None, map(why_not_flat, updates)), "")
+        why = why or next((told for update in updates if (told := why_not_flat(update, trained[0].device))), "")
         copies = {} if why else _copies_of(trained)
         low = next((kept.low.dtype for _, kept, _ in copies.values()), torch.bfloat16)
-        why = why or self._compiled([rule_of(update, low) for update in updates])
+        if not by_triton:
+            why = why or self._compiled([rule_of(update, low) for update in updates])
         self.how = f"torch's kernels: {why}" if why else "one pass"
         self.update_shows = not why
         if why:
             plain_step(self.updates_as)(self)
+        elif by_triton:
+            self._by_triton(updates, copies, low)
+            _were_written(trained, copies)
         elif not self._is_bad():
             self._unscale(trained)
             _in_one_pass(updates, copies, low)
-            increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
-            for p in trained:
-                if id(p) in copies:
-                    model, kept, before = copies[id(p)]
-                    model.was_written(p, kept, before)
+            _were_written(trained, copies)
+
+    def _why_not_by_triton(self, trained: Sequence[Tensor]) -> str:
+        """Return why Triton's kernels do not run, spare too little, or cannot read what decides on a step; or ""."""
+        device = trained[0].device
+        rates = [group["lr"] for group in self.param_groups if isinstance(group["lr"], Tensor)]
+        if any(lr.device != device or lr.numel() != 1 or lr.dtype.itemsize < 4 for lr in rates):
+            return f"a learning rate is a tensor, and no number on {device}"
+        given = [getattr(self, name, None) for name in ("found_inf", "grad_scale")]
+        if any(t is not None and (t.device != device or t.dtype != torch.float32 or t.numel() != 1) for t in given):
+            return f"the verdict or the scale of a scaler is not fp32 on {device}"
+        copied = max((model.elements_of(trained) for model in copies_of_models()), default=0)
+        return why_too_few(True, copied, OF_COPIES) or why_no_kernels(torch.bfloat16)
+
+    def _by_triton(self, updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
+        """Update as ``_in_one_pass`` does, where a scaler wants it, with gradients unscaled as torch's kernels do."""
+        found_inf, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+        inverse = None if scale is None else inverse_of(scale)
+        for update in updates:
+            given = (*_tensors_of(update, copies).arguments(), update.group["lr"], found_inf, inverse, None)
+            options = {"rule": rule_of(update, low), "store": scale is not None, **options_of(update)}
+            optimizer_update.update(*given, **options)
 
     def _compiled(self, rules: Sequence[str]) -> str:
         """Return why the pass cannot be compiled, or "" if it is compiled."""
@@ -123,11 +160,15 @@ class OnePassOptimizer(Optimizer):
 
 def _why_not(trained: Sequence[Tensor]) -> str:
     """Return why torch's kernels must update ``trained``, because of its gradients or size, or ""."""
+    device = trained[0].device if trained else torch.device("cpu")
     for p in trained:
         grad = p.grad
         assert grad is not None, "only called for parameters with a gradient"
-        if grad.dtype != torch.float32 or grad.device.type != "cpu" or grad.layout is not torch.strided:
-            return f"the gradient of a parameter of shape {tuple(p.shape)} is not fp32 on the CPU"
+        runs = device.type == "cpu" or is_by_triton(device)
+        if not runs or grad.dtype != torch.float32 or grad.device != device or grad.layout is not torch.strided:
+            return f"the gradient of a parameter of shape {tuple(p.shape)} is not fp32 on {place_of(device)}"
+    if is_by_triton(device):  # asked when it is known which copies there are
+        return ""
     elements = sum(p.numel() for p in trained)
     return "" if one_pass_is_profitable("cpu", elements) else f"{elements:,} elements are too few to be worth compiling"
 
@@ -144,12 +185,26 @@ def _copies_of(params: Sequence[Tensor]) -> Copies:
 def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
     """Update parameters, state and copies, without changing version counters."""
     for update in updates:
-        lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
-        grads: list[Any] = [p.grad for p in update.params]
-        given = GroupTensors(list(update.params), grads, update.states, lows, "step" in update.state_names())
+        given = _tensors_of(update, copies)
         lr = torch.as_tensor(update.group["lr"], dtype=torch.float64, device="cpu")
         options = options_of(update)
         OPS.one_pass_update_(*given.arguments(), lr, None, None, None, rule=rule_of(update, low), **options)
+
+
+def _tensors_of(update: GroupUpdate, copies: Copies) -> GroupTensors:
+    """Return the tensors of a group, with the copies that it writes."""
+    lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
+    grads: list[Any] = [p.grad for p in update.params]
+    return GroupTensors(list(update.params), grads, update.states, lows, "step" in update.state_names())
+
+
+def _were_written(trained: Sequence[Tensor], copies: Copies) -> None:
+    """Let version counters show the update, and record that copies are current."""
+    increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
+    for p in trained:
+        if id(p) in copies:
+            model, kept, before = copies[id(p)]
+            model.was_written(p, kept, before)
 
 
 class SGD(OnePassOptimizer, torch.optim.SGD):

@@ -57,7 +57,7 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
         *(work.update() if updates else []),
         *([ZeroSums(tuple(sums.values()))] if updates and sums else []),
         returned,
-        *([RowSparseGradients()] if options.one_pass is not None else []),
+        *([RowSparseGradients()] if options.one_pass is not None and options.one_pass.takes_rows else []),
     ]
     return in_order(found), work.tensors
 

@@ -24,11 +24,15 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_ent
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cuda.kernels import add_norm as norms
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as losses
+from amp_graph.passes.backends.cuda.kernels import optimizer_update as updates
 from amp_graph.passes.native.triton_loader import VARIABLE, why_failed
 
 LOW = torch.bfloat16
 LOSSES = ((256, 32768), (1024, 8192), (2048, 50257), (8192, 50257), (8192, 128256), (32768, 30522))
 NORMS = ((2048, 768), (4096, 1024), (8192, 1024), (32768, 768), (8192, 2048), (8192, 4096), (4096, 8192))
+
+UPDATES = ((300, 16384), (290, 1 << 20), (146, 1 << 23))  # how many tensors, and of how many elements
+ADAMW = {"weight_decay": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
 
 
 def of_loss(rows: int, classes: int) -> tuple[Callable[[], None], Callable[[], None], int]:
@@ -66,6 +70,29 @@ def of_norm(rows: int, width: int, centered: bool) -> tuple[Callable[[], None], 
     return ours, torchs, 32 * rows * width
 
 
+def of_update(count: int, size: int) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """Return the same of AdamW's update behind a loss scale, from bf16 gradients, with the weights' copies."""
+    params, *moments = ([torch.randn(size, device="cuda").abs() for _ in range(count)] for _ in range(3))
+    grads, lows = ([p.to(LOW) for p in params] for _ in range(2))
+    steps, states = [torch.zeros((), device="cuda") for _ in params], [t for kind in moments for t in kind]
+    lr, scale = torch.tensor(1e-6, device="cuda"), torch.ones((), device="cuda")
+
+    def ours() -> None:
+        found_inf, _ = updates.look(grads)
+        own = (params, grads, states, steps, lows, list(range(count)), lr, found_inf, scale, None)
+        updates.update(*own, rule="adam decoupled bf16", **ADAMW)
+
+    def torchs() -> None:
+        wide, found_inf = [g.float() for g in grads], torch.zeros((), device="cuda")
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, scale)
+        torch._foreach_add_(steps, 1)
+        options = {"lr": lr, "amsgrad": False, "maximize": False, "found_inf": found_inf, **ADAMW}
+        torch._fused_adamw_(params, wide, *moments, [], steps, **options)
+        torch._foreach_copy_(lows, params)
+
+    return ours, torchs, 30 * count * size
+
+
 def measured(ours: Callable[[], None], torchs: Callable[[], None], moved: int, rounds: int) -> dict[str, float]:
     """Return milliseconds, peaks of memory in MiB above what is held, and our bandwidth."""
     times: dict[str, list[float]] = {"ours": [], "torch": []}
@@ -97,12 +124,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     os.environ.setdefault(VARIABLE, "1")
-    losses.kernels(LOW), norms.kernels(LOW)  # raises where they do not run
+    losses.kernels(LOW), norms.kernels(LOW), updates.kernels(LOW)  # raises where they do not run
     told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(*told.values())
     cases = [("cross entropy", size, lambda s: of_loss(*s)) for size in LOSSES]
     cases += [("layer norm", size, lambda s: of_norm(*s, True)) for size in NORMS]
     cases += [("rms norm", size, lambda s: of_norm(*s, False)) for size in NORMS]
+    cases += [("AdamW's update", size, lambda s: of_update(*s)) for size in UPDATES]
     lines = []
     for name, size, make in cases:
         found = measured(*make(size), options.rounds)

@@ -15,6 +15,7 @@ from amp_graph.passes.backends.cpu.norm.add_norm_by_torch import norm_by_torch, 
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cuda.kernels import add_norm as norms
 from amp_graph.passes.backends.cuda.kernels import cross_entropy as losses
+from amp_graph.passes.backends.cuda.kernels import optimizer_update
 from amp_graph.passes.native.triton_loader import VARIABLE, why_failed, why_no_triton
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -173,3 +174,49 @@ def test_whole_steps_recorded_or_not_are_the_loop():
         results.append([step(ids).item() for _ in range(6)])
     assert results[0] == pytest.approx(results[1], rel=1e-4)
     assert results[0][-1] < results[0][0]
+
+
+# -- the optimizer's update -------------------------------------------------------------------------------------------
+
+
+def test_an_update_of_more_elements_than_an_int32_counts():
+    """The last elements are those of torch's rule in fp64, and a verdict leaves all of them as they are."""
+    size = 2**31 + 5001
+    p, g = torch.empty(size, device="cuda").normal_(), torch.empty(size, device="cuda", dtype=BF16).normal_()
+    low, end = torch.empty(size, device="cuda", dtype=BF16), slice(size - 5000, size)
+    before, lr = p[end].clone(), torch.tensor(0.1, device="cuda")
+    verdict = torch.ones((), device="cuda")
+    for bad, moved in ((1, 0.0), (0, 0.1)):
+        own = ([p], [g], [], [], [low], [0], lr, verdict.fill_(bad), None, None)
+        optimizer_update.update(*own, rule="sgd bf16")
+        assert (p[end].double() - (before.double() - moved * g[end].double())).abs().max() < 1e-6
+        assert torch.equal(low[end], p[end].to(BF16))
+    assert optimizer_update.look([g])[1].item() == pytest.approx(size**0.5, rel=1e-2)
+
+
+def trained(update, **options):
+    torch.manual_seed(1)
+    ids = torch.randint(32768, (16, 512), device="cuda")
+    model = Model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    step = amp_graph.TrainStep(model, None, optimizer, "fp16", update=update, clip_norm=1.0, **options)
+    losses_ = [step(ids).item() for _ in range(6)]
+    return losses_, [p.detach().double() for p in model.parameters()], step, ids
+
+
+def test_updates_in_one_pass_are_torchs_recorded_or_not():
+    expected, weights, *_ = trained("torch")
+    for options in ({}, {"cuda_graph": True}):
+        found, own, step, _ = trained("one_pass", **options)
+        assert "one_pass_update_" in step.graph_text()
+        assert found == pytest.approx(expected, rel=1e-3)
+        assert all(error(a, b) < 1e-2 for a, b in zip(own, weights, strict=True))
+
+
+def test_an_update_does_not_wait_for_the_device():
+    *_, step, ids = trained("one_pass")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,10 +1,12 @@
 """Compile each kernel for real GPUs, without one, for what the functions that launch it give it.
 
-``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel. In the interpreter Python runs the
-kernels: what Triton's compiler refuses, such as a global variable, is seen here alone.
+``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel; with ``every``, which takes minutes,
+of all forms of updates. In the interpreter Python runs the kernels: what Triton's compiler refuses, such as a global
+variable, is seen here alone.
 """
 
 import importlib
+import itertools
 import sys
 
 import torch
@@ -13,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy, embedding_gradient
+from amp_graph.passes.backends.cuda.kernels import add_norm, cross_entropy, embedding_gradient, optimizer_update
 
 CAPABILITIES = (80, 90)
 
@@ -103,7 +105,44 @@ def of_embedding_gradient(low):
             embedding_gradient.embedding_gradient(grad, index, 2, -1, base)
 
 
-LAUNCHES = {cross_entropy: of_cross_entropy, add_norm: of_add_norm, embedding_gradient: of_embedding_gradient}
+UPDATES = {  # rules, and how many kinds of state each has
+    "adam": 2,
+    "adam decay": 2,
+    "adam decoupled": 2,
+    "adam decay amsgrad": 3,
+    "sgd": 0,
+    "sgd decay": 0,
+    "sgd momentum": 1,
+    "sgd decay momentum nesterov": 1,
+    "adagrad": 1,
+    "adagrad decay": 1,
+}
+
+
+def of_optimizer_update(low):
+    """Each rule, in turns with and without what a step decides; AdamW, and with ``every`` each rule, in all forms."""
+    forms = list(itertools.product((None, torch.ones(())), (torch.float32, low), (0, 1), (False, True)))
+    for n, (rule, kinds) in enumerate(UPDATES.items()):
+        own = forms if rule == "adam decoupled" or "every" in sys.argv else forms[n % 2 :: 11]
+        for scalar, dtype, begin, copied in own:
+            params = [torch.empty(5001)[begin:] for _ in range(2)]
+            states = [torch.empty(5001)[begin:] for _ in range(2 * kinds)]
+            grads, lows = ([torch.empty(5001, dtype=kind)[begin:] for _ in range(2)] for kind in (dtype, low))
+            steps = [] if "sgd" in rule else [torch.zeros(()) for _ in range(2)]
+            lr = 0.1 if scalar is None else torch.ones((), dtype=torch.float32 if begin else torch.float64)
+            options = {"rule": rule, "store": scalar is not None and dtype == torch.float32}
+            options |= {} if scalar is None else {"clip_value": 1.0}
+            lows, numbers = (lows, [0, 1]) if copied else ([], [])
+            optimizer_update.update(params, grads, states, steps, lows, numbers, lr, scalar, scalar, scalar, **options)
+            optimizer_update.look(grads)
+
+
+LAUNCHES = {
+    cross_entropy: of_cross_entropy,
+    add_norm: of_add_norm,
+    embedding_gradient: of_embedding_gradient,
+    optimizer_update: of_optimizer_update,
+}
 
 
 def main():

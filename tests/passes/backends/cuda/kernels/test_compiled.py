@@ -8,6 +8,7 @@ from tests.passes.backends.cuda.kernels.where import mark_where_they_run
 
 pytestmark = mark_where_they_run()
 KERNELS = {"rows_kernel", "gradient_kernel", "forward_kernel", "backward_kernel", "parts_kernel", "table_kernel"}
+KERNELS |= {"prepare_kernel", "update_kernel", "look_kernel"}
 
 
 def test_every_kernel_compiles():

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.graph.fake_values import has_symbols
+from amp_graph.passes.precision.product_precision import Lost
 from amp_graph.passes.torch_compat.backward_state import what_watches_calls
 from amp_graph.passes.torch_compat.cuda import stream_of
 from amp_graph.replay.behind_autograd import arranged, outputs_of
@@ -70,6 +71,7 @@ class GuardSet:
         self.replays, self.gm, self.run, self.wrap = replays, gm, run, wrap
         self.entries: OrderedDict[Key, Entry] = OrderedDict()
         self.why, self.eager = "", eager
+        self.lost: dict[Lost, None] = {}  # products that run in another precision than planned
         # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
         self._keyed: list[int] | None = None
 
@@ -153,6 +155,7 @@ class GuardSet:
         entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
         try:
             graphs = FlatGraphs(self.gm, args)
+            self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
         except Exception as error:
             why = _told(error)

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.node_info import draws, schema_arguments
-from amp_graph.passes.precision.product_precision import Lost
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 # The strides of the gradient that each differentiable output receives; None for an output that receives none.

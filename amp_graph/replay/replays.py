@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.precision.product_precision import Lost
+from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.replay.guard_set import Entry, GuardSet
 from amp_graph.replay.pace import Pace
 from amp_graph.replay.recorder import RECORDERS, Recorder

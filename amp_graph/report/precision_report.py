@@ -14,9 +14,9 @@ from torch.fx import Node
 from amp_graph.capture.conversion import Conversion
 from amp_graph.devices import device_of
 from amp_graph.lists import OpClass
+from amp_graph.passes.casts.product_precision import CONV, kind_of, lost_in, planned
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import IDENTITY, LOST, MARK
-from amp_graph.passes.precision.product_precision import CONV, kind_of, lost_in, planned
 from amp_graph.passes.torch_compat.fp32_precision import fp32_precision
 from amp_graph.report.collect_records import mark_of, parts_of
 from amp_graph.rewrite import Rewritten

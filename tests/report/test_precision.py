@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.capture import captured_graphs
-from amp_graph.passes.precision.product_precision import lost_in
+from amp_graph.passes.casts.product_precision import lost_in
 from amp_graph.replay.trace_flat import trace_flat
 from tests.replay import stand_in
 

@@ -16,10 +16,10 @@ from torch.fx import Graph, GraphModule
 from amp_graph.passes.backends.inductor.inductor_options import options_of_step
 from amp_graph.passes.backends.inductor.small_gemm_template import FILES, lower_small_products
 from amp_graph.passes.base import Pass
+from amp_graph.passes.casts.product_precision import Lowered
 from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.precision.product_precision import Lowered
 from amp_graph.passes.torch_compat.dynamo_frames import undisabled
 
 HOOK = "post_grad_custom_pre_pass"

@@ -42,11 +42,10 @@ class SecondRun:
 
     def gradients(self, given: Sequence[Tensor | None], node: Any) -> list[Tensor | None]:
         """Return the gradient of each route, which can be differentiated; ``node``: the call's in autograd's graph."""
-        if not torch.is_grad_enabled() or any(g is not None and is_batched(g) for g in given):
-            outs, grads = self._split(given)
-            return self._by_route(self.to_arguments(list(zip(outs, grads, strict=True))))
-        outs, grads = self._split(given)
-        return self._by_route(self.derived(list(zip(outs, grads, strict=True)), (), node))
+        pairs = list(zip(*self._split(given), strict=True))
+        if not torch.is_grad_enabled() or any(is_batched(g) for _, g in pairs):
+            return self._by_route(self.to_arguments(pairs))
+        return self._by_route(self.derived(pairs, (), node))
 
     def derived(self, pairs: Pairs, seeds: Aliases, node: Any) -> list[Tensor | None]:
         """Return what gradients of results bring to ``seeds`` and to each of ``arguments``, to be differentiated.

@@ -90,7 +90,8 @@ def ran_in(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> to
 def planned(node: Node) -> torch.dtype | None:
     """Return the dtype that the products of a node are planned in; None if there is no plan for them."""
     mark = None if is_part(node) else node.meta.get(MARK)
-    low = node.graph.owning_module.meta.get(LOW)
+    owner = node.graph.owning_module
+    low = None if owner is None else owner.meta.get(LOW)
     if mark is None or mark.precision not in ("low", "full") or not isinstance(low, torch.dtype):
         return None
     if not any(t.dtype == torch.float32 for t in tensors(captured(node))):

@@ -111,7 +111,7 @@ def number_of_backward() -> int:
 
 def next_sequence_number() -> int:
     """Return the number that the next node of autograd's graph gets in this thread; 2.11 - 2.13."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_sequence_number() -> int:

@@ -23,10 +23,11 @@ class Call(Protocol):
         """The graphs of the call."""
         ...
 
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None], node: Any) -> Sequence[Tensor | None]:
         """Return the gradient for each route of ``flat``.
 
-        kept: the arguments that backward reads. given: the gradients of the outputs that have one.
+        kept: the arguments that backward reads. given: the gradients of the outputs that have one. node: the call in
+        autograd's graph.
         """
         ...
 
@@ -70,5 +71,5 @@ class _Behind(torch.autograd.Function):
         kept = list(ctx.saved_tensors)
         for n, tensor in ctx.loose.items():  # in order
             kept.insert(n, tensor)
-        found = ctx.call.gradients(kept, given)
+        found = ctx.call.gradients(kept, given, ctx)
         return None, None, None, *found

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.node_info import draws, schema_arguments
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -57,6 +58,7 @@ class Flat:
     the saved values. routes: the argument that each gradient of backward belongs to. kept: the arguments that backward
     takes, in front of the saved values and the outputs' gradients. written: the arguments that are written to.
     uncounted: those of them whose version counter the write does not move, as of a batch norm's statistics.
+    lost: the products that run in another precision than planned.
     """
 
     tensors: tuple[int, ...]
@@ -70,6 +72,7 @@ class Flat:
     kept: tuple[int, ...] = ()
     pattern: Pattern = ()
     uncounted: frozenset[int] = frozenset()
+    lost: tuple[Lost, ...] = ()
     run_forward: Callable[..., Any] = field(init=False, repr=False)
     run_backward: Callable[..., Any] | None = field(init=False, repr=False, default=None)
 

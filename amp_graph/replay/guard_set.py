@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.backward_state import what_watches_calls
 from amp_graph.passes.torch_compat.cuda import stream_of
+from amp_graph.passes.torch_compat.fp32_precision import kernel_settings
 from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
@@ -70,6 +72,7 @@ class GuardSet:
         self.replays, self.gm, self.run, self.wrap = replays, gm, run, wrap
         self.entries: OrderedDict[Key, Entry] = OrderedDict()
         self.why, self.eager = "", eager
+        self.lost: dict[Lost, None] = {}  # products that run in another precision than planned
         # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
         self._keyed: list[int] | None = None
 
@@ -101,7 +104,8 @@ class GuardSet:
             self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
         try:
             key = key_of(args if self._keyed is None else [args[i] for i in self._keyed])
-            key = (*key, next((stream_of(a) for a in args if isinstance(a, Tensor)), 0))  # streams run at the same time
+            stream = next((stream_of(a) for a in args if isinstance(a, Tensor)), 0)  # streams run at the same time
+            key = (*key, stream, *kernel_settings())
             found = self.entries.get(key)
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
             self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
@@ -153,6 +157,7 @@ class GuardSet:
         entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
         try:
             graphs = FlatGraphs(self.gm, args)
+            self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
         except Exception as error:
             why = _told(error)

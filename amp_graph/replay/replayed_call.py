@@ -19,6 +19,7 @@ from amp_graph.replay.eligibility import why_no_second_order
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat
 from amp_graph.replay.recorder import CannotRecord
+from amp_graph.replay.second_run import SecondRun
 from amp_graph.replay.slots import Slot
 from amp_graph.replay.taped_graphs import TapedGraphs
 
@@ -47,6 +48,7 @@ class ReplayedCall:
         self._versions = self._versions_now()
         self._random = _random_state(args, self.flat) if self.flat.draws else None
         self._is_over = False
+        self._second: SecondRun | None = None
 
     @property
     def flat(self) -> Flat:
@@ -58,19 +60,19 @@ class ReplayedCall:
         """The traces of the call."""
         return self.slot.graphs
 
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None], node: Any) -> Sequence[Tensor | None]:
         """Return the gradient of each route."""
         with self.owner.replays.lock:
             if not self.is_current():
                 raise RuntimeError(OVERWRITTEN.format(self.number))
             if is_plain(*given):
                 self.entry.decline("its backward is differentiated again, or batched")
-                return self._again(given)
+                return self._again(given, node)
             try:
-                return self._once(kept, given)
+                return self._together(given) or self._once(kept, given)
             except CannotBeFlat as error:
                 self.entry.decline(str(error))
-                return self._again(given)
+                return self._again(given, node)
 
     def is_current(self) -> bool:
         """Say whether the slot still holds the values of this call."""
@@ -89,30 +91,33 @@ class ReplayedCall:
         if found is None:
             found = self.slot.unrecorded_backward(kept, given)
             self.slot.free()
-        self._is_over, self.args = True, ()
+        self._end()
         return found
+
+    def _end(self) -> None:
+        """Hold nothing any more."""
+        self._is_over, self.args, self._second = True, (), None
 
     # -- once more ------------------------------------------------------------------------------------
 
-    def _again(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _again(self, given: Sequence[Tensor | None], node: Any) -> Sequence[Tensor | None]:
         """Run the call once more under autograd, and differentiate that."""
-        if why := next(why_no_second_order(self.flat), ""):
-            raise RuntimeError(DIFFERENTIATED.format(why))
-        if self._versions != self._versions_now():
-            raise RuntimeError(DIFFERENTIATED.format("one of its inputs has been modified by an inplace operation"))
-        args = [a.clone() if i in self.flat.written else a for i, a in enumerate(self.args)]
-        with self._random_state_of_forward(), torch.enable_grad():
-            results = self.owner.run(*args)
-        outs = {o.place: r for o, r in zip(self.flat.outputs, results, strict=True) if o.place is not None}
-        pairs = [(outs[p], g) for p, g in zip(self.flat.with_gradient, given, strict=True) if g is not None]
-        wanted = dict.fromkeys(self.flat.routes)
-        again = torch.is_grad_enabled()
-        found = torch.autograd.grad(
-            [out for out, _ in pairs], [args[i] for i in wanted], [g for _, g in pairs],
-            create_graph=again, allow_unused=True,
-        )  # fmt: skip
-        sums = dict(zip(wanted, found, strict=True))
-        return [sums.pop(i, None) for i in self.flat.routes]  # the whole sum at the first edge of an argument
+        if self._second is None:
+            if why := next(why_no_second_order(self.flat), ""):
+                raise RuntimeError(DIFFERENTIATED.format(why))
+            if self._versions != self._versions_now():
+                raise RuntimeError(DIFFERENTIATED.format("one of its inputs has been modified by an inplace operation"))
+            with self._random_state_of_forward():
+                self._second = SecondRun(self.owner.run, self.flat, self.args)
+        return self._second.gradients(given, node)
+
+    def _together(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Return the gradients with those that a second derivative has left to this call; None if there are none."""
+        found = None if self._second is None else self._second.together(given)
+        if found is not None and not keeps_graph():
+            self.slot.free()
+            self._end()
+        return found
 
     def _versions_now(self) -> list[int]:
         args = self.args

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.replay.guard_set import Entry, GuardSet
 from amp_graph.replay.pace import Pace
 from amp_graph.replay.recorder import RECORDERS, Recorder
@@ -107,6 +108,12 @@ class Replays:
         if size and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # else the pools stay reserved
         return size
+
+    def lost(self, gm: GraphModule) -> Iterator[Lost]:
+        """Yield the products of a graph that run in another precision than planned."""
+        for one in self.guard_sets:
+            if one.gm is gm:
+                yield from one.lost
 
     @property
     def bytes(self) -> int:

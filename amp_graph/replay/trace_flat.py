@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
@@ -22,19 +22,27 @@ from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.replay.argument_edges import Edges
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Output, Pattern
 from amp_graph.replay.flat_partition import Partition
+from amp_graph.replay.watch_products import Watch
 
 
 class _Inline(Interpreter):
     """Runs a graph such that a checkpoint's recomputation becomes a part of the trace."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, watch: Watch) -> None:
         super().__init__(gm)
         self.extra_traceback = False
+        self.watch = watch
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node, and ascribe its products to it."""
+        with self.watch.of(n):
+            return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call one function."""
         if target is run_checkpoint:
             kwargs = {**kwargs, "keeps_random_state": False}
+            args = (_Inline(args[0], self.watch).run, *args[1:])
         return super().call_function(target, args, kwargs)
 
 
@@ -55,7 +63,9 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     except Exception as error:
         told = (str(error).strip().splitlines() or [""])[0]
         raise CannotBeFlat(f"it cannot be traced: {type(error).__name__}: {told}") from error
-    return Partition(joint, seen).flat()
+    flat = Partition(joint, seen).flat()
+    flat.lost = seen.watch.lost
+    return flat
 
 
 @contextlib.contextmanager
@@ -69,7 +79,8 @@ class _Traced:
     """The function that is traced; it notes what the outputs are, where forward ends, and what gradients belong to."""
 
     def __init__(self, gm: GraphModule, args: Sequence[Any], grad: bool, pattern: Pattern | None) -> None:
-        self.run, self.args, self.grad, self.pattern = _Inline(gm), list(args), grad, pattern
+        self.watch = Watch()
+        self.run, self.args, self.grad, self.pattern = _Inline(gm, self.watch), list(args), grad, pattern
         self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self.outputs: tuple[Output, ...] = ()
         self.forward_nodes: dict[str, None] = {}  # names, in order
@@ -79,6 +90,10 @@ class _Traced:
 
     def __call__(self, *leaves: Tensor) -> list[Any]:
         """Run forward, and backward if gradients are recorded; return new outputs and gradients."""
+        with self.watch:
+            return self._forward_and_backward(leaves)
+
+    def _forward_and_backward(self, leaves: Sequence[Tensor]) -> list[Any]:
         for i, leaf in zip(self.tensors, leaves, strict=True):
             self.args[i] = leaf
         with torch.set_grad_enabled(self.grad):

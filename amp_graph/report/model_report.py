@@ -31,6 +31,7 @@ from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
 from amp_graph.report.memory_report import memory_of
 from amp_graph.report.networkx_graph import digraph
+from amp_graph.report.precision_report import precision_lines
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page
 from amp_graph.report.report_text import WIDTH, report_text, size_text
@@ -136,6 +137,7 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
             *found.said.notes,
             *_of_memory(found),
             *_of_replay(found),
+            *precision_lines(found),
             *_of_update(found, optimizer),
             *_of_kernels(found.model),
         ),

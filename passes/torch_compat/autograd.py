@@ -109,6 +109,22 @@ def number_of_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def next_sequence_number() -> int:
+    """Return the number that the next node of autograd's graph gets in this thread; 2.11 - 2.13."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_sequence_number() -> int:
+    """Return the number of the node of autograd's graph whose backward runs; -1 outside of backward; 2.11 - 2.13."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def will_run(node: Any) -> bool:
+    """Say whether the running backward runs this node of autograd's graph; 2.11 - 2.13."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Run ``call`` at the end of the backward pass that runs this hook; 2.11 - 2.13.
 

@@ -28,7 +28,7 @@ class FlatCall:
         """The graphs of the call."""
         return self.graphs.flat
 
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None], node: Any) -> Sequence[Tensor | None]:
         """Run the flat backward."""
         found = self.graphs.unrecorded(given)
         if found is None:

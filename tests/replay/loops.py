@@ -92,6 +92,28 @@ def in_fp16_at_o2(word):
 
 
 @loop
+def kernels_chosen_by_settings(word):
+    """Attention by one fused kernel, and in between by separate ones, which round elsewhere."""
+    model = converted(word, Attends(), policy="bf16,skip=attention")
+    found = []
+    for i in range(2 * STEPS):
+        torch.backends.cuda.enable_flash_sdp(i % 8 < 6)
+        try:
+            found += plain(word, model, steps=1)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+    return found
+
+
+class Attends(Net):
+    def forward(self, x):
+        heads = self.first(x).view(2, -1, 4, 6).transpose(1, 2)
+        h = F.scaled_dot_product_attention(heads, heads.flip(2), heads, is_causal=True)
+        h = self.last(h.transpose(1, 2).reshape(x.shape[0], -1))
+        return h[:, :3].contiguous(), h.mean()
+
+
+@loop
 def tied_weights(word):
     return plain(word, converted(word, Net(tied=True)))
 
@@ -270,6 +292,71 @@ def a_late_gradient_penalty(word):
         loss.backward()
         found += seen(model, loss, grad)
     return found
+
+
+def _by_the_outputs_own_gradient(out, extra, x):
+    (grad,) = torch.autograd.grad(out.square().sum() + extra, x, create_graph=True)
+    (out.sin().sum() + grad.square().sum() + x.square().sum()).backward()
+
+
+def _by_penalty_alone(out, extra, x):
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def _twice(out, extra, x):
+    (one,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (two,) = torch.autograd.grad(extra * 3, x, create_graph=True)
+    (one * two).sum().backward(retain_graph=True)
+    (one.square().sum() + two.sum() + out.square().sum()).backward()
+
+
+def _a_third_derivative(out, extra, x):
+    (one,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (two,) = torch.autograd.grad(one.square().sum(), x, create_graph=True)
+    two.square().sum().backward()
+
+
+def _for_one_argument(out, extra, x):
+    (one,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (x.grad,) = torch.autograd.grad(one.square().sum() + extra, x)
+
+
+LATE = _by_the_outputs_own_gradient, _by_penalty_alone, _twice, _for_one_argument
+
+
+@declined("differentiated again")
+def late_second_derivatives(word):
+    """Of graphs that were recorded, each in another way."""
+    return differentiated_late(word, LATE)
+
+
+def a_late_third_derivative(word):
+    """The same sums as autograd's, some of them apart: no loop of ``LOOPS``."""
+    return differentiated_late(word, [_a_third_derivative])
+
+
+def differentiated_late(word, ways):
+    found = []
+    for late in ways:
+        model = converted(word, nn.Sequential(nn.Linear(6, 24), nn.Tanh(), TwoResults(nn.Linear(24, 3))))
+        for i in range(6):
+            x = torch.randn(8, 6, device=DEVICE[0], requires_grad=True)
+            model.zero_grad()
+            out, extra = model(x)
+            late(out, extra, x) if i > 4 else (out.sum() + extra).backward()
+            found += seen(model, x.grad)
+    return found
+
+
+class TwoResults(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out, (out * out).mean()
 
 
 @loop

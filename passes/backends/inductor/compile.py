@@ -16,6 +16,8 @@ from torch.fx import Graph, GraphModule
 from amp_graph.passes.backends.inductor.inductor_options import options_of_step
 from amp_graph.passes.backends.inductor.small_gemm_template import FILES, lower_small_products
 from amp_graph.passes.base import Pass
+from amp_graph.passes.casts.product_precision import Lowered
+from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.dynamo_frames import undisabled
@@ -41,7 +43,9 @@ def compile_with_inductor(
 
     _lower_linear_bias()
     lower_small_products()
-    ours: dict[str, Any] = {HOOK: _hook(passes)} if passes and getattr(config, HOOK) is None else {}
+    lowered = Lowered(gm)
+    gm.meta[LOST] = lowered.found
+    ours: dict[str, Any] = {HOOK: _hook(passes, lowered)} if getattr(config, HOOK) is None else {}
     if whole:
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **(options or {})})
@@ -65,12 +69,16 @@ def _lower_linear_bias() -> None:
     lowering.register_lowering(OPS.linear_bias.default, type_promotion_kind=None)(lowered)
 
 
-def _hook(passes: Sequence[Pass]) -> Any:
-    """Return passes as an Inductor hook, with their source as the key of its cache."""
+def _hook(passes: Sequence[Pass], lowered: Lowered) -> Any:
+    """Return passes as an Inductor hook, with their source as the key of its cache.
+
+    ``lowered`` sees each graph first; what Inductor finds in its cache it sees not.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Passes(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
+            lowered.look_at(graph)
             run_passes(_module_of(graph), passes)
 
         def uuid(self) -> Any:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from adapters import with_adapters
 from image_models import ghostnet, resnet50, unet, vgg11
 from large_models import LARGE
+from memory_models import MEMORY
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
@@ -278,6 +279,7 @@ MORE: dict[str, Callable[[float], Case]] = {
     "vgg11": vgg11,
     "ghostnet": ghostnet,
     **LARGE,
+    **MEMORY,
 }
 MODELS: dict[str, Callable[[float], Case]] = {
     "mlp": mlp,

@@ -29,23 +29,21 @@ import torch
 from devices import Device
 from measuring import warm_up
 from memory_models import MEMORY
+from peak_tables import WAYS, markdown
 from result_file import Results, machine, opened, run_of, written
 from step_costs import held_by
-from tables import about
 from variants import Setup, Variant, training_step
 
 from amp_graph.passes.native.atomic_files import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "peak_memory.json"
 MODELS = [*MEMORY, "lstm"]
-COPIES = ("auto", "true", "false")
-WAYS: dict[str, dict[str, Any]] = {
+HOW: dict[str, dict[str, Any]] = {
     "fp32": {},
     "autocast": {"autocast": True},
-    **{f"convert, {word}": {"policy": f"bf16,weight_copies={word}"} for word in COPIES},
+    **{f"convert, {word}": {"policy": f"bf16,weight_copies={word}"} for word in ("auto", "true", "false")},
     "TrainStep": {"policy": "bf16", "whole": True},
 }
-OURS = ("convert, auto", "TrainStep")
 WARM_UP = 2
 
 
@@ -72,7 +70,7 @@ def one(model: str, optimizer: str, way: str, options: argparse.Namespace) -> di
     """Train in this process; return what it took, in bytes."""
     torch.set_num_threads(1)
     warm_up(options.device, compiled=False)
-    variant, setup = Variant(way, **WAYS[way]), Setup(options.device, optimizer=optimizer)
+    variant, setup = Variant(way, **HOW[way]), Setup(options.device, optimizer=optimizer)
     made = training_step(model, options.scale, variant, setup)
     release_free_memory()
     forget_peak(options.device)
@@ -122,52 +120,6 @@ def apart(row: tuple[str, str, str], options: argparse.Namespace) -> dict[str, A
     if ran.returncode:
         return {"error": (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]}
     return json.loads(ran.stdout.splitlines()[-1])
-
-
-# -- the table -------------------------------------------------------------------------------------------
-
-
-def markdown(held: Results) -> str:
-    """Return everything in a file of results as Markdown."""
-    return "\n".join(["# The peak of memory in training", "", table(held)]) + "\n"
-
-
-def table(held: Results) -> str:
-    """Return the tables without a heading: those of the process, and those of the allocator."""
-    lines = [about(held["machine"]), ""]
-    for run in held["runs"]:
-        named = {"whole": "of the process, with capture", "steps": "of the process, later steps"}
-        named |= {"allocated": "of torch's allocator"} if run["options"]["device"] == "cpu" else {
-            "device": "of the device, with capture", "device_steps": "of the device, later steps",
-        }  # fmt: skip
-        for figure, what in named.items():
-            lines += [*_table_of(run, figure, what), ""]
-    return "\n".join(lines).rstrip()
-
-
-def _table_of(run: Results, figure: str, what: str) -> list[str]:
-    """Return the table of one figure, in MB, with what our defaults take over autocast."""
-    lines = [
-        f"Peak {what}, MB; the last two columns: over autocast.",
-        "",
-        f"| model | optimizer | {' | '.join(WAYS)} | {' | '.join(OURS)} |",
-        "|---|---|" + "---:|" * (len(WAYS) + len(OURS)),
-    ]
-    for optimizer, models in run["results"].items():
-        for model, rows in models.items():
-            found = {way: row.get(figure) for way, row in rows.items()}
-            cells = [_mb(found.get(way)) for way in WAYS]
-            cells += [_over(found.get(way), found.get("autocast")) for way in OURS]
-            lines.append(f"| {model} | {optimizer} | {' | '.join(cells)} |")
-    return lines
-
-
-def _mb(size: int | None) -> str:
-    return "" if size is None else f"{size / 1e6:,.0f}"
-
-
-def _over(size: int | None, base: int | None) -> str:
-    return "" if size is None or base is None else f"{size / base:.3f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

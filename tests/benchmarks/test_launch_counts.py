@@ -17,7 +17,7 @@ def counts(monkeypatch):
     import launch_counts
 
     yield launch_counts
-    for name in ("launch_counts", "models", "model_case", "image_models", "large_models", "adapters"):
+    for name in ("launch_counts", "models", "model_case", "image_models", "large_models", "memory_models", "adapters"):
         sys.modules.pop(name, None)
 
 

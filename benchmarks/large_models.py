@@ -13,20 +13,25 @@ from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
 
-def bert_base(scale: float) -> Case:
-    """Hugging Face's BERT-base for masked words, 64 texts of 512 tokens, with its own dropout."""
+def bert_base(scale: float, texts: int = 64, length: int = 512) -> Case:
+    """Hugging Face's BERT-base for masked words, with its own dropout."""
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(num_hidden_layers=scaled(12, scale)))
-    return _words(model, torch.randint(30_522, (scaled(64, scale), 512)))
+    return _words(model, torch.randint(30_522, (scaled(texts, scale), length)))
 
 
-def gpt2_medium(scale: float) -> Case:
-    """Hugging Face's GPT-2 medium, 8 texts of 1,024 tokens, with its own dropout."""
+def gpt2_medium(scale: float, texts: int = 8, length: int = 1024) -> Case:
+    """Hugging Face's GPT-2 medium, with its own dropout."""
+    return gpt2(scale, texts, length, width=1024, layers=24, heads=16)
+
+
+def gpt2(scale: float, texts: int, length: int, width: int, layers: int, heads: int) -> Case:
+    """Hugging Face's GPT-2 of any size, with its own dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=1024, n_layer=scaled(24, scale), n_head=16, use_cache=False)
-    return _words(GPT2LMHeadModel(config), torch.randint(50_257, (scaled(8, scale), 1024)))
+    config = GPT2Config(n_embd=width, n_layer=scaled(layers, scale), n_head=heads, use_cache=False)
+    return _words(GPT2LMHeadModel(config), torch.randint(50_257, (scaled(texts, scale), length)))
 
 
 def llama_1b(scale: float) -> Case:
@@ -37,13 +42,13 @@ def llama_1b(scale: float) -> Case:
     return _words(model, torch.randint(128_256, (1, 2048)), micro_batches=scaled(8, scale))
 
 
-def llama_block(scale: float) -> Case:
-    """One block of that model, 4 texts of 2,048 tokens that are embedded already."""
+def llama_block(scale: float, texts: int = 4, length: int = 2048) -> Case:
+    """One block of that model, on texts that are embedded already."""
     from transformers import LlamaModel
 
     model = LlamaModel(_llama(1))
     model.embed_tokens = None  # its table would be most of the optimizer's work
-    x = torch.randn(scaled(4, scale), 2048, 2048)
+    x = torch.randn(scaled(texts, scale), length, 2048)
     return Case(
         model,
         (x,),
@@ -72,11 +77,11 @@ def _words(model: nn.Module, ids: Tensor, micro_batches: int = 1) -> Case:
     )
 
 
-def vit_base(scale: float) -> Case:
-    """ViT-B/16, 128 images of 224 px."""
+def vit_base(scale: float, images: int = 128) -> Case:
+    """ViT-B/16 on images of 224 px."""
     from models import Vit
 
-    batch = scaled(128, scale)
+    batch = scaled(images, scale)
     x, y = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
     return Case(Vit(scaled(12, scale), width=768, heads=12), (x, y), classes, scores, images=True)
 

@@ -13,6 +13,7 @@ from adapters import with_adapters
 from image_models import ghostnet, resnet50, unet, vgg11
 from large_models import LARGE
 from library_models import LIBRARY
+from memory_models import MEMORY
 from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
@@ -280,6 +281,7 @@ MORE: dict[str, Callable[[float], Case]] = {
     "ghostnet": ghostnet,
     **LIBRARY,
     **LARGE,
+    **MEMORY,
 }
 MODELS: dict[str, Callable[[float], Case]] = {
     "mlp": mlp,

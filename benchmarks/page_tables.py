@@ -1,10 +1,11 @@
-"""The tables of speed in README.md and docs/speed.md, and results/speed.md, from the files of results.
+"""The tables of README.md, docs/speed.md, docs/memory.md and results/speed.md, from the files of results.
 
     python benchmarks/page_tables.py            # writes them
     python benchmarks/page_tables.py --check    # only says whether they are what the results give
 
-README.md has a narrow table for each device, docs/speed.md wide ones of the CPU. They stand between markers, and are of
-the first run in their file of results, medians only. ``results/speed.md`` has everything.
+README.md has a narrow table for each device, docs/speed.md wide ones of the CPU, docs/memory.md one of the peak of
+memory. They stand between markers, and are of the first run in their file of results, medians only.
+``results/speed.md`` and ``results/peak_memory.md`` have everything.
 """
 
 import argparse
@@ -14,11 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peak_tables
 from tables import SAME, about, baseline, columns, markdown, mean, options_text, ratio, title
 
 ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
-README, WIDE = ROOT / "README.md", ROOT / "docs" / "speed.md"
+README, WIDE, MEMORY = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "memory.md"
 RESULTS = ROOT / "benchmarks" / "results"
 NARROW = {"training": ["amp_graph", "TrainStep", "TrainStep cuda_graph"], "inference": ["amp_graph"]}
 
@@ -65,6 +67,7 @@ BLOCKS: list[tuple[Path, str, Path, Callable[[Results], str]]] = [
     (README, "speed", RESULTS / "speed.json", narrow),
     (README, "h200", RESULTS / "h200" / "speed.json", narrow),
     (WIDE, "speed", RESULTS / "speed.json", wide),
+    (MEMORY, "peak", RESULTS / "peak_memory.json", peak_tables.narrow),
 ]
 
 
@@ -73,8 +76,8 @@ def pages() -> dict[Path, str]:
     texts = {page: page.read_text() for page, *_ in BLOCKS}
     for page, name, source, write in BLOCKS:
         texts[page] = with_block(texts[page], name, write(json.loads(source.read_text())))
-    speed = RESULTS / "speed.json"
-    return texts | {speed.with_suffix(".md"): markdown(json.loads(speed.read_text()))}
+    whole = {RESULTS / "speed.json": markdown, RESULTS / "peak_memory.json": peak_tables.markdown}
+    return texts | {source.with_suffix(".md"): write(json.loads(source.read_text())) for source, write in whole.items()}
 
 
 def markers(name: str) -> tuple[str, str]:

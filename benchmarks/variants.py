@@ -31,7 +31,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Setup:
     """What all variants of a run share.
 
-    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``keep_memory``: amp_graph's policy word.
+    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``keep_memory``: amp_graph's policy word;
+    ``optimizer``: "AdamW" or "SGD", fused.
     """
 
     device: str = "cpu"
@@ -40,6 +41,7 @@ class Setup:
     no_grad: bool = False
     cuda_graphs: bool = False
     keep_memory: bool = False
+    optimizer: str = "AdamW"
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
     together = variant.whole or variant.compiled
     target = WithLoss(made) if together else made.model
     optimizers = amp_graph.optim if variant.one_pass else torch.optim
-    optimizer = optimizers.AdamW(target.parameters(), lr=1e-4, fused=True)
+    optimizer = getattr(optimizers, setup.optimizer)(target.parameters(), lr=1e-4, fused=True)
     compile = "inductor" if variant.compiled else "eager"
     if variant.whole:
         step = amp_graph.TrainStep(

@@ -186,10 +186,15 @@ def _of_passes(captured: CapturedStep) -> Iterator[str]:
 
 
 def _of_memory(found: Conversion) -> Iterator[str]:
-    """Yield a line for each graph whose memory is kept, or whose weight copies are freed in backward."""
+    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
     for i, graph in enumerate(found.graphs):
         if (plan := graph.copies) is not None and plan.copies:
-            yield f"memory: graph {i}: {_of_copies(plan)}"
+            yield f"weight copies of graph {i}: {_of_copies(plan)}"
+    if found.copies is not None and found.copies.when is None and any(graph.grad for graph in found.graphs):
+        yield (
+            f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
+            "weight_copies=auto frees those that raise the peak of memory in training"
+        )
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
@@ -197,11 +202,15 @@ def _of_memory(found: Conversion) -> Iterator[str]:
 
 
 def _of_copies(plan: CopyPlan) -> str:
-    """Say how many bytes of weight copies end in backward, and how much memory that was weighed against."""
-    freed, sizes = plan.copies - plan.staying, f"{size_text(plan.gradients)} gradients, {size_text(plan.saved)} saved"
+    """Say which copies a training step frees, why, and what keeping them would cost."""
+    freed = plan.copies - plan.staying
+    why = f"backward frees {size_text(plan.saved)} of activations, allocates {size_text(plan.gradients)} of gradients"
     if not freed:
-        return f"weight copies stay until the next update, no peak grows ({sizes})"
-    return f"{size_text(freed)} of {size_text(plan.copies)} weight copies end in backward ({sizes})"
+        return f"all {size_text(plan.copies)} stay until the next update and do not raise the peak of memory ({why})"
+    return (
+        f"{size_text(freed)} of {size_text(plan.copies)} are freed when backward needs them no more, as they would "
+        f"raise the peak of memory ({why}); weight_copies=true keeps them: fewer casts, more memory"
+    )
 
 
 def _of_replay(found: Conversion) -> Iterator[str]:

@@ -5,10 +5,8 @@ Before: ``weight.bfloat16()`` at every forward. After: ``weight_copy(weight)``, 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from amp_graph.passes.memory.huge_pages import LargeResults
 from amp_graph.passes.native.cast_kernel import copy_into, is_last
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import borrow
-from amp_graph.passes.torch_compat.dynamo_capture import a_capture_runs
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 from amp_graph.passes.weights.cache_entry import (
     FREED,
@@ -37,20 +34,19 @@ from amp_graph.passes.weights.cache_entry import (
 from amp_graph.passes.weights.copy_lifetimes import Lifetimes
 from amp_graph.passes.weights.finite_check import FiniteWeights
 from amp_graph.passes.weights.foreach_casts import WeightGroup
+from amp_graph.passes.weights.held_weights import HeldWeights
+from amp_graph.passes.weights.packed_copies import PackedCopies, are_same
 from amp_graph.passes.weights.update_tracking import UPDATES, hear_of_updates
-from amp_graph.passes.weights.watched_memory import ADDRESS, forget_addresses, watch_of
+from amp_graph.passes.weights.watched_memory import forget_addresses, watch_of
 
 own_functions(__name__)
 
 WeightCopy = Callable[..., Tensor]
-PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS, FOLDED, PARTS = STORES = range(6)
-COMPARED = (PACKED, TRANSPOSED, PANELS, TRANSPOSED_PANELS)  # where packed weights are kept for copies of equal bits
-FOR_GOOD = 8  # calls in a row, while no thread captures: a capture holds each weight's memory for a moment
 FEW = 64  # copies: up to this many, scanning all of them is cheap
 _MODELS = weakref.WeakSet["WeightCopies"]()  # of all converted models in this process
 
 
-class WeightCopies:
+class WeightCopies(PackedCopies):
     """The copies of one model's parameters in ``dtype``; created and freed with the model's conversion.
 
     A copy is valid while the parameter's storage, address, strides and version counter are unchanged, and nobody has
@@ -70,15 +66,12 @@ class WeightCopies:
         checked: bool = False,
         when: Lifetimes | None = None,
     ) -> None:
+        super().__init__()
         self.dtype = dtype
-        self._found_held = found_held or (lambda weight, why: None)
+        self._held = HeldWeights(found_held or (lambda weight, why: None))
         self.checked = checked
         self.when = when
         self._kept: dict[int, KeptCopy] = {}
-        self._has_collected = False  # whether garbage was collected to find out who holds a parameter
-        self._held: dict[int, tuple[str, int]] = {}  # by id: such a reason, and for how many calls in a row
-        # What graphs without gradients read instead; see prepacked_linear.py, folded_conv.py, chunked_linear.py.
-        self.packed: tuple[dict[Any, KeptCopy], ...] = tuple({} for _ in STORES)
         self.finite = FiniteWeights()
         self._room = FEW  # number of copies above which those of freed parameters are looked for
         self.read = self._reader()
@@ -133,50 +126,9 @@ class WeightCopies:
         self._look_for_freed()
         if not may_be_kept(weight):
             return self._cast(weight, False)[1], None
-        signs = self._trusted_signs(weight)
+        signs = self._held.trusted_signs(weight)
         low = self._cast(weight, False)[1]
         return low, self._new(weight, low, signs) if type(low) is Tensor else None
-
-    def keep_packed(
-        self, weight: Tensor, made_of: KeptCopy, packed: Tensor, store: int, key: Any = None, beside: Any = None
-    ) -> KeptCopy:
-        """Keep the packed form of a copy that ``for_packing`` returned; free that copy unless others read it."""
-        made = made_of.again(packed, made_of.signs)
-        made.beside = beside
-        if made.signs.mark is None:
-            made.held = made_of.low
-        if made.held is None or store in COMPARED:
-            self.packed[store][key or id(weight)] = made
-        return made
-
-    def same_as_packed(self, weight: Tensor, made_of: KeptCopy, packed: KeptCopy | None) -> bool:
-        """Say whether ``packed`` has the same bits as ``made_of``, a copy of memory that may be written undetected."""
-        if packed is None or packed.held is None or not is_of(packed, weight):
-            return False
-        return _are_same(packed.held, made_of.low)
-
-    def _trusted_signs(self, weight: Tensor) -> Signs:
-        """Return the signs that show any write to ``weight`` from now on.
-
-        Where some write would not show, the signs have no mark, so that no copy is current; the reason is reported.
-        """
-        watch = watch_of(weight)
-        signs = signs_of(weight, watch)
-        why = watch.why_not_free(weight)
-        if not why:
-            self._held.pop(id(weight), None)
-            return signs
-        before, calls = self._held.get(id(weight), ("", 0))
-        calls = calls + (not a_capture_runs()) if before == why else 1
-        if calls == FOR_GOOD and not self._has_collected:  # a capture leaves aliases behind, in reference cycles
-            self._has_collected = True
-            self._held[id(weight)] = why, calls - 1
-            gc.collect()
-            return self._trusted_signs(weight)
-        self._held[id(weight)] = why, calls
-        if calls == (1 if why == ADDRESS else FOR_GOOD):
-            self._found_held(weight, why)
-        return signs._replace(mark=None)
 
     def _new(self, weight: Tensor, low: Tensor, signs: Signs) -> KeptCopy:
         watch = watch_of(weight)
@@ -245,16 +197,10 @@ class WeightCopies:
     def _for_this_call(self, weight: Tensor, kept: KeptCopy, low: Tensor, once: bool, wide: bool) -> Tensor:
         """Return the copy ``low`` with a way back for gradients; the graph alone holds it, as long as it reads it."""
         self._kept[id(weight)] = kept.freed()
-        self._forget_inference()
+        self.forget_packed()  # training needs the memory, and makes it stale
+        self.results.drop()
         given = (borrow if wide else lend)(weight, low)
         return given if once else given.view_as(given)
-
-    def _forget_inference(self) -> None:
-        """Free what calls without gradients keep beside copies: training needs the memory, and makes it stale."""
-        for store in self.packed:
-            if store:
-                store.clear()
-        self.results.drop()
 
     def _pass_over(self, weight: Tensor, kept: KeptCopy, now: object, wide: bool) -> Tensor:
         """Cast a small ``weight`` for this call alone, the first one after the update ``now``."""
@@ -297,7 +243,7 @@ class WeightCopies:
         if not may_be_kept(weight):
             return weight.to(self.dtype)
         self._look_for_freed()
-        signs = self._trusted_signs(weight)  # before the values: a write in between invalidates the copy
+        signs = self._held.trusted_signs(weight)  # before the values: a write in between invalidates the copy
         if signs.mark is None:
             return self._plain(weight, wide)
         ends = self._ends_with_call(weight)
@@ -316,7 +262,7 @@ class WeightCopies:
         """
         if not weight.is_leaf:
             return self._first(weight, once, wide, False)
-        signs = self._trusted_signs(weight)
+        signs = self._held.trusted_signs(weight)
         if signs.mark is None:
             return self._plain(weight, wide)
         ends = self._ends_with_call(weight)
@@ -360,7 +306,7 @@ class WeightCopies:
         """Raise VerifyError unless ``low`` equals ``weight`` as it is now, or what ``fresh`` makes of it."""
         with torch.no_grad():
             fresh = weight.detach().to(self.dtype) if fresh is None else fresh
-        if not _are_same(fresh, low):
+        if not are_same(fresh, low):
             raise VerifyError(
                 f"weight_copy: a parameter of shape {tuple(weight.shape)} was written, and nothing shows it: not its "
                 "version counter, no access from Python to its memory, no optimizer's step\n"
@@ -368,10 +314,6 @@ class WeightCopies:
                 "  fix:   amp_graph.memory.drop_weight_copies(model) after the write, or "
                 "policy='bf16,weight_copies=false'"
             )
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
 
 
 def copies_of_models() -> list[WeightCopies]:

@@ -18,7 +18,7 @@ def counts(monkeypatch):
 
     yield launch_counts
     for name in ("launch_counts", "launch_costs", "tiny_models", "models", "model_case", "image_models", "large_models",
-                 "adapters"):  # fmt: skip
+                 "memory_models", "library_models", "adapters"):  # fmt: skip
         sys.modules.pop(name, None)
 
 

@@ -17,7 +17,7 @@ from amp_graph.passes.memory.huge_pages import LargeResults
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.torch_compat.onednn import pack_linear_weight
-from amp_graph.passes.weights.cast_cache import PARTS
+from amp_graph.passes.weights.packed_copies import PARTS
 from tests.memory_holders import SEEN
 
 pytestmark = pytest.mark.skipif(

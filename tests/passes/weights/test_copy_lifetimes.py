@@ -104,13 +104,27 @@ def test_copies_end_with_their_graph_and_the_report_says_so():
         loss_of(model, x, "bf16").backward()
         assert copies(model).bytes <= DEPTH * WIDTH * 2, "biases alone"
         model.zero_grad()
-    assert "weight copies end in backward" in amp_graph.report(model).text(width=None)
+    (note,) = (note for note in amp_graph.report(model).notes if note.startswith("weight copies"))
+    assert note == (
+        "weight copies of graph 0: 2.0 MiB of 2.0 MiB are freed when backward needs them no more, as they would raise "
+        "the peak of memory (backward frees 16.0 KiB of activations, allocates 4.0 MiB of gradients); "
+        "weight_copies=true keeps them: fewer casts, more memory"
+    )
 
 
-def test_large_batches_make_room_for_copies():
-    model, x = made("bf16", batch=8192)
+def test_large_batches_make_room_for_copies_and_the_report_says_so():
+    model, x = made("bf16", batch=8192, times=2)
     loss_of(model, x, "bf16").backward()
-    assert copies(model).bytes >= 3 * COPY
+    assert copies(model).bytes >= DEPTH * COPY
+    (note,) = (note for note in amp_graph.report(model).notes if note.startswith("weight copies"))
+    assert "all 2.0 MiB stay until the next update and do not raise the peak of memory (backward frees" in note
+
+
+def test_the_report_says_that_all_copies_are_kept_and_what_the_other_choice_is():
+    model, x = made("bf16,weight_copies=true")
+    loss_of(model, x, "bf16").backward()
+    (note,) = (note for note in amp_graph.report(model).notes if note.startswith("weight copies"))
+    assert note.startswith("weight copies: all stay until the next update, 2.0 MiB now; weight_copies=auto")
 
 
 def test_copies_stay_where_gradients_exist_and_end_where_they_do_not():

@@ -17,7 +17,7 @@ from amp_graph.passes.backends.cpu.inference import chunk_upcast_linears, prepac
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.weights import memory_access_hooks
-from amp_graph.passes.weights.cast_cache import FOR_GOOD
+from amp_graph.passes.weights.held_weights import FOR_GOOD
 from amp_graph.passes.weights.watched_memory import ADDRESS, OTHERS
 
 packs = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16")
@@ -232,12 +232,12 @@ def test_copies_are_kept_again_once_nobody_has_the_memory(form):
     handles = [HANDLES["data"](p) for p in ours.parameters()]
     for _ in range(FOR_GOOD):
         called(ours, x, trains)
-    assert store.copies._held
+    assert store.copies._held.calls
     assert "is cast at each call: something else holds its memory" in amp_graph.report(ours).text()
     del handles
     for _ in range(2):
         called(ours, x, trains)
-    assert not store.copies._held
+    assert not store.copies._held.calls
     assert all(kept.signs.mark is kept.watch.mark for kept in store.copies._all() if kept.held is None)
 
 
@@ -257,7 +257,7 @@ def test_garbage_that_has_the_memory_is_no_holder(form):
             called(ours, x, trains)
     finally:
         gc.enable()
-    assert not conversion_of(ours).copies._held
+    assert not conversion_of(ours).copies._held.calls
     assert "is cast at each call" not in amp_graph.report(ours).text()
 
 
@@ -296,7 +296,7 @@ def test_an_address_is_never_taken_back_but_by_the_users_word(form, name):
     amp_graph.memory.drop_weight_copies(ours)
     for _ in range(2):
         assert_reads_what_is_there(*form)
-    assert not conversion_of(ours).copies._held
+    assert not conversion_of(ours).copies._held.calls
 
 
 @ALL_FORMS
@@ -314,7 +314,7 @@ def test_memory_that_others_have_from_the_start_is_read_at_each_call(form):
         for array in arrays:
             array.reshape(-1)[3:9] += 1.5
         assert_reads_what_is_there(*form)
-    assert OTHERS in {why for why, _ in conversion_of(ours).copies._held.values()}
+    assert OTHERS in {why for why, _ in conversion_of(ours).copies._held.calls.values()}
     vectors = []
     for model in (ours, theirs):
         vectors.append(nn.utils.parameters_to_vector(model.parameters()).detach())

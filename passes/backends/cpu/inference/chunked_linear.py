@@ -18,7 +18,8 @@ from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weights.cache_entry import is_current
-from amp_graph.passes.weights.cast_cache import PARTS, WeightCopies
+from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.packed_copies import PARTS
 
 own_functions(__name__, cached_weights=True)
 

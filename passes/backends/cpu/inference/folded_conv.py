@@ -19,8 +19,9 @@ from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.onednn import convolution_pointwise, pack_convolution_weight
 from amp_graph.passes.torch_compat.storage import all_bytes_of, is_dense_fp32
 from amp_graph.passes.weights.cache_entry import is_current
-from amp_graph.passes.weights.cast_cache import FOLDED, WeightCopies
+from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.finite_check import is_finite
+from amp_graph.passes.weights.packed_copies import FOLDED
 
 own_functions(__name__)
 

@@ -20,8 +20,9 @@ from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import is_in_mode, is_seen
 from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weights.cache_entry import KeptCopy, is_current
-from amp_graph.passes.weights.cast_cache import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS, WeightCopies
+from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.finite_check import FiniteWeights, is_finite
+from amp_graph.passes.weights.packed_copies import PACKED, PANELS, TRANSPOSED, TRANSPOSED_PANELS
 
 own_functions(__name__, cached_weights=True)
 

@@ -12,7 +12,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import VerifyError
 from amp_graph.passes.backends.cpu.inference import fold_batch_norms, folded_conv
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
-from amp_graph.passes.weights.cast_cache import FOLDED
+from amp_graph.passes.weights.packed_copies import FOLDED
 
 pytestmark = pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16")
 OFF = "bf16,skip=fold_batch_norms"

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | demo``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | calibrate | cost | plan | demo``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from importlib import metadata
 
+from amp_graph.cli.run_options import read_command
+
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
@@ -26,6 +28,8 @@ EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be re
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status; errors go to stderr."""
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["run"]:  # the script's own errors and exit status are passed on
+        return _run(words[1:])
     if words[:1] == ["demo"]:  # the demo parses its own options, including --help
         return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
     try:
@@ -48,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine's rates for plans", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
+    commands.add_parser("run", help="run a training script and convert what it trains; see amp-graph run --help")
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return parser
 
@@ -128,6 +133,14 @@ def _version() -> str:
         return metadata.version("amp-graph")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def _run(words: list[str]) -> int:
+    try:
+        args, rest = read_command(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return int(importlib.import_module("amp_graph.cli.command_run").main(args, rest))
 
 
 def _demo(words: list[str]) -> int:

@@ -140,7 +140,7 @@ def _run(words: list[str]) -> int:
         args, rest = read_command(words)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return int(importlib.import_module("amp_graph.cli.command_run").main(args, rest))
+    return int(importlib.import_module(args.command).main(args, rest))
 
 
 def _demo(words: list[str]) -> int:

@@ -59,4 +59,5 @@ def run_parser() -> argparse.ArgumentParser:
     add("--report", metavar="FILE.html", help="write the HTML report of each converted model")
     add("--measure", action="store_true", help="time the first steps as written, convert then, and time again")
     add("--replace-autocast", action="store_true", help="convert models called under the script's own torch.autocast")
+    parser.set_defaults(command="amp_graph.cli.command_run")
     return parser

@@ -14,10 +14,8 @@ from amp_graph.run.trained_models import Model, State, TrainedModels
 from amp_graph.run.worker_processes import Workers
 
 MOST = 12  # lines of a kind
-NOTHING = {
-    True: "no backward reached the parameters of a module that the script called",
-    False: "the script called no module with parameters outside of torch.compile",
-}
+NO_BACKWARD = "no backward reached the parameters of a module that the script called"
+NO_MODULE = "the script called no module with parameters"
 
 
 def is_first_rank() -> bool:
@@ -45,8 +43,9 @@ def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -
 def _why_nothing(models: TrainedModels, left: list[Model]) -> str:
     if any(m.state is State.LEFT for m in left):
         return ""
-    steps = f" ({models.times.steps} optimizer steps)" if models.times.steps else ""
-    return f": {NOTHING[bool(models.seen)]}{steps}"
+    steps = models.times.steps
+    what = NO_BACKWARD if models.seen else NO_MODULE
+    return f": {what}" + (f", except in code that it compiled ({steps} optimizer steps)" if steps else "")
 
 
 def _named(model: Model) -> str:

@@ -71,7 +71,7 @@ def _policy(given: str | None, replaces: bool) -> Policy:
         raise RunError(f"run: {error}{where}") from error
     if policy.level in HELD_LOW:
         raise RunError(
-            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script holds and saves\n"
+            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script holds\n"
             f"  legal: level O1, which keeps parameters in fp32\n  fix:   {EXAMPLE}"
         )
     if policy.dtype == "fp16" and policy.level != "O0" and not replaces:

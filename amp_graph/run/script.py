@@ -11,13 +11,14 @@ import io
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 from amp_graph.run.options import RunError
 
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
 
 
@@ -91,7 +92,7 @@ def put_first(folder: str) -> None:
 
 
 def execute(target: Target, arguments: list[str]) -> None:
-    """Run ``target`` as ``__main__``; exceptions leave it with tracebacks that begin in the script."""
+    """Run ``target`` as ``__main__``; what it raises leaves this function."""
     sys.argv = [target.name if target.spec is None else target.file, *arguments]
     put_first(target.first_path)
     main = types.ModuleType("__main__")
@@ -106,19 +107,28 @@ def execute(target: Target, arguments: list[str]) -> None:
         }
     )
     sys.modules["__main__"] = main
-    try:
-        exec(target.code(), main.__dict__)
-    except BaseException as error:
-        error.__traceback__ = _of_script(error.__traceback__)
-        raise
+    exec(target.code(), main.__dict__)
 
 
-def _of_script(found: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the traceback without the frames that lead to the script: those of this file, and of a loader."""
-    found = found.tb_next if found is not None else None
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(("<frozen importlib", __file__)):
+def without_our_frames(error: BaseException | None, done: set[int]) -> None:
+    """Take the frames that lead to the script, and to its modules, out of the traceback of ``error`` and its causes."""
+    if error is None or id(error) in done:
+        return
+    done.add(id(error))
+    kept: types.TracebackType | None = None
+    for found in reversed(list(_chain(error.__traceback__))):
+        if not found.tb_frame.f_code.co_filename.startswith(OURS):
+            found.tb_next = kept
+            kept = found
+    error.__traceback__ = kept
+    without_our_frames(error.__cause__, done)
+    without_our_frames(error.__context__, done)
+
+
+def _chain(found: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while found is not None:
+        yield found
         found = found.tb_next
-    return found
 
 
 def raise_as_python_does(error: BaseException) -> None:
@@ -128,6 +138,7 @@ def raise_as_python_does(error: BaseException) -> None:
     ``sys.excepthook``; Python then prints nothing, and exits with the status or signal of the exception.
     """
     if not isinstance(error, SystemExit):
+        without_our_frames(error, set())
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = _printed_already
     raise error

@@ -20,14 +20,14 @@ class StepTimes:
     """The times of the first steps; the steps are counted in any case."""
 
     def __init__(self, measured: bool) -> None:
-        """Count the steps of every optimizer from now on."""
+        """Count the steps of every optimizer from now on, until ``end()``."""
         self.measured, self.steps = measured, 0
         self._times: dict[bool, list[float]] = {False: [], True: []}  # by whether models are converted
         self._last = 0.0
         self._skipped = WARM_UP
         self._converted = False
         self._first: Any = None
-        register_optimizer_step_post_hook(self._stepped)
+        self.end = register_optimizer_step_post_hook(self._stepped).remove
 
     def may_convert(self) -> bool:
         """Return whether enough steps were timed as written."""

@@ -205,6 +205,7 @@ class TrainedModels:
             model.leave(made)
         else:
             model.state, model.converted = State.CONVERTED, made
+            made.changed = self.times.captured
 
     def _inside(self, module: torch.nn.Module) -> list[Model]:
         """Return the converted models that are submodules of ``module``: the outermost module is converted."""

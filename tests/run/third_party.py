@@ -1,0 +1,321 @@
+"""Runs published training scripts, unmodified: in fp32, under bf16 autocast, and under ``amp-graph run``.
+
+``python -m tests.run.third_party`` gets the scripts and their packages by pip, in a folder outside of the repository,
+makes small inputs, runs each three times and prints a table of losses. ``--examples DIR``: a checkout of
+https://github.com/pytorch/examples, which no package holds; without it those scripts are left out, and named.
+Exit status 1 if a script fails, converts nothing, or ends farther from fp32 than ``MOST`` times autocast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SDISTS = ("pytorch-ignite", "torch-optimizer")
+PACKAGES = (
+    *("torchvision", "pytorch-ignite", "torch-optimizer", "pytorch-ranger", "tqdm", "gymnasium"),
+    *("farama-notifications", "cloudpickle", "tensorboard", "tensorboard-data-server", "grpcio", "protobuf"),
+    *("werkzeug", "absl-py", "markdown"),
+)
+MOST = 2.0  # times autocast's distance to fp32, or within NEAR of fp32's own losses
+NEAR = 0.01
+LOSS = r"(?i)\b(?:avg\.? )?(?:loss|err)\w*[\s:=|]*(-?\d+\.\d+(?:e[+-]\d+)?)"
+# Two runs in fp32 differ as much as any other two: the order of rounding decides what a policy samples.
+CHAOTIC = ("reinforce", "actor_critic")
+AUTOCAST = """
+import runpy, sys, torch
+sys.argv = sys.argv[1:]
+sys.path[0] = __import__("os").path.dirname(sys.argv[0])
+with torch.autocast("cpu", torch.bfloat16):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# torchvision's wheel is built for CUDA: beside a torch without CUDA its operators are missing, and its import needs
+# two of them.
+NMS = """
+import torch
+lib = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    lib.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+# For scripts without a seed of their own; it runs before the script, in each of the three ways.
+SEEDS = "import random, numpy, torch\nrandom.seed(0)\nnumpy.random.seed(0)\ntorch.manual_seed(0)\n"
+SEEDED = (
+    SEEDS
+    + """
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = __import__("os").path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script: where it is, its arguments, and what makes its inputs in the folder it runs in."""
+
+    name: str
+    source: str
+    path: str
+    args: tuple[str, ...] = ()
+    make: Callable[[Path], None] | None = None
+    seeded: bool = True  # has a seed of its own
+    losses: str = LOSS
+
+
+# -- inputs -------------------------------------------------------------------------------------------
+
+
+def mnist(count: int, folder: str = "data") -> Callable[[Path], None]:
+    """Make the files of MNIST out of scikit-learn's digits, 8 x 8 pixels each, enlarged."""
+
+    def make(here: Path) -> None:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        images = np.pad(found.images.repeat(3, 1).repeat(3, 2) * (255 / 16), ((0, 0), (2, 2), (2, 2))).astype("uint8")
+        raw = here / folder / "MNIST" / "raw"
+        raw.mkdir(parents=True, exist_ok=True)
+        for part, a in (("train", 0), ("t10k", count)):
+            x, y = images[a : a + count], found.target[a : a + count].astype("uint8")
+            head = np.array([2051, len(x), 28, 28], ">i4").tobytes()
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(head + x.tobytes())
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(np.array([2049, len(y)], ">i4").tobytes() + y.tobytes())
+
+    return make
+
+
+def images(folder: str, count: int, size: int) -> Callable[[Path], None]:
+    """Make a folder of images in two classes: stripes across and down, with noise."""
+
+    def make(here: Path) -> None:
+        from PIL import Image
+
+        random = np.random.default_rng(0)
+        for part in ("train", "val"):
+            for label in range(2):
+                target = here / folder / part / f"class{label}"
+                target.mkdir(parents=True, exist_ok=True)
+                for i in range(count):
+                    x = random.integers(0, 128, (size, size, 3), "uint8")
+                    (x if label else x.transpose(1, 0, 2))[:: i % 5 + 2] += 100
+                    Image.fromarray(x).save(target / f"{i}.png")
+
+    return make
+
+
+def text(here: Path) -> None:
+    """Make a corpus out of Python's own help."""
+    from pydoc_data.topics import topics
+
+    words = " \n ".join(topics[name] for name in sorted(topics)).split(" ")
+    for i, part in enumerate(("train", "valid", "test")):
+        (here / f"{part}.txt").write_text(" ".join(words[15000 * i : 15000 * i + (15000 if not i else 3000)]))
+
+
+def sines(here: Path) -> None:
+    """Make waves as ``generate_sine_wave.py`` beside the script does, fewer and shorter."""
+    import torch
+
+    x = np.arange(60) + np.random.default_rng(2).integers(-80, 80, (20, 1))
+    torch.save(np.sin(x / 20.0).astype("float64"), here / "traindata.pt")
+
+
+# -- scripts ------------------------------------------------------------------------------------------
+
+EXAMPLES, IGNITE, OPTIMIZER = "pytorch/examples", "pytorch-ignite", "torch-optimizer"
+SCRIPTS = (
+    Script("mnist (ignite)", IGNITE, "examples/mnist/mnist.py", ("--epochs", "3"), mnist(640, "."), False),
+    Script(
+        "mnist_save_resume (ignite)",
+        IGNITE,
+        "examples/mnist/mnist_save_resume_engine.py",
+        ("--epochs", "3", "--log_interval", "2", "--log_dir", "logs"),
+        mnist(640, "."),
+        False,
+    ),
+    Script(
+        "mnist_with_tqdm_logger (ignite)",
+        IGNITE,
+        "examples/mnist/mnist_with_tqdm_logger.py",
+        ("--epochs", "3"),
+        mnist(640, "."),
+        False,
+    ),
+    Script(
+        "dcgan (ignite)",
+        IGNITE,
+        "examples/gan/dcgan.py",
+        (
+            *("--dataset", "fake", "--dataroot", ".", "--workers", "0", "--batch-size", "16", "--epochs", "7"),
+            *("--g-filters", "8", "--d-filters", "8", "--seed", "1", "--output-dir", "out"),
+        ),
+        losses=r"errD: (\d+\.\d+)",
+    ),
+    Script("reinforce (ignite)", IGNITE, "examples/reinforcement_learning/reinforce.py", ("--max-episodes", "5")),
+    Script("mnist, DiffGrad (torch-optimizer)", OPTIMIZER, "examples/mnist.py", (), mnist(128, "../data")),
+    Script("mnist", EXAMPLES, "mnist/main.py", ("--epochs", "2", "--no-accel"), mnist(640, "../data")),
+    Script("mnist_rnn", EXAMPLES, "mnist_rnn/main.py", ("--epochs", "2"), mnist(640, "../data")),
+    Script("mnist_hogwild", EXAMPLES, "mnist_hogwild/main.py", ("--epochs", "1"), mnist(640, "../data")),
+    Script(
+        "mnist_forward_forward",
+        EXAMPLES,
+        "mnist_forward_forward/main.py",
+        ("--epochs", "20", "--train_size", "256", "--test_size", "64", "--no_accel", "--log-interval", "1"),
+        mnist(256),
+        False,
+    ),
+    Script(
+        "siamese_network", EXAMPLES, "siamese_network/main.py", ("--epochs", "1", "--no-accel"), mnist(640, "../data")
+    ),
+    Script(
+        "vae", EXAMPLES, "vae/main.py", ("--epochs", "3", "--no-accel", "--log-interval", "1"), mnist(896, "../data")
+    ),
+    Script("regression", EXAMPLES, "regression/main.py", (), None, False),
+    Script("time_sequence_prediction", EXAMPLES, "time_sequence_prediction/train.py", ("--steps", "2"), sines),
+    Script(
+        "dcgan",
+        EXAMPLES,
+        "dcgan/main.py",
+        (
+            *("--dataset", "fake", "--workers", "0", "--batchSize", "25", "--niter", "1", "--ngf", "8", "--ndf", "8"),
+            *("--manualSeed", "1", "--dry-run"),
+        ),
+    ),
+    *(
+        Script(
+            f"word_language_model ({model})",
+            EXAMPLES,
+            "word_language_model/main.py",
+            (
+                *("--data", ".", "--epochs", "1", "--model", model, "--emsize", "64", "--nhid", "64", "--bptt", "20"),
+                *("--log-interval", "4", "--batch_size", "20", "--nhead", "2", "--dropout", "0.1"),
+            ),
+            text,
+        )
+        for model in ("LSTM", "Transformer")
+    ),
+    Script(
+        "imagenet (resnet18)",
+        EXAMPLES,
+        "imagenet/main.py",
+        ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.01", "--seed", "0", "--no-accel"),
+        images("images", 16, 64),
+    ),
+)
+
+
+# -- running ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run: its exit status, the losses it printed, its errors, its seconds."""
+
+    status: int
+    losses: list[float]
+    errors: str
+    seconds: float
+
+
+def run(script: Script, how: str, path: Path, work: Path, site: Path) -> Ran:
+    """Run ``script`` in a fresh folder: ``how`` is "fp32", "autocast" or "amp-graph"."""
+    here = work / re.sub(r"\W+", "-", f"{script.name} {how}") / "here"
+    here.mkdir(parents=True)
+    if script.make is not None:
+        script.make(here)
+    for name, code in (("autocast", AUTOCAST), ("seeded", SEEDED)):
+        (here.parent / f"{name}.py").write_text(code)
+    words = [*([] if script.seeded else [str(here.parent / "seeded.py")]), str(path), *script.args]
+    if how == "autocast":
+        words = [str(here.parent / "autocast.py"), *words]
+    elif how == "amp-graph":
+        words = ["-m", "amp_graph", "run", "--policy", "bf16", *words]
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "AMP_GRAPH_MACHINE": "default"}
+    begin = time.perf_counter()
+    found = subprocess.run([sys.executable, *words], cwd=here, env=env, capture_output=True, text=True, timeout=900)
+    told = found.stdout + ("\n" + found.stderr if "tqdm" in script.name else "")
+    losses = [float(word) for word in re.findall(script.losses, told)]
+    return Ran(found.returncode, losses, found.stderr, time.perf_counter() - begin)
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    """Return the mean distance of two runs' losses, relative to the size of the losses."""
+    if len(one) != len(other) or not one:
+        return float("nan")
+    return float(np.abs(np.subtract(one, other)).mean() / max(np.abs(one).mean(), 1e-9))
+
+
+def fetch(work: Path) -> dict[str, Path]:
+    """Get the archives and packages by pip; return the folder of each archive."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    if not (work / "site").exists():
+        subprocess.run([*pip, "install", "--no-deps", "--target", str(work / "site"), *PACKAGES], check=True)
+    (work / "site" / "sitecustomize.py").write_text(NMS)
+    roots = {}
+    for name in SDISTS:
+        folder = work / name
+        if not folder.exists():
+            subprocess.run([*pip, "download", "--no-deps", "--no-binary", name, "-d", str(folder), name], check=True)
+        (archive,) = folder.glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        (roots[name],) = [found for found in folder.iterdir() if found.is_dir()]
+    return roots
+
+
+def converted_by(errors: str) -> str:
+    """Return the first line of the exit report."""
+    found = [line for line in errors.splitlines() if line.startswith("amp-graph run: ")]
+    return found[0].removeprefix("amp-graph run: ") if found else "no report"
+
+
+def main() -> int:
+    """Run all scripts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--examples", type=Path, help="a checkout of github.com/pytorch/examples")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/amp_graph_third_party"), help="where all is kept")
+    parser.add_argument("--only", default="", help="scripts whose name has this in it")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    roots = fetch(args.work)
+    if args.examples is not None:
+        roots[EXAMPLES] = args.examples.resolve()
+    runs = args.work / f"runs-{os.getpid()}"
+    failed = 0
+    print(f"{'script':36} {'losses':>6} {'fp32':>9} {'autocast':>9} {'amp_graph':>9}  distances to fp32")
+    for script in SCRIPTS:
+        if args.only not in script.name:
+            continue
+        if script.source not in roots:
+            print(f"{script.name:36} left out: --examples DIR")
+            continue
+        path = roots[script.source] / script.path
+        found = {how: run(script, how, path, runs, args.work / "site") for how in ("fp32", "autocast", "amp-graph")}
+        plain, cast, ours = found.values()
+        last = [f"{one.losses[-1]:9.4f}" if one.losses else f"{'-':>9}" for one in found.values()]
+        far = distance(plain.losses, cast.losses), distance(plain.losses, ours.losses)
+        near = far[1] <= max(MOST * far[0], NEAR) if far[0] == far[0] else far[1] <= NEAR
+        good = ours.status == plain.status and (near or any(name in script.name for name in CHAOTIC))
+        told = "" if good else "  <-- "
+        failed += not good
+        print(f"{script.name:36} {len(plain.losses):6} {' '.join(last)}  {far[0]:.5f} {far[1]:.5f}{told}", flush=True)
+        print(f"{'':36} {converted_by(ours.errors)}", flush=True)
+        for how, one in found.items():
+            if one.status:
+                print(f"    {how}: exit status {one.status}: {one.errors.strip().splitlines()[-1:]}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

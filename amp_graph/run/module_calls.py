@@ -29,6 +29,9 @@ class Heard(Protocol, Generic[Seen]):
     def after(self, seen: Seen) -> None:
         """Take note that the call of ``seen`` returned."""
 
+    def failed(self, error: Exception) -> None:
+        """Take note that one of the others raised: the call goes on."""
+
 
 class _Thread(threading.local):
     inside = False
@@ -55,10 +58,17 @@ def hear(heard: Heard[Any]) -> Callable[[], None]:
             return plain(self, *args, **kwargs)
         thread.inside = True
         try:
-            seen = thread.seen = heard.before(self)
+            try:
+                seen = thread.seen = heard.before(self)
+            except Exception as error:
+                heard.failed(error)
+                seen = None
             result = plain(self, *args, **kwargs)
             if seen is not None:
-                heard.after(seen)
+                try:
+                    heard.after(seen)
+                except Exception as error:
+                    heard.failed(error)
             return result
         finally:
             thread.inside, thread.seen = False, None

@@ -29,9 +29,10 @@ class StepTimes:
         self._first: Any = None
         self.end = register_optimizer_step_post_hook(self._stepped).remove
 
-    def may_convert(self) -> bool:
-        """Return whether enough steps were timed as written."""
-        return not self.measured or len(self._times[False]) >= TIMED
+    def may_convert(self, calls: int) -> bool:
+        """Return whether enough steps were timed as written; or after some ``calls``, without an optimizer to time."""
+        timed = len(self._times[False]) >= TIMED
+        return not self.measured or timed or (not self.steps and calls > WARM_UP + TIMED)
 
     def captured(self) -> None:
         """Take note that a graph was captured: this step is none of the usual ones."""
@@ -61,7 +62,7 @@ class StepTimes:
             return []
         before, after = self._times[False], self._times[True]
         if not before or not after:
-            return [f"time: not measured: {self.steps} steps are too few, {2 * (WARM_UP + TIMED)} or more are needed"]
+            return [f"time: not measured: optimizers made {self.steps} steps, and {2 * (WARM_UP + TIMED)} are needed"]
         a, b = statistics.median(before), statistics.median(after)
         word = "as fast" if b <= a else "of the speed"
         return [

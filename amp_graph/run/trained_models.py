@@ -113,6 +113,11 @@ class TrainedModels:
         elif model.state is State.WATCHED and not model.hooks and self._is_to_be_watched(model):
             self._watch(model)
 
+    def failed(self, error: Exception) -> None:
+        """Convert nothing more after an error of our own; the script goes on."""
+        self.stop()
+        self.note(f"nothing more is converted, as amp-graph run itself failed: {type(error).__name__}: {error}")
+
     # -- on the way -----------------------------------------------------------------------------------
 
     def _first_seen(self, module: torch.nn.Module) -> Model:
@@ -161,7 +166,7 @@ class TrainedModels:
             model.leave(why.OWN_AUTOCAST)
         elif reason := why.why_without_scale(self.options.policy):
             model.leave(reason)
-        elif model.is_trained and self.times.may_convert():
+        elif model.is_trained and self.times.may_convert(model.calls):
             self._convert(model)
 
     def _is_to_be_watched(self, model: Model) -> bool:
@@ -210,5 +215,5 @@ class TrainedModels:
     def _inside(self, module: torch.nn.Module) -> list[Model]:
         """Return the converted models that are submodules of ``module``: the outermost module is converted."""
         parts = {id(part) for part in why.inner_of(module).modules()}
-        found = {id(m): m for key, (m, _) in self._by_id.items() if key in parts}
-        return [m for m in found.values() if m.converted is not None]
+        found = {id(m): m for m, _ in self._by_id.values() if m.converted is not None}
+        return [m for m in found.values() if (inner := m.ref()) is not None and id(why.inner_of(inner)) in parts]

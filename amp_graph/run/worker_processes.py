@@ -30,7 +30,7 @@ class Workers:
                 self.found[f"started at {site_of_call()}"] += 1
             plain(process)
 
-        multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
+        multiprocessing.process.BaseProcess.start = start  # type: ignore[assignment, method-assign]
 
     def lines(self) -> list[str]:
         """Return a line for each place that started processes."""

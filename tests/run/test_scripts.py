@@ -219,6 +219,8 @@ for _ in range(4):
     optimizer.step()
 total = sum(p.double().sum().item() for p in model.parameters())
 print(f"rank {dist.get_rank()} {type(model.module.forward).__name__} {total!r}\\n", end="", flush=True)
+del model, optimizer  # or gloo's threads now and then outlive the group, and abort the process, without amp_graph too
+dist.barrier()
 dist.destroy_process_group()
 """
 

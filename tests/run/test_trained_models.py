@@ -260,6 +260,58 @@ def test_measured_steps_run_as_written_first(watch):
     assert "medians of 7 and 7 steps" in models.times.lines()[0]
 
 
+def test_measuring_without_an_optimizer_does_not_wait_for_its_steps(watch):
+    models, model = watch(measure=True), Net()
+    for _ in range(14):
+        step(model(torch.randn(4, 8)))
+    assert conversion_of(model) is not None
+    assert "not measured: optimizers made 0 steps" in models.times.lines()[0]
+
+
+def test_an_error_of_ours_does_not_stop_the_script(watch, monkeypatch):
+    models, model, told = watch(), Net(), []
+    models.note = told.append
+    monkeypatch.setattr(models, "_convert", lambda model: 1 / 0)
+    for _ in range(4):
+        step(model(torch.randn(4, 8)))
+    assert conversion_of(model) is None
+    assert [line.partition(":")[0] for line in told] == ["nothing more is converted, as amp-graph run itself failed"]
+
+
+def test_a_model_that_is_wrapped_after_it_was_converted_stays_converted(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    wrapped = nn.DataParallel(model)
+    for called in (model, wrapped):
+        for _ in range(3):
+            step(called(x))
+        assert conversion_of(model) is not None
+    assert "Net in DataParallel (212 parameters)" in lines(models)
+
+
+def test_calls_in_transforms_and_traces_are_as_written(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    parameters = dict(model.named_parameters())
+    for _ in range(3):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+    assert conversion_of(model) is None
+    assert state_of(models, model)[0] is State.WATCHED
+
+
+def test_a_copy_is_a_model_of_its_own(watch):
+    import copy
+
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    for _ in range(2):
+        step(model(x))
+    copied = copy.deepcopy(model)
+    assert conversion_of(model) is not None
+    assert conversion_of(copied) is None, "a copy is as written, until it is trained"
+    for _ in range(2):
+        step(copied(x))
+    assert conversion_of(copied) is not None
+    assert len(models.seen) == 2
+
+
 def test_a_model_that_the_script_dropped_is_reported_and_not_kept(watch):
     import gc
     import weakref

@@ -7,7 +7,7 @@ when the first model is converted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,6 +30,12 @@ class Converted:
         self.reports: dict[str, Report] = {}
         self.changed: Callable[[], None] = lambda: None
         self._graphs = 0
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Yield what is converted, and its submodules."""
+        for _, ref in self.parts:
+            if (part := ref()) is not None:
+                yield from part.modules()
 
     def refresh(self) -> None:
         """Make new reports if graphs were captured since the last ones: the model may be gone at exit."""

@@ -143,6 +143,8 @@ class TrainedModels:
             model.leave(reason)
         elif is_checkpointed_call():
             model.leave(why.CHECKPOINTED)
+        elif any(part is module for m in self.seen if m.converted is not None for part in m.converted.modules()):
+            model.state = State.PART
         return model
 
     def _keep(self, module: torch.nn.Module, model: Model) -> None:
@@ -211,6 +213,15 @@ class TrainedModels:
         else:
             model.state, model.converted = State.CONVERTED, made
             made.changed = self.times.captured
+            self._take_parts({id(part) for part in made.modules()} - {id(why.inner_of(module))})
+
+    def _take_parts(self, parts: set[int]) -> None:
+        """Leave the parts of a model that was just converted to it."""
+        for other in self.seen:
+            part = other.ref()
+            if other.state is State.WATCHED and part is not None and id(part) in parts:
+                other.state = State.PART
+                other.unhook()
 
     def _inside(self, module: torch.nn.Module) -> list[Model]:
         """Return the converted models that are submodules of ``module``: the outermost module is converted."""

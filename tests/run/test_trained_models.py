@@ -152,6 +152,18 @@ def test_parts_that_are_called_alone_are_models(watch):
     assert lines(models).startswith("converted 1 model")
 
 
+def test_parts_of_a_converted_model_are_not_reported(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    with torch.no_grad():
+        model.encoder(x)
+    for _ in range(3):
+        step(model(x))
+    with torch.no_grad():
+        model.head(torch.randn(4, 16))
+    assert lines(models).count("\n") == 1
+    assert "not converted" not in lines(models)
+
+
 def test_autocast_of_the_script_is_left_alone_or_replaced(watch):
     class Inner(Net):
         def forward(self, x):

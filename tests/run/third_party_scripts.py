@@ -80,14 +80,6 @@ def text(here: Path) -> None:
         (here / f"{part}.txt").write_text(" ".join(words[15000 * i : 15000 * i + (15000 if not i else 3000)]))
 
 
-def sines(here: Path) -> None:
-    """Make waves as ``generate_sine_wave.py`` beside the script does, fewer and shorter."""
-    import torch
-
-    x = np.arange(60) + np.random.default_rng(2).integers(-80, 80, (20, 1))
-    torch.save(np.sin(x / 20.0).astype("float64"), here / "traindata.pt")
-
-
 # -- scripts ------------------------------------------------------------------------------------------
 
 EXAMPLES, IGNITE, OPTIMIZER = "pytorch/examples", "pytorch-ignite", "torch-optimizer"
@@ -129,7 +121,6 @@ SCRIPTS = (
     ),
     Script("vae", EXAMPLES, "vae/main.py", ("--epochs", "3", "--no-accel", "--log-interval", "1"), vae_inputs),
     Script("regression", EXAMPLES, "regression/main.py", (), None, False),
-    Script("time_sequence_prediction", EXAMPLES, "time_sequence_prediction/train.py", ("--steps", "2"), sines),
     Script(
         "dcgan",
         EXAMPLES,

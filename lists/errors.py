@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 
 
 class AmpGraphError(Exception):
@@ -36,8 +37,15 @@ class AmpGraphWarning(UserWarning):
     """Something did not run as requested, and the results are still correct."""
 
 
+# Where warnings go instead, if ``amp-graph run`` runs a script: its own filters must not make errors of them.
+TAKERS: list[Callable[[str], None]] = []
+
+
 def warn(text: str) -> None:
     """Issue ``text`` as an AmpGraphWarning at the user's line: the nearest one outside of amp_graph and torch."""
+    if TAKERS:
+        TAKERS[-1](text)
+        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
         level, frame = level + 1, frame.f_back

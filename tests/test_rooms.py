@@ -53,7 +53,7 @@ ROOMS = (
     ("amp_graph/convert.py",),
     ("amp_graph/step",),
     ("amp_graph/report",),
-    ("amp_graph/demo",),
+    ("amp_graph/demo", "amp_graph/run"),
     ("amp_graph/cli",),
     ("amp_graph/__main__.py",),
 )
@@ -87,6 +87,11 @@ HIDDEN = {
         "a name",
     ): "the source of a Triton kernel, which imports triton, is imported when"
     " the kernel is first launched: triton may be missing, and takes a second to import",
+    (
+        "amp_graph/run/trained_models.py",
+        "amp_graph.run.conversions",
+    ): "what converts imports Dynamo, which takes as long"
+    " as torch: not before the first model is converted, and after Module.__call__ is replaced",
     ("amp_graph/cli/target.py", "a name"): "the user's module, which the command line names",
 }
 

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph dump | explain | lists | passes | calibrate | cost | plan | cache | demo | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | calibrate | demo | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from amp_graph.cli.run_options import read_command
 from amp_graph.version import version
 
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
@@ -28,6 +29,8 @@ EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be re
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status; errors go to stderr."""
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["run"]:  # the script's own errors and exit status are passed on
+        return _run(words[1:])
     if words[:1] == ["demo"]:  # the demo parses its own options, including --help
         return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
     try:
@@ -53,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
     _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
     _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
+    commands.add_parser("run", help="run a training script and convert what it trains; see amp-graph run --help")
     commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return made
 
@@ -156,6 +160,14 @@ def _add_json(parser: argparse.ArgumentParser, **format: str) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="P", help=POLICY)
     parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+
+
+def _run(words: list[str]) -> int:
+    try:
+        args, rest = read_command(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return int(importlib.import_module(args.command).main(args, rest))
 
 
 def _demo(words: list[str]) -> int:

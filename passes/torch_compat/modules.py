@@ -24,3 +24,14 @@ def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -
 def is_sharded(module: torch.nn.Module) -> bool:
     """Say whether ``fully_shard`` was applied to this very module; 2.11 to 2.13, without importing FSDP."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Say whether FSDP, of either version, shards this very module; 2.11 to 2.13, without importing FSDP."""
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether ``torch.compile`` made this very module, or ``module.compile()`` its call; 2.11 to 2.13."""
+    made = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
+    return made or module.__dict__.get("_compiled_call_impl") is not None

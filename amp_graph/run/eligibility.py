@@ -1,0 +1,73 @@
+"""Says which models are left as they are, and why.
+
+``why_left(model)`` is "" or "sharded by FSDP: ...".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from amp_graph.passes.torch_compat.dispatch import is_wrapper
+from amp_graph.passes.torch_compat.modules import is_compiled, is_fsdp
+from amp_graph.policy import Policy
+
+WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+OWN_AUTOCAST = "called under the script's own torch.autocast; --replace-autocast takes its place"
+INNER_AUTOCAST = "uses torch.autocast in its own forward"
+NEVER_TRAINED = "no backward reached its parameters"
+FROZEN = "frozen: none of its parameters requires gradients"
+NO_GRADIENTS = "only called without gradients"
+CHECKPOINTED = "called by torch.utils.checkpoint, whose recomputation must repeat the forward as it was"
+
+
+def inner_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model in a wrapper for several processes or devices; else ``module``."""
+    return module.module if isinstance(module, WRAPPERS) else module
+
+
+def kind_of(module: torch.nn.Module) -> str:
+    """Return how the report calls ``module``: its class, and what wraps it."""
+    inner = inner_of(module)
+    if inner is module:
+        return type(module).__name__
+    return f"{type(inner).__name__} in {type(module).__name__}"
+
+
+def why_left(module: torch.nn.Module, policy: Policy) -> str:
+    """Return why ``module`` is left as it is; "" if it can be converted as far as is known."""
+    parts = list(module.modules())
+    if any(map(is_fsdp, parts)):
+        return "sharded by FSDP; convert each part before it is sharded: fully_shard(amp_graph.convert(part))"
+    if any(type(part).__module__.partition(".")[0] == "deepspeed" for part in parts):
+        return "run by DeepSpeed, which decides precision itself"
+    if any(map(is_compiled, parts)):
+        return (
+            "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with "
+            "the script's compilation switched off"
+        )
+    if any(is_wrapper(parameter) for parameter in module.parameters()):
+        return "its parameters are distributed or wrapped tensors"
+    if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
+        return "its forward was replaced by another library, below DistributedDataParallel"
+    return _no_dtype(module, policy)
+
+
+def _no_dtype(module: torch.nn.Module, policy: Policy) -> str:
+    """Return why no low precision of the policy suits the devices of ``module``."""
+    devices = {parameter.device.type for parameter in module.parameters()}
+    if policy.level == "O0" or policy.dtype == "fp16":
+        return ""
+    if any(policy.torch_dtype(device) == torch.float16 for device in devices):
+        return "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler"
+    return ""
+
+
+def why_without_scale(policy: Policy) -> str:
+    """Return why the present call cannot be in fp16; "" if the script scales its loss, or computes in bf16.
+
+    Scripts scale their loss for their own fp16 autocast.
+    """
+    if policy.dtype != "fp16" or policy.level == "O0":
+        return ""
+    scales = any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in ("cpu", "cuda"))
+    return "" if scales else "not called under fp16 autocast, so the script may not scale its loss; bf16 needs no scale"

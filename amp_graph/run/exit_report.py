@@ -1,0 +1,87 @@
+"""What ``amp-graph run`` prints to stderr when the script ends, and the HTML report of the converted models.
+
+``amp-graph run: converted 1 model, policy bf16`` and a line for each model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from amp_graph.run.trained_models import Model, State, TrainedModels
+from amp_graph.run.worker_processes import Workers
+
+MOST = 12  # lines of a kind
+NO_BACKWARD = "no backward reached the parameters of a module that the script called"
+NO_MODULE = "the script called no module with parameters"
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the one that prints: rank 0, or without ranks."""
+    return os.environ.get("RANK", "0") in ("", "0")
+
+
+def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -> Iterator[str]:
+    """Yield the lines of the exit report."""
+    options = models.options
+    converted = [m for m in models.seen if m.state is State.CONVERTED]
+    left = [m for m in models.seen if m.state in (State.LEFT, State.WATCHED)]
+    if converted:
+        verb = "would convert" if options.dry_run else "converted"
+        count = f"{len(converted)} model{'s' * (len(converted) != 1)}"
+        yield f"{verb} {count}, policy {options.policy}, compile {options.compile}"
+        yield from _few(Counter(f"  {_told(m)}" for m in converted))
+    else:
+        yield f"nothing was converted{_why_nothing(models, left)}"
+    yield from _few(Counter(f"  not converted: {_named(m)}: {m.why_not_converted()}" for m in left))
+    yield from (f"  {line}" for line in (*workers.lines(), *models.times.lines()))
+    yield from _few(Counter({f"  note: {_on_one_line(text)}": n for text, n in notes.items()}))
+
+
+def _why_nothing(models: TrainedModels, left: list[Model]) -> str:
+    if any(m.state is State.LEFT for m in left):
+        return ""
+    steps = models.times.steps
+    what = NO_BACKWARD if models.seen else NO_MODULE
+    return f": {what}" + (f", except in code that it compiled ({steps} optimizer steps)" if steps else "")
+
+
+def _named(model: Model) -> str:
+    return f"{model.kind} ({model.parameters:,} parameters), called at {model.site}"
+
+
+def _told(model: Model) -> str:
+    made = model.converted
+    if made is None:  # a dry run
+        return _named(model)
+    made.finish()
+    parts = "" if made.whole else f"; of it {', '.join(path for path, _ in made.parts)}"
+    return f"{_named(model)}: {made.summary()}{parts}"
+
+
+def _few(lines: Counter[str]) -> Iterator[str]:
+    for line, count in list(lines.items())[:MOST]:
+        yield line if count == 1 else f"{line} (x{count})"
+    if len(lines) > MOST:
+        yield f"  and {len(lines) - MOST} more such lines"
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.removeprefix("amp_graph: ").split())
+
+
+def write_reports(models: TrainedModels, path: Path) -> Iterator[str]:
+    """Write the HTML pages of the converted models, and yield a line on each: FILE, then FILE with a number."""
+    pages = [found for m in models.seen if m.converted is not None for found in m.converted.reports.values()]
+    if not pages:
+        yield f"--report {path}: not written, as no model was converted and called"
+    for i, page in enumerate(pages):
+        target = path if not i else path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
+        try:
+            page.html(target)
+        except OSError as error:
+            yield f"--report {target}: {error}"
+        else:
+            yield f"report of {page.model}: {target}"

@@ -1,0 +1,135 @@
+"""The options of ``amp-graph run``, checked before the script starts.
+
+``RunOptions.checked(policy="bf16", report="report.html")``; RunError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from amp_graph.errors import AmpGraphError
+from amp_graph.policy import HELD_LOW, Policy
+
+VARIABLE = "AMP_GRAPH_POLICY"
+EXAMPLE = "amp-graph run --policy bf16 train.py"
+
+
+class RunError(AmpGraphError):
+    """A command line of ``amp-graph run`` that cannot be carried out; the script was not started."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What ``amp-graph run`` was asked for.
+
+    only: which modules are converted, by class or by path in the model; None for every model that is trained.
+    """
+
+    policy: Policy
+    compile: str = "eager"
+    only: re.Pattern[str] | None = None
+    dry_run: bool = False
+    report: Path | None = None
+    measure: bool = False
+    replace_autocast: bool = False
+
+    @staticmethod
+    def checked(
+        policy: str | None = None,
+        compile: str = "eager",
+        only: str | None = None,
+        dry_run: bool = False,
+        report: str | None = None,
+        measure: bool = False,
+        replace_autocast: bool = False,
+    ) -> RunOptions:
+        """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
+        return RunOptions(
+            _policy(policy, replace_autocast),
+            compile,
+            _pattern(only),
+            dry_run,
+            _writable(report),
+            measure and not dry_run,
+            replace_autocast,
+        )
+
+
+def _policy(given: str | None, replaces: bool) -> Policy:
+    text = given if given is not None else os.environ.get(VARIABLE) or None
+    where = "" if given is not None or text is None else f" (from {VARIABLE})"
+    try:
+        policy = Policy.parse(text)
+        for device in ("cpu", "cuda"):
+            policy.op_list(device)
+    except AmpGraphError as error:
+        raise RunError(f"run: {error}{where}") from error
+    if policy.level in HELD_LOW:
+        raise RunError(
+            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script holds\n"
+            f"  legal: level O1, which keeps parameters in fp32\n  fix:   {EXAMPLE}"
+        )
+    if policy.dtype == "fp16" and policy.level != "O0" and not replaces:
+        raise RunError(
+            f"run: policy {text!r}{where}: fp16 gradients need a loss scale, and the script has none that is known\n"
+            "  legal: bf16, which needs none; fp16 with --replace-autocast, for scripts with torch.autocast and a "
+            f"GradScaler\n  fix:   {EXAMPLE}"
+        )
+    return policy
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    if text is None:
+        return None
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise RunError(
+            f"run: --only {text!r} is not a regular expression: {error}\n"
+            "  legal: a pattern for a class (ResNet) or a path in the model (encoder.layers.*)\n"
+            "  fix:   amp-graph run --only 'ResNet|.*Encoder' train.py"
+        ) from error
+
+
+def _writable(text: str | None) -> Path | None:
+    """Return the absolute path of the report: the script may change the working directory."""
+    if text is None:
+        return None
+    path = Path(os.path.abspath(text))
+    why = ""
+    if path.is_dir():
+        why = "it is a directory"
+    elif not path.parent.is_dir():
+        why = f"there is no directory {path.parent}"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            why = error.strerror or str(error)
+    if why:
+        raise RunError(
+            f"run: --report {text}: it cannot be written: {why}\n"
+            "  legal: a file in a directory that exists and can be written\n"
+            "  fix:   amp-graph run --report report.html train.py"
+        )
+    return path
+
+
+def check_compiler(name: str) -> None:
+    """Raise RunError if ``name`` is no Dynamo backend. Dynamo is imported for other names than the default."""
+    if name == "eager":
+        return
+    with contextlib.suppress(ImportError):
+        from torch._dynamo import list_backends
+
+        legal = list_backends(exclude_tags=())
+        if name not in legal:
+            raise RunError(
+                f"run: --compile {name}: there is no such compiler\n  legal: eager, {', '.join(legal)}\n"
+                "  fix:   amp-graph run --compile inductor train.py"
+            )

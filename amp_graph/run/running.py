@@ -1,0 +1,60 @@
+"""Runs the script with all that sees its models, and reports when it ends.
+
+``run(target, arguments, options)`` does not return if the script raises or exits: the process ends as the script's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+
+from amp_graph.lists.errors import TAKERS
+from amp_graph.run.exit_report import is_first_rank, report_lines, write_reports
+from amp_graph.run.module_calls import hear
+from amp_graph.run.options import RunOptions
+from amp_graph.run.script import Target, execute, raise_as_python_does
+from amp_graph.run.step_times import StepTimes
+from amp_graph.run.trained_models import TrainedModels
+from amp_graph.run.worker_processes import Workers
+
+
+def run(target: Target, arguments: list[str], options: RunOptions) -> int:
+    """Run ``target`` with ``arguments``, converting what it trains; return 0 if it ends without an exception."""
+    notes: Counter[str] = Counter()
+    TAKERS.append(lambda text: notes.update([text]))
+    models = TrainedModels(options, StepTimes(options.measure), lambda text: notes.update([text]))
+    workers, process = Workers(), os.getpid()
+    hear(models)
+    failure: BaseException | None = None
+    try:
+        execute(target, arguments)
+    except BaseException as error:
+        failure = error
+    if os.getpid() == process:
+        models.stop()
+        _report(models, workers, notes)
+    if failure is not None:
+        raise_as_python_does(failure)
+    return 0
+
+
+def _report(models: TrainedModels, workers: Workers, notes: Counter[str]) -> None:
+    """Print what was converted; nothing here may change how the script ended."""
+    if not is_first_rank():
+        return
+    try:
+        lines = list(report_lines(models, workers, notes))
+        if models.options.report is not None:
+            lines += write_reports(models, models.options.report)
+    except Exception as error:
+        lines = [f"the exit report failed: {type(error).__name__}: {error}"]
+    _print(lines)
+
+
+def _print(lines: list[str]) -> None:
+    try:
+        sys.stdout.flush()
+        print(f"amp-graph run: {lines[0]}", *lines[1:], sep="\n", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # closed by the script
+        return

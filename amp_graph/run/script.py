@@ -1,0 +1,148 @@
+"""Loads a script or module, and runs it as ``python SCRIPT`` and ``python -m MODULE`` do.
+
+``__main__``, ``sys.argv``, ``sys.path[0]``, ``__file__``, tracebacks and exit codes are Python's own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import Any
+
+from amp_graph.run.options import RunError
+
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to run: its ``name`` as given, the file it is in, and what ``__main__`` is told."""
+
+    name: str
+    file: str
+    first_path: str
+    spec: ModuleSpec | None
+    loader: Any
+    code: Callable[[], types.CodeType]
+
+
+def script_target(name: str) -> Target:
+    """Return the target of ``python NAME``; RunError if there is no such file."""
+    path = os.path.abspath(name)
+    if not os.path.isfile(path):
+        what = "it is a directory" if os.path.isdir(path) else "there is no such file"
+        raise RunError(f"run: cannot run {name}: {what}\n  legal: a Python file\n  fix:   {FIX}")
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        raise RunError(
+            f"run: cannot read {name}: {error.strerror}\n  legal: a readable Python file\n  fix:   {FIX}"
+        ) from error
+    loader = SourceFileLoader("__main__", path)
+    folder = os.path.dirname(os.path.realpath(path))
+    return Target(name, path, folder, None, loader, lambda: compile(source, path, "exec", dont_inherit=True))
+
+
+def module_target(name: str) -> Target:
+    """Return the target of ``python -m NAME``; RunError if there is no such module. Imports its parent package."""
+    here = os.getcwd()
+    put_first(here)
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError, AttributeError, TypeError) as error:
+        raise _no_module(name, str(error)) from error
+    if spec is None or not hasattr(spec.loader, "get_code") or spec.origin is None:
+        package = "it is a package without a __main__ module" if _is_found(name) else "there is no such module"
+        raise _no_module(name, package)
+    loader: Any = spec.loader
+    code = loader.get_code(spec.name) if spec.origin.endswith(".pyc") else None
+    found = spec
+    return Target(name, spec.origin, here, spec, loader, lambda: code or loader.get_code(found.name))
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _no_module(name: str, why: str) -> RunError:
+    return RunError(
+        f"run: cannot run module {name}: {why}\n"
+        f"  legal: a module that can be imported from {os.getcwd()} or sys.path\n  fix:   {FIX}"
+    )
+
+
+def put_first(folder: str) -> None:
+    """Put ``folder`` in the place of what Python put first in ``sys.path`` for the command that runs now."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = [folder]
+
+
+def execute(target: Target, arguments: list[str]) -> None:
+    """Run ``target`` as ``__main__``; what it raises leaves this function."""
+    sys.argv = [target.name if target.spec is None else target.file, *arguments]
+    put_first(target.first_path)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        {
+            "__builtins__": builtins,
+            "__file__": target.file,
+            "__loader__": target.loader,
+            "__spec__": target.spec,
+            "__package__": None if target.spec is None else target.spec.parent,
+            "__cached__": None if target.spec is None else target.spec.cached,
+        }
+    )
+    sys.modules["__main__"] = main
+    exec(target.code(), main.__dict__)
+
+
+def without_our_frames(error: BaseException | None, done: set[int]) -> None:
+    """Take the frames that lead to the script, and to its modules, out of the traceback of ``error`` and its causes."""
+    if error is None or id(error) in done:
+        return
+    done.add(id(error))
+    kept: types.TracebackType | None = None
+    for found in reversed(list(_chain(error.__traceback__))):
+        if not found.tb_frame.f_code.co_filename.startswith(OURS):
+            found.tb_next = kept
+            kept = found
+    error.__traceback__ = kept
+    without_our_frames(error.__cause__, done)
+    without_our_frames(error.__context__, done)
+
+
+def _chain(found: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while found is not None:
+        yield found
+        found = found.tb_next
+
+
+def raise_as_python_does(error: BaseException) -> None:
+    """Print an exception that left the script, and end the process with it as Python does.
+
+    The traceback would get the frames of ``amp-graph`` on its way up, so it is printed here, by the script's own
+    ``sys.excepthook``; Python then prints nothing, and exits with the status or signal of the exception.
+    """
+    if not isinstance(error, SystemExit):
+        without_our_frames(error, set())
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = _printed_already
+    raise error
+
+
+def _printed_already(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print nothing."""

@@ -1,0 +1,69 @@
+"""Bad command lines of ``amp-graph run``: one error, exit status 2, and the script does not start."""
+
+import pytest
+
+from amp_graph.cli.main import main
+from amp_graph.cli.run_options import read_command
+from amp_graph.run.options import VARIABLE, RunError, RunOptions
+
+BAD = {
+    "no such file": (["none.py"], "there is no such file"),
+    "a directory": (["."], "it is a directory"),
+    "no such module": (["-m", "no_such_package.train"], "cannot run module no_such_package.train: No module named"),
+    "no such module on top": (["-m", "no_such_package"], "there is no such module"),
+    "a package without main": (["-m", "xml"], "it is a package without a __main__ module"),
+    "an unknown policy": (["--policy", "bf17", "started.py"], "bf17"),
+    "fp16": (["--policy", "fp16", "started.py"], "legal: bf16, which needs none"),
+    "O2": (["--policy", "bf16-O2", "started.py"], "legal: level O1"),
+    "a list that is not there": (["--policy", "bf16,lists=none.toml", "started.py"], "none.toml"),
+    "no directory": (["--report", "none/report.html", "started.py"], "there is no directory"),
+    "a directory as report": (["--report", ".", "started.py"], "it is a directory"),
+    "a bad pattern": (["--only", "(", "started.py"], "is not a regular expression"),
+    "an unknown compiler": (["--compile", "gcc", "started.py"], "there is no such compiler"),
+    "an unknown option": (["--polcy", "bf16", "started.py"], "unrecognized arguments"),
+    "nothing to run": (["--policy", "bf16"], "a SCRIPT or -m MODULE is needed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_command_line_is_one_error_and_nothing_starts(name, tmp_path, monkeypatch, capsys):
+    words, expected = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "started.py").write_text("open('started', 'w')\n")
+    assert main(["run", *words]) == 2
+    told = capsys.readouterr()
+    assert expected in told.err
+    assert told.out == ""
+    assert not (tmp_path / "started").exists()
+    if "usage:" not in told.err:
+        assert told.err.startswith("run: ")
+        assert "  legal: " in told.err
+        assert "  fix:" in told.err
+
+
+def test_the_words_of_the_script_are_its_own():
+    args, rest = read_command(["--policy", "bf16", "--dry-run", "train.py", "--policy", "mine", "-m", "x", "--", "y"])
+    assert (args.policy, args.dry_run, args.module) == ("bf16", True, None)
+    assert rest == ["train.py", "--policy", "mine", "-m", "x", "--", "y"]
+    args, rest = read_command(["--only=Net", "-m", "package.train", "--only", "mine"])
+    assert (args.only, args.module, rest) == ("Net", "package.train", ["--only", "mine"])
+    args, rest = read_command(["--measure", "--", "-odd-name.py", "x"])
+    assert (args.measure, rest) == (True, ["-odd-name.py", "x"])
+
+
+def test_the_variable_is_the_policy_where_none_is_given(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "bf16,accuracy=fast")
+    assert RunOptions.checked().policy.accuracy == "fast"
+    assert RunOptions.checked("bf16").policy.accuracy == "autocast"
+    monkeypatch.setenv(VARIABLE, "bf17")
+    with pytest.raises(RunError, match=f"from {VARIABLE}"):
+        RunOptions.checked()
+
+
+def test_help_names_every_option(capsys):
+    assert main(["run", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"--{word}" in told for word in ("policy", "compile", "only", "dry-run", "report", "measure"))
+    assert VARIABLE in told
+    assert main(["--help"]) == 0
+    assert "amp-graph run --help" in " ".join(capsys.readouterr().out.split())

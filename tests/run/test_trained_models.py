@@ -1,0 +1,377 @@
+"""Which models ``amp-graph run`` converts, in this process: those that are called outermost and that are trained."""
+
+import copyreg
+import multiprocessing.process
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.run import as_written, eligibility
+from amp_graph.run.exit_report import report_lines
+from amp_graph.run.module_calls import hear
+from amp_graph.run.options import RunOptions
+from amp_graph.run.step_times import StepTimes
+from amp_graph.run.trained_models import State, TrainedModels
+from amp_graph.run.worker_processes import Workers
+
+
+class Net(nn.Module):
+    """A model with two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that starts to watch calls; all that is replaced in the process is put back."""
+    ends = []
+    monkeypatch.setattr(nn.Module, "__getstate__", nn.Module.__getstate__)
+    for place, names in as_written.ENTRIES:
+        for name in names:
+            if hasattr(place, name):
+                monkeypatch.setattr(place, name, getattr(place, name))
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", multiprocessing.process.BaseProcess.start)
+    monkeypatch.setattr(as_written, "_models", type(as_written._models)())
+
+    def start(**options):
+        models = TrainedModels(RunOptions.checked("bf16", **options), StepTimes(options.get("measure", False)), print)
+        ends.append((hear(models), models))
+        return models
+
+    yield start
+    for end, models in ends:
+        end()
+        models.stop()
+        models.times.end()
+    copyreg.dispatch_table.pop(Conversion, None)
+
+
+def step(*outputs):
+    sum(out.square().mean() for out in outputs).backward()
+
+
+def state_of(models, module):
+    (found,) = [m for m in models.seen if m.ref() is module]
+    return found.state, found.why_not_converted() if found.state is not State.CONVERTED else ""
+
+
+def lines(models):
+    return "\n".join(report_lines(models, Workers(), Counter()))
+
+
+def test_a_model_is_converted_at_its_next_call_after_a_backward(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    expected = model(x)
+    assert conversion_of(model) is None
+    step(expected)
+    assert conversion_of(model) is None
+    found = model(x)
+    assert conversion_of(model) is not None
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, expected)
+    assert torch.allclose(found, expected, atol=0.05)
+    assert not any(p._backward_hooks for p in model.parameters())
+    assert "converted 1 model, policy bf16-O1" in lines(models)
+    assert "test_trained_models.py:" in lines(models)
+
+
+def test_gradients_of_autograd_grad_are_a_proof(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    model(x)
+    assert state_of(models, model)[0] is State.CONVERTED
+
+
+def test_both_models_of_a_gan_are_converted_and_its_loss_is_no_model(watch):
+    models, generator, critic, loss = watch(), Net(), nn.Sequential(nn.Linear(4, 1)), nn.BCEWithLogitsLoss()
+    for _ in range(2):
+        fake = generator(torch.randn(4, 8))
+        for part in (torch.randn(4, 4), fake.detach(), fake):
+            out = critic(part)
+            loss(out, torch.ones_like(out)).backward()
+    assert state_of(models, generator)[0] is state_of(models, critic)[0] is State.CONVERTED
+    assert len(models.seen) == 2
+
+
+def test_what_is_not_trained_is_left_and_said_so(watch):
+    models, frozen, unused, model = watch(), Net().requires_grad_(False), Net(), nn.Linear(4, 4)
+    x, target = torch.randn(4, 8), Net()
+    for _ in range(3):
+        unused(x).detach()
+        with torch.no_grad():
+            target(x)
+        step(model(frozen(x)))
+    assert state_of(models, model)[0] is State.CONVERTED
+    assert state_of(models, frozen) == (State.WATCHED, eligibility.FROZEN)
+    assert state_of(models, unused) == (State.WATCHED, eligibility.NEVER_TRAINED)
+    assert state_of(models, target) == (State.WATCHED, eligibility.NO_GRADIENTS)
+    assert lines(models).count("not converted: Net") == 3
+
+
+def test_a_frozen_model_is_converted_once_it_is_trained(watch):
+    models, model, x = watch(), Net().requires_grad_(False), torch.randn(4, 8)
+    model(x)
+    model.requires_grad_(True)
+    step(model(x))
+    model(x)
+    assert state_of(models, model)[0] is State.CONVERTED
+
+
+def test_a_model_whose_forward_is_called_directly_is_converted_as_a_whole(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    for _ in range(3):
+        step(model.forward(x))
+    assert [m.ref() for m in models.seen] == [model]
+    assert conversion_of(model) is not None
+    assert conversion_of(model.head) is None
+
+
+def test_parts_that_are_called_alone_are_models(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    for _ in range(3):
+        step(model.head(model.encoder(x)))
+    assert conversion_of(model.head) is not None
+    assert conversion_of(model.encoder) is not None
+    for _ in range(3):
+        step(model(x))
+    assert conversion_of(model) is not None, "the outermost module is converted"
+    assert conversion_of(model.head) is None
+    step(model.encoder(x))
+    assert conversion_of(model.encoder) is None
+    assert lines(models).startswith("converted 1 model")
+
+
+def test_parts_of_a_converted_model_are_not_reported(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    with torch.no_grad():
+        model.encoder(x)
+    for _ in range(3):
+        step(model(x))
+    with torch.no_grad():
+        model.head(torch.randn(4, 16))
+    assert lines(models).count("\n") == 1
+    assert "not converted" not in lines(models)
+
+
+def test_autocast_of_the_script_is_left_alone_or_replaced(watch):
+    class Inner(Net):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    for replaces, expected in ((False, State.LEFT), (True, State.CONVERTED)):
+        models, model, inner, x = watch(replace_autocast=replaces), Net(), Inner(), torch.randn(4, 8)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(x)
+            step(out.float(), inner(x).float())
+        assert state_of(models, model)[0] is expected
+        assert state_of(models, inner) == (State.LEFT, eligibility.INNER_AUTOCAST)
+        models.stop()
+
+
+def test_fp16_takes_the_place_of_fp16_autocast_alone(watch):
+    models, model, other, x = watch(replace_autocast=True), Net(), Net(), torch.randn(4, 8)
+    models.options = RunOptions.checked("fp16", replace_autocast=True)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        step(out.float(), other(x))
+    assert state_of(models, model)[0] is State.CONVERTED
+    assert "bf16 needs no scale" in state_of(models, other)[1]
+
+
+def test_recomputed_and_compiled_models_are_left(watch):
+    models, model, again, x = watch(), Net(), Net(), torch.randn(4, 8)
+    compiled = torch.compile(again, backend="eager")
+    for _ in range(3):
+        step(checkpoint(model, x, use_reentrant=False), compiled(x))
+    assert state_of(models, model) == (State.LEFT, eligibility.CHECKPOINTED)
+    assert "compiled by the script" in state_of(models, compiled)[1]
+
+
+def test_a_checkpoint_inside_of_a_model_is_part_of_it(watch):
+    class Checkpointed(Net):
+        def forward(self, x):
+            return self.head(checkpoint(self.encoder, x, use_reentrant=False))
+
+    models, model, x = watch(), Checkpointed(), torch.randn(4, 8)
+    for _ in range(3):
+        step(model(x))
+    assert [m.kind for m in models.seen] == ["Checkpointed"]
+    assert conversion_of(model) is not None
+
+
+def test_a_model_that_fsdp_shards_is_left(watch):
+    class FSDPModule:
+        """The name that torch gives the class of what ``fully_shard`` returns."""
+
+    class Sharded(FSDPModule, Net):
+        pass
+
+    models, model = watch(), Sharded()
+    step(model(torch.randn(4, 8)))
+    assert "sharded by FSDP" in state_of(models, model)[1]
+
+
+def test_what_convert_refuses_is_left_with_its_reason(watch):
+    models, model, x = watch(), Net().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16)
+    for _ in range(3):
+        step(model(x))
+    assert "level O1 keeps parameters in fp32" in state_of(models, model)[1]
+    assert lines(models).startswith("nothing was converted")
+
+
+def test_only_chooses_modules_by_class_or_path(watch):
+    models, model, x = watch(only="enc.*"), Net(), torch.randn(4, 8)
+    other = nn.Sequential(nn.Linear(4, 4))
+    for _ in range(3):
+        step(other(model(x)))
+    assert conversion_of(model) is None
+    assert conversion_of(model.encoder) is not None
+    assert "none of its modules matches --only" in state_of(models, other)[1]
+    assert "of it encoder" in lines(models)
+    step(model(x))
+    models.stop()
+    models, model = watch(only="Net"), Net()
+    for _ in range(2):
+        step(model(x))
+    assert conversion_of(model) is not None
+
+
+def test_a_dry_run_converts_nothing_and_says_what_it_would(watch):
+    models, model = watch(dry_run=True), Net()
+    for _ in range(3):
+        step(model(torch.randn(4, 8)))
+    assert conversion_of(model) is None
+    assert lines(models).startswith("would convert 1 model")
+
+
+def test_measured_steps_run_as_written_first(watch):
+    models, model, x = watch(measure=True), Net(), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    converted_at = None
+    for i in range(40):
+        step(model(x))
+        optimizer.step()
+        if converted_at is None and conversion_of(model) is not None:
+            converted_at = i
+    assert converted_at == 10
+    assert "as written" in models.times.lines()[0]
+    assert "medians of 7 and 7 steps" in models.times.lines()[0]
+
+
+def test_measuring_without_an_optimizer_does_not_wait_for_its_steps(watch):
+    models, model = watch(measure=True), Net()
+    for _ in range(14):
+        step(model(torch.randn(4, 8)))
+    assert conversion_of(model) is not None
+    assert "not measured: optimizers made 0 steps" in models.times.lines()[0]
+
+
+def test_an_error_of_ours_does_not_stop_the_script(watch, monkeypatch):
+    models, model, told = watch(), Net(), []
+    models.note = told.append
+    monkeypatch.setattr(models, "_convert", lambda model: 1 / 0)
+    for _ in range(4):
+        step(model(torch.randn(4, 8)))
+    assert conversion_of(model) is None
+    assert [line.partition(":")[0] for line in told] == ["nothing more is converted, as amp-graph run itself failed"]
+
+
+def test_a_model_that_is_wrapped_after_it_was_converted_stays_converted(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    wrapped = nn.DataParallel(model)
+    for called in (model, wrapped):
+        for _ in range(3):
+            step(called(x))
+        assert conversion_of(model) is not None
+    assert "Net in DataParallel (212 parameters)" in lines(models)
+
+
+def test_calls_in_transforms_and_traces_are_as_written(watch):
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    parameters = dict(model.named_parameters())
+    for _ in range(3):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+    assert conversion_of(model) is None
+    assert state_of(models, model)[0] is State.WATCHED
+
+
+def test_a_copy_is_a_model_of_its_own(watch):
+    import copy
+
+    models, model, x = watch(), Net(), torch.randn(4, 8)
+    for _ in range(2):
+        step(model(x))
+    copied = copy.deepcopy(model)
+    assert conversion_of(model) is not None
+    assert conversion_of(copied) is None, "a copy is as written, until it is trained"
+    for _ in range(2):
+        step(copied(x))
+    assert conversion_of(copied) is not None
+    assert len(models.seen) == 2
+
+
+def test_a_model_that_the_script_dropped_is_reported_and_not_kept(watch):
+    import gc
+    import weakref
+
+    models, model = watch(), Net()
+    for _ in range(3):
+        step(model(torch.randn(4, 8)))
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+    assert "Net (212 parameters)" in lines(models)
+    assert "1 graph" in lines(models)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_converted_model_is_saved_and_exported_as_written(watch):
+    models, model, x = watch(), nn.Sequential(Net(), nn.Linear(4, 4)), torch.randn(4, 8)
+    plain = pickle.dumps(model)
+    for _ in range(2):
+        step(model(x))
+    assert state_of(models, model)[0] is State.CONVERTED
+    found = pickle.dumps(model)
+    assert b"amp_graph" not in found.replace(Net.__module__.encode(), b"")
+    assert pickle.loads(found).__dict__.keys() == pickle.loads(plain).__dict__.keys()
+    with torch.no_grad():
+        expected = pickle.loads(found)(x)
+        assert torch.equal(torch.jit.trace(model, x)(x), expected)
+        assert torch.equal(torch.jit.script(model)(x), expected)
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    assert conversion_of(model) is not None
+
+
+def test_a_class_with_a_getstate_of_its_own_is_saved_as_written(watch):
+    class_ = Stateful
+    models, model, x = watch(), class_(), torch.randn(4, 8)
+    for _ in range(2):
+        step(model(x))
+    assert state_of(models, model)[0] is State.CONVERTED
+    found = pickle.dumps(model)
+    assert b"amp_graph.capture" not in found
+    again = pickle.loads(found)
+    assert not isinstance(again.__dict__["forward"], Conversion)
+    assert again.forward(x).shape == (4, 4)
+
+
+class Stateful(Net):
+    """A model that pickles all of its attributes itself."""
+
+    def __getstate__(self):
+        return self.__dict__.copy()

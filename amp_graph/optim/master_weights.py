@@ -155,6 +155,8 @@ def put_master_back(parameter: Tensor, master: Master | None) -> None:
 def _hold(parameter: Parameter, data: Tensor) -> None:
     grad, parameter.grad = parameter.grad, None
     parameter.data = data
+    if parameter.grad_dtype not in (None, data.dtype):  # set by an unscaling that held the gradient in fp32
+        parameter.grad_dtype = data.dtype
     parameter.grad = None if grad is None else grad.to(data.dtype)
 
 

@@ -85,6 +85,7 @@ class Conversion:
     measured: tuple[Measured, ...] = ()  # measured effects of rounding in its graphs, for error budgets
     max_graphs: int = MOST  # per code object
     options: Options = field(default_factory=dict)  # Inductor's
+    narrows_to: dict[str, torch.dtype] = field(default_factory=dict)  # dtypes that widened parameters had, by name
 
     def __post_init__(self) -> None:
         """Read the model's forward; the model does not change before ``attach``."""
@@ -372,12 +373,12 @@ class Conversion:
         copy_masters(self.model, memo)
         wrapped = copy.deepcopy(self.wrapped, memo)
         how = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
-        return restore(copied, *how, self.options)
+        return restore(copied, *how, self.options, self.narrows_to)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
         how = (self.policy, self.compile, self.dynamic, self.strict)
-        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options, self.narrows_to)
 
 
 def restore(
@@ -390,9 +391,11 @@ def restore(
     measured: tuple[Measured, ...] = (),
     max_graphs: int = MOST,
     options: Options | None = None,
+    narrows_to: dict[str, torch.dtype] | None = None,
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {})
+    how = (policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {}, dict(narrows_to or {}))
+    made = Conversion(model, *how)
     made.attach()
     return made
 

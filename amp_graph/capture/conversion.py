@@ -28,6 +28,7 @@ from amp_graph.capture.dynamo_backend import Compile, Runner
 from amp_graph.capture.graph_break_autocast import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.capture.graph_break_policy import EscapedCode, FailsUnderAutocast
 from amp_graph.capture.graph_limits import GraphLimits
+from amp_graph.capture.new_objects import forget_new_objects, watch_new_objects
 from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
 from amp_graph.capture.sparse_operands import with_sparse_in_full
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
@@ -127,6 +128,7 @@ class Conversion:
         self._run = self._capturing()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
+        watch_new_objects(self.model, str(self.policy))
 
     def detach(self) -> None:
         """Restore the model's own forward."""
@@ -135,6 +137,7 @@ class Conversion:
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)
+        forget_new_objects(self.model)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped

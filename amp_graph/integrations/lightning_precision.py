@@ -195,7 +195,7 @@ class ConvertsModules:
     # -- reading and saving ---------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what ``amp_graph.report.metrics`` reads of the modules and the scaler; one copy from the device."""
+        """Return what ``amp_graph.metrics`` reads of the modules and the scaler; one copy from the device."""
         return metrics(*self.converted.values(), self.scaler, grad_norm=self._grad_norm)
 
     def state_dict(self) -> dict[str, Any]:

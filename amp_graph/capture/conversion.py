@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.fx import GraphModule
 
+from amp_graph.capture.capture_fixes import fix_of, with_place
 from amp_graph.capture.capture_log import CaptureLog
 from amp_graph.capture.captured_graphs import Captured, CapturedGraphs, break_of
 from amp_graph.capture.diagnostics import Complaints
@@ -30,6 +32,7 @@ from amp_graph.capture.graph_break_policy import EscapedCode, FailsUnderAutocast
 from amp_graph.capture.graph_limits import GraphLimits
 from amp_graph.capture.new_objects import forget_new_objects, watch_new_objects
 from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
+from amp_graph.capture.recapture_reasons import called
 from amp_graph.capture.sparse_operands import with_sparse_in_full
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
@@ -280,7 +283,8 @@ class Conversion:
         self._misses += 1
         if self._misses in TRIED_AGAIN:  # Dynamo skips a frame for good, even if the cause is gone
             self._run = self._capturing()
-        self.said.complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
+        causes = with_place(self._causes() or "no tensor operations", called(inspect.unwrap(self.forward)).where)
+        self.said.complain(f"nothing was captured, so this call ran {how}", causes, fix=fix_of(causes))
 
     def _causes(self) -> str:
         """Return in one line why capture was incomplete."""

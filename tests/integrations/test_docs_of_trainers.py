@@ -44,7 +44,8 @@ def given(section, folder):
 
 
 @pytest.mark.parametrize(
-    "section", [pytest.param(name, marks=[pytest.mark.needs(NEEDS[name])] if name in NEEDS else []) for name in SECTIONS]
+    "section",
+    [pytest.param(name, marks=[pytest.mark.needs(NEEDS[name])] if name in NEEDS else []) for name in SECTIONS],
 )
 def test_the_blocks_of_a_section_run_in_order(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,13 @@ from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from tests.integrations import training
 
 pytestmark = pytest.mark.needs("lightning")
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+}
 POLICIES = ["bf16", "bf16-O2", "fp16", "fp16-O2", "O0"]
 
 
@@ -238,7 +244,9 @@ def test_ddp_trains_the_converted_module():
     try:
         trainer("fp16", strategy="ddp", max_steps=10, use_distributed_sampler=False).fit(found, loader(data))
         training.assert_same(training.weights(found.net), expected)
-        with pytest.raises(CaptureError, match="DistributedDataParallel has built its buckets.*\n.*\n.*configure_model"):
+        with pytest.raises(
+            CaptureError, match="DistributedDataParallel has built its buckets.*\n.*\n.*configure_model"
+        ):
             trainer("bf16-O2", strategy="ddp", max_steps=1).fit(module(), loader(data))
     finally:
         if torch.distributed.is_initialized():
@@ -246,7 +254,9 @@ def test_ddp_trains_the_converted_module():
 
 
 def test_the_other_name_of_the_package():
-    pl = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is missing; fix: pip install pytorch-lightning")
+    pl = pytest.importorskip(
+        "pytorch_lightning", reason="pytorch_lightning is missing; fix: pip install pytorch-lightning"
+    )
     data = training.batches(5)
     expected, _ = training.train(training.net(), "bf16", data)
     found = module(pl=pl)

@@ -61,14 +61,18 @@ def test_gradients_are_as_exact_as_under_autocast():
         with torch.autocast("cpu", torch.bfloat16, enabled=model is cast):
             loss = model.train()(**batch).loss
         loss.backward()
-    flat = [torch.cat([p.grad.flatten().double() for p in m.parameters() if p.requires_grad]) for m in (exact, found, cast)]
+    flat = [
+        torch.cat([p.grad.flatten().double() for p in m.parameters() if p.requires_grad]) for m in (exact, found, cast)
+    ]
     assert (flat[1] - flat[0]).norm() <= 1.1 * (flat[2] - flat[0]).norm()
 
 
 def test_the_trainer_with_the_callback_is_the_loop_by_hand_and_resumes(tmp_path):
     def run(folder, resumed=None):
         model = adapted()
-        one = trainer(model, tmp_path / folder, rows(20), callback("bf16"), max_steps=20, save_strategy="steps", save_steps=10)
+        one = trainer(
+            model, tmp_path / folder, rows(20), callback("bf16"), max_steps=20, save_strategy="steps", save_steps=10
+        )
         one.train(resume_from_checkpoint=resumed)
         return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
@@ -79,7 +83,9 @@ def test_the_trainer_with_the_callback_is_the_loop_by_hand_and_resumes(tmp_path)
 @pytest.mark.parametrize("name", ["merge_and_unload", "unload"])
 def test_what_is_merged_is_another_object_and_the_warning_names_the_fix(name):
     model = amp_graph.convert(adapted(), "bf16")
-    with pytest.warns(AmpGraphWarning, match=rf"{name}\(\) of a converted model returned another object, a GPT2LM.*\n.*convert"):
+    with pytest.warns(
+        AmpGraphWarning, match=rf"{name}\(\) of a converted model returned another object, a GPT2LM.*\n.*convert"
+    ):
         getattr(model, name)()
     model = amp_graph.convert(adapted(), "bf16")
     merged = amp_graph.convert(getattr(amp_graph.revert(model), name)(), "bf16")

@@ -157,9 +157,7 @@ def test_metrics_reach_tensorboard(tmp_path):
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert {"train/loss_scale", "train/skipped_steps", "train/casts", "train/held_bytes"} <= {
-        *events.Tags()["scalars"]
-    }
+    assert {"train/loss_scale", "train/skipped_steps", "train/casts", "train/held_bytes"} <= {*events.Tags()["scalars"]}
     assert [e.step for e in events.Scalars("train/loss_scale")][:2] == [2, 4]
 
 

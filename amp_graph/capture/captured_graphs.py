@@ -18,9 +18,9 @@ from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_lin
 from amp_graph.capture.diagnostics import Complaints
 from amp_graph.capture.dynamo_backend import Compile, Runner, lower, with_sums_in_fp32
 from amp_graph.capture.gradient_underflow import UnderflowWatch
-from amp_graph.capture.missing_kernels import tell_of_missing_kernels
 from amp_graph.capture.graph_break_autocast import without_autocast
 from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.missing_kernels import tell_of_missing_kernels
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget

@@ -20,6 +20,7 @@ def tell_of_missing_kernels() -> None:
         if TELLS and why not in _told:
             _told.add(why)
             warn(
-                f"amp_graph: torch's kernels run in place of compiled ones ({', '.join(names)}), which is slower: {why}\n"
+                f"amp_graph: torch's kernels run in place of compiled ones ({', '.join(names)}), which is slower: "
+                f"{why}\n"
                 f"  fix:   install gcc or clang, or set CC; a folder that can be written: {FIX}"
             )

@@ -15,7 +15,7 @@ from amp_graph.scaling.grad_scaler import GradScaler
 
 
 def give_scaler(accelerator: Any, scaler: torch.amp.GradScaler | None = None) -> torch.amp.GradScaler:
-    """Make ``accelerator`` scale losses, unscale before it clips, skip bad steps, and save the scale; return the scaler.
+    """Make ``accelerator`` scale losses, unscale before it clips, skip bad steps and save the scale; return it.
 
     Optimizers that it has prepared already get the scaler, too.
     """

@@ -6,7 +6,7 @@ Before: ``Trainer(precision="bf16-mixed")``, the training step under ``torch.aut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,6 +40,9 @@ class ConvertsModules:
     reverted: checkpoints, exports and pickles see the module as it was written.
     """
 
+    _after_closure: Any  # Lightning's: the hooks before a step, and the clip
+    main_params: Any
+
     def __init__(
         self,
         policy: Policy | str | None = None,
@@ -50,7 +53,7 @@ class ConvertsModules:
         """Parse the policy; modules are converted by the trainer."""
         self.policy = Policy.parse(policy)
         self.scaler, self.keep_converted = scaler, keep_converted
-        self.precision = "16-mixed" if self.policy.dtype == "fp16" else "bf16-mixed"  # for loggers
+        self.precision: Any = "16-mixed" if self.policy.dtype == "fp16" else "bf16-mixed"  # for loggers
         self.converted: dict[str, Module] = {}  # by the path in the LightningModule
         self._module: Any = None
         self._low, self._kind = torch.bfloat16, "cpu"
@@ -152,7 +155,7 @@ class ConvertsModules:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Run the closure once, clip the unscaled fp32 gradients, and step unless one is infinite."""
         if self.scaler is None and not self._holds_low:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
@@ -190,7 +193,7 @@ class ConvertsModules:
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by norm, and remember the norm for the log."""
-        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     # -- reading and saving ---------------------------------------------------------------------------
 

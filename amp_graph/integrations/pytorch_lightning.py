@@ -1,5 +1,7 @@
-"""A precision plugin for ``pytorch_lightning``: ``Trainer(plugins=AmpGraphPrecision("bf16"))``; scripts that import ``lightning`` use the
-module of that name here.
+"""A precision plugin for ``pytorch_lightning``: ``Trainer(plugins=AmpGraphPrecision("bf16"))``.
+
+Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts
+that import ``pytorch_lightning``; those that import ``lightning`` use the module of that name here.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ except ModuleNotFoundError as error:
 
 
 class AmpGraphPrecision(ConvertsModules, Precision):
-    __doc__ = ConvertsModules.__doc__
+    """Trains in mixed precision: converts the modules that ``training_step`` calls, and scales losses in fp16.
+
+    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``; a
+    ``torch.amp.GradScaler`` is legal as well. keep_converted: do not revert the modules when the trainer finishes.
+    """
 
 
 class AmpGraphMetrics(LogsMetrics, Callback):
-    __doc__ = LogsMetrics.__doc__
+    """Logs the plugin's metrics to all loggers, once per ``log_every_n_steps``."""

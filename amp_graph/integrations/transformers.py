@@ -1,7 +1,7 @@
 """A callback for transformers' Trainer: ``Trainer(..., callbacks=[AmpGraphCallback("bf16")])``.
 
-Before: ``TrainingArguments(bf16=True)``, the model's forward under ``torch.autocast``. After: ``bf16`` and ``fp16`` left
-out, and this callback, which converts the model while it trains.
+Before: ``TrainingArguments(bf16=True)``, the model's forward under ``torch.autocast``. After: neither, and
+this callback, which converts the model while it trains.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class AmpGraphCallback(TrainerCallback):
             )
         if self.policy.level in HELD_LOW and args.world_size > 1:
             raise CaptureError(
-                f"AmpGraphCallback: level {self.policy.level} lowers parameters, and DDP has built its buckets for fp32 "
-                f"gradients\n  legal: levels O1 and O0 over several processes\n  fix:   AmpGraphCallback('"
+                f"AmpGraphCallback: level {self.policy.level} lowers parameters, and DDP has built its buckets for "
+                f"fp32 gradients\n  legal: levels O1 and O0 over several processes\n  fix:   AmpGraphCallback('"
                 f"{self.policy.dtype}')"
             )
         if conversion_of(model) is None:

@@ -134,7 +134,7 @@ class MixedPrecisionOptimizer(Optimizer):
         params: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters and round them into the parameters, unless a gradient is infinite; adjust the scale.
 
         closure: called once, before gradients are checked; it calls ``optimizer.backward(loss)``, and what it returns

@@ -245,7 +245,7 @@ def test_ddp_trains_the_converted_module():
         trainer("fp16", strategy="ddp", max_steps=10, use_distributed_sampler=False).fit(found, loader(data))
         training.assert_same(training.weights(found.net), expected)
         with pytest.raises(
-            CaptureError, match="DistributedDataParallel has built its buckets.*\n.*\n.*configure_model"
+            CaptureError, match=r"DistributedDataParallel has built its buckets.*\n.*\n.*configure_model"
         ):
             trainer("bf16-O2", strategy="ddp", max_steps=1).fit(module(), loader(data))
     finally:

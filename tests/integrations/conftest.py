@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items):
     for item in items:
         if "integrations" in item.path.parts and item.get_closest_marker("needs"):

@@ -23,19 +23,22 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-triton conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-triton conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and with amp_graph (under 5 minutes)
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
-	$(VENV)/bin/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS) < /dev/null
+	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration" $(PYTEST_ARGS) < /dev/null
 
 test-long: $(STAMPS)/test  ## run the long tests
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
+test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
+	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
 
 test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
 	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \

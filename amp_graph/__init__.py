@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
+    from amp_graph.report.metrics import metrics as metrics
     from amp_graph.report.model_report import report as report
     from amp_graph.rewrite import rewrite as rewrite
     from amp_graph.scaling.grad_scaler import GradScaler as GradScaler
@@ -39,6 +40,7 @@ _HOME |= {
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
     "TrainStep": "step.train_step",
     "memory": "",  # modules
+    "metrics": "report.metrics",
     "optim": "",
     "report": "report.model_report",
     "revert": "convert",

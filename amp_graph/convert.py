@@ -6,6 +6,7 @@ Before: ``model(x)`` in fp32. After: ``model(x)`` through the rewritten graph, t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +21,11 @@ from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.lists.path_pattern import matches
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
+from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_frames import compiled_in_place
 from amp_graph.passes.torch_compat.module_attributes import uninitialized
-from amp_graph.policy import HALVES, HELD_LOW, Policy
+from amp_graph.policy import HELD_LOW, Policy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -97,12 +99,14 @@ def convert(
     if compile == "eager" and wanted.level != "O0":
         compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
     # Nothing of the model has changed so far; what follows is undone if it raises.
-    if wanted.level in HELD_LOW:
-        let_optimizers_update_masters()
-        with lower_parameters(model, wanted):
+    with widen_parameters(model) if wanted.widen else nullcontext(None) as before:
+        made.narrows_to = before or {}
+        if wanted.level in HELD_LOW:
+            let_optimizers_update_masters()
+            with lower_parameters(model, wanted):
+                made.attach()
+        else:
             made.attach()
-    else:
-        made.attach()
     return model
 
 
@@ -137,6 +141,7 @@ def revert(model: Model) -> Model:
         )
     with restore_parameters(model):
         found.detach()
+    narrow_parameters(model, found.narrows_to)
     return model
 
 
@@ -203,11 +208,14 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
             "  fix:   call the model once on a batch before amp_graph.convert(model), to initialize them; level "
             "O1 accepts them"
         )
-    half = [name for name, p in model.named_parameters() if p.dtype in HALVES]
-    if half and policy.level == "O1":
+    half = [*trained_halves(model)]
+    if half and policy.level == "O1" and not policy.widen:
         raise CaptureError(
-            f"convert: level O1 keeps parameters in fp32, and {len(half)} are in half precision: {_few(half)}\n"
-            "  fix:   amp_graph.convert(model.float()), or level O2, which holds them in low precision"
+            f"convert: level O1 trains parameters in fp32, and {len(half)} are in half precision: "
+            f"{_few(half)}\n"
+            f"  legal: frozen parameters in half precision, beside trained ones in fp32\n"
+            f"  fix:   amp_graph.convert(model, '{policy},widen=true'), which holds trained parameters in fp32 until "
+            "amp_graph.revert; or amp_graph.convert(model.float()); or level O2, which holds them in low precision"
         )
 
 

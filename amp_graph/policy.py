@@ -74,6 +74,8 @@ class Policy:
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
     escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
     "fp32" if the policy has what autocast cannot express: lists in files, ``deny`` or ``opaque``.
+    widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
+    them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
     or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
     """
@@ -100,6 +102,7 @@ class Policy:
     skip_unprofitable: str = ""
     escaped: str = ""
     replay: str = ""
+    widen: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -118,6 +121,11 @@ class Policy:
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
         _check("replay", self.replay, ("", *REPLAY))
+        if self.widen and self.level == "O0":
+            raise PolicyError(
+                "policy: widen=true with level O0, which leaves the model as it is\n  legal: levels O1, O2, O3\n"
+                "  fix:   Policy.parse('bf16,widen=true')"
+            )
         if self.planner == "paint" and self.budget is not None:
             raise PolicyError(
                 f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"

@@ -16,7 +16,7 @@ def test_there_are_at_most_twelve_names_in_order():
     assert amp_graph.__all__ == sorted(amp_graph.__all__)
 
 
-@pytest.mark.parametrize("name", [*amp_graph.__all__, "memory"])
+@pytest.mark.parametrize("name", [*amp_graph.__all__, "memory", "metrics"])
 def test_each_name_is_documented(name):
     assert (getattr(amp_graph, name).__doc__ or "").strip()
     text = "\n".join(page.read_text() for page in DOCS.glob("*.md"))

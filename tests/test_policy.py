@@ -12,7 +12,7 @@ from amp_graph.errors import PolicyError
 # A value of its own for every field: a round trip that loses a field cannot hide behind a default.
 OTHER = {
     "dtype": "fp16",
-    "level": "O0",
+    "level": "O2",
     "accuracy": "fast",
     "lists": ("autocast_cpu", "my.toml"),
     "allow": ("aten.mm", "aten.bmm"),
@@ -33,6 +33,7 @@ OTHER = {
     "skip_unprofitable": True,
     "escaped": "fp32",
     "replay": "auto",
+    "widen": True,
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

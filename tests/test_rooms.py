@@ -53,6 +53,7 @@ ROOMS = (
     ("amp_graph/convert.py",),
     ("amp_graph/step",),
     ("amp_graph/report",),
+    ("amp_graph/integrations",),
     ("amp_graph/demo", "amp_graph/run"),
     ("amp_graph/cli",),
     ("amp_graph/__main__.py",),

@@ -20,6 +20,7 @@ from amp_graph.capture.dynamo_backend import Compile, Runner, lower, with_sums_i
 from amp_graph.capture.gradient_underflow import UnderflowWatch
 from amp_graph.capture.graph_break_autocast import without_autocast
 from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.missing_kernels import tell_of_missing_kernels
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
@@ -153,6 +154,7 @@ class CapturedGraphs:
             how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
+        tell_of_missing_kernels()
         watch = HEAP.watch(record, at_once) if record.kept_bytes else None
         run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch, record.copies)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run

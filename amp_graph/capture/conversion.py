@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.fx import GraphModule
 
+from amp_graph.capture.capture_fixes import fix_of, with_place
 from amp_graph.capture.capture_log import CaptureLog
 from amp_graph.capture.captured_graphs import Captured, CapturedGraphs, break_of
 from amp_graph.capture.diagnostics import Complaints
@@ -28,7 +30,9 @@ from amp_graph.capture.dynamo_backend import Compile, Runner
 from amp_graph.capture.graph_break_autocast import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
 from amp_graph.capture.graph_break_policy import EscapedCode, FailsUnderAutocast
 from amp_graph.capture.graph_limits import GraphLimits
+from amp_graph.capture.new_objects import forget_new_objects, watch_new_objects
 from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
+from amp_graph.capture.recapture_reasons import called
 from amp_graph.capture.sparse_operands import with_sparse_in_full
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
@@ -86,6 +90,7 @@ class Conversion:
     measured: tuple[Measured, ...] = ()  # measured effects of rounding in its graphs, for error budgets
     max_graphs: int = MOST  # per code object
     options: Options = field(default_factory=dict)  # Inductor's
+    narrows_to: dict[str, torch.dtype] = field(default_factory=dict)  # dtypes that widened parameters had, by name
 
     def __post_init__(self) -> None:
         """Read the model's forward; the model does not change before ``attach``."""
@@ -128,6 +133,7 @@ class Conversion:
         self._run = self._capturing()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
+        watch_new_objects(self.model, str(self.policy))
 
     def detach(self) -> None:
         """Restore the model's own forward."""
@@ -136,6 +142,7 @@ class Conversion:
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)
+        forget_new_objects(self.model)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
@@ -299,7 +306,8 @@ class Conversion:
         self._misses += 1
         if self._misses in TRIED_AGAIN:  # Dynamo skips a frame for good, even if the cause is gone
             self._run = self._capturing()
-        self.said.complain(f"nothing was captured, so this call ran {how}", self._causes() or "no tensor operations")
+        causes = with_place(self._causes() or "no tensor operations", called(inspect.unwrap(self.forward)).where)
+        self.said.complain(f"nothing was captured, so this call ran {how}", causes, fix=fix_of(causes))
 
     def _causes(self) -> str:
         """Return in one line why capture was incomplete."""
@@ -399,12 +407,12 @@ class Conversion:
         copy_masters(self.model, memo)
         wrapped = copy.deepcopy(self.wrapped, memo)
         how = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
-        return restore(copied, *how, self.options)
+        return restore(copied, *how, self.options, self.narrows_to)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
         how = (self.policy, self.compile, self.dynamic, self.strict)
-        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options)
+        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options, self.narrows_to)
 
 
 def restore(
@@ -417,9 +425,11 @@ def restore(
     measured: tuple[Measured, ...] = (),
     max_graphs: int = MOST,
     options: Options | None = None,
+    narrows_to: dict[str, torch.dtype] | None = None,
 ) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
-    made = Conversion(model, policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {})
+    how = (policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {}, dict(narrows_to or {}))
+    made = Conversion(model, *how)
     made.attach()
     return made
 

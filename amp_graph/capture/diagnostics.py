@@ -34,7 +34,7 @@ class Complaints:
     strict: bool
     notes: list[str] = field(default_factory=list)
 
-    def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
+    def complain(self, what: str, causes: str = "", warned: bool = True, fix: str = "") -> None:
         """Report ``what`` once, with its causes; raises CaptureError if strict. ``warned``: not by a note alone."""
         told = f"{what}: {causes}" if causes else what
         text = f"amp_graph: {type(self.model).__name__}: {told}"
@@ -43,7 +43,7 @@ class Complaints:
         if not any(note.startswith(what) for note in self.notes):  # the causes accumulate over calls
             self.note(told)
             if warned:
-                warn(text)
+                warn(f"{text}\n  fix:   {fix}" if fix else text)
 
     def note(self, what: str) -> None:
         """Add a note to the report."""

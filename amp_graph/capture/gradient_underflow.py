@@ -1,10 +1,12 @@
 """Detects gradients that underflow in fp16: trained without a loss scale, such a model learns nothing.
 
 Before: ``loss.backward()``, and gradients of zero. After: an AmpGraphWarning, once, with the lines that scale the loss.
+Without any scaler in the process it comes at the first backward, before anything has underflowed.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,9 +17,12 @@ import torch
 from amp_graph.capture.diagnostics import Complaints
 from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.autograd import at_end_of_backward, number_of_backward
+from amp_graph.scaling.loss_scale import LossScale
 
 # Below this fp16 keeps fewer than bf16's 8 significant bits: subnormals are multiples of 2^-24; half of one is 0.
 LIMIT = 2.0**-17
+# The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
+LARGEST_UNSCALED = 1.0
 FIX = (
     "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
     "or policy 'bf16'"
@@ -36,6 +41,7 @@ class UnderflowWatch:
     said: Complaints
     calls: int = 0
     found: bool = False
+    _began: bool = False  # whether the first backward was checked
     _seen: int = -1  # the backward that is being checked
     _arrived: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # largest values, and their number
     _unread: list[tuple[Callable[[], bool], torch.Tensor, int]] = field(default_factory=list)  # in flight from a GPU
@@ -99,12 +105,27 @@ class UnderflowWatch:
             self._say(f"all gradients are zero, and the largest of its outputs is {arrived:.1e}")
         elif small > sum(g >= LIMIT for g in grads):
             self._say(f"of {small} of {len(grads)} parameters the largest gradient is below {LIMIT:.1e}")
+        elif not self._began and arrived <= LARGEST_UNSCALED and not has_scaler():
+            self._say_that_nothing_scales()
+        self._began = True
+
+    def _say_that_nothing_scales(self) -> None:
+        what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
+        self.said.note(f"{what}; scale the loss")
+        warn(f"amp_graph: {type(self.said.model).__name__} {what}\n  fix:   {FIX}")
 
     def _say(self, what: str) -> None:
         self.found = True
         what = f"gradients are too small for fp16, which rounds below 3.0e-08 to 0 and is inexact just above: {what}"
         self.said.note(f"{what}; scale the loss")
         warn(f"amp_graph: {type(self.said.model).__name__}: {what}\n  fix:   {FIX}")
+
+
+def has_scaler() -> bool:
+    """Return whether a loss scale exists: a gradient scaler, ours or torch's, or that of a TrainStep."""
+    kinds = (torch.amp.GradScaler, LossScale)
+    scalers = (one for one in gc.get_objects() if issubclass(type(one), kinds))  # isinstance would ask proxies
+    return any(isinstance(one, LossScale) or one.is_enabled() for one in scalers)
 
 
 def _tensors(results: Any) -> Iterable[torch.Tensor]:

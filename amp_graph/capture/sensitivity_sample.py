@@ -61,7 +61,7 @@ class SampledGraphs(CapturedGraphs):
 class Silent(Complaints):
     """Reports nothing: the conversion that follows reports."""
 
-    def complain(self, what: str, causes: str = "", warned: bool = True) -> None:
+    def complain(self, what: str, causes: str = "", warned: bool = True, fix: str = "") -> None:
         """Ignore it."""
 
 

@@ -94,7 +94,7 @@ def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
         for parameter in lowered:
             full = parameter.data
             keeps = policy.level == "O2" and parameter.requires_grad and model.training
-            _hold(parameter, full.to(policy.torch_dtype(full.device.type)))
+            hold_as(parameter, full.to(policy.torch_dtype(full.device.type)))
             _set_master(parameter, full if keeps else None, late=policy.level == "O2")
         _speak_fp32(model, lowered)
         yield
@@ -109,7 +109,7 @@ def restore_parameters(model: Module) -> Iterator[None]:
     held = [p for p in model.parameters() if hasattr(p, MASTER)]
     with unchanged_where_it_raises(model, held):
         for parameter in held:
-            _hold(parameter, full_value(parameter))
+            hold_as(parameter, full_value(parameter))
             delattr(parameter, MASTER)
         for module in model.modules():
             _remove(module._state_dict_hooks, _save_fp32)
@@ -152,9 +152,12 @@ def put_master_back(parameter: Tensor, master: Master | None) -> None:
         parameter.__dict__.pop(MASTER, None)
 
 
-def _hold(parameter: Parameter, data: Tensor) -> None:
+def hold_as(parameter: Parameter, data: Tensor) -> None:
+    """Make ``data`` the value of ``parameter``, in another dtype, with its gradient."""
     grad, parameter.grad = parameter.grad, None
     parameter.data = data
+    if parameter.grad_dtype not in (None, data.dtype):  # set by an unscaling that held the gradient in fp32
+        parameter.grad_dtype = data.dtype
     parameter.grad = None if grad is None else grad.to(data.dtype)
 
 

@@ -120,6 +120,9 @@ class GradScaler(torch.amp.GradScaler):
         """Step ``optimizer``, unless a gradient is infinite or NaN; then nothing changes."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        args = args if any(given is not None for given in args) else ()  # accelerate passes closure=None
+        if kwargs.get("closure", ...) is None:
+            del kwargs["closure"]
         if args or "closure" in kwargs:
             raise ScaleError(
                 "GradScaler.step: a closure would compute gradients after they were checked\n"

@@ -7,7 +7,7 @@ Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -134,13 +134,16 @@ class MixedPrecisionOptimizer(Optimizer):
         params: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
-    def step(self, closure: None = None) -> Any:  # type: ignore[override]
-        """Update masters and round them into the parameters, unless a gradient is infinite; adjust the scale."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update masters and round them into the parameters, unless a gradient is infinite; adjust the scale.
+
+        closure: called once, before gradients are checked; it calls ``optimizer.backward(loss)``, and what it returns
+        is returned.
+        """
+        given = None
         if closure is not None:
-            raise ScaleError(
-                "MixedPrecisionOptimizer.step: a closure would compute gradients after they were checked\n"
-                "  fix:   optimizer.backward(loss), then optimizer.step()"
-            )
+            with torch.enable_grad():
+                given = closure()
         self._need_backward("step")
         self.update_master_grads()
         result = self.scaler.step(self.optimizer)
@@ -149,7 +152,7 @@ class MixedPrecisionOptimizer(Optimizer):
         for _, full in self._pairs:
             full.grad = None
         self._backward = self._unscaled = False
-        return result
+        return result if closure is None else given
 
     def zero_grad(self, set_to_none: bool = True, **unused: Any) -> None:
         """Drop (or zero) the gradients of the model's parameters."""

@@ -26,6 +26,7 @@ from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.native_update import check_way
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
+from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
@@ -148,16 +149,22 @@ class TrainStep:
         if ranks is not None:
             make_equal(model, process_group)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        lowered = model.parameters() if self.policy.level in HELD_LOW and conversion_of(model) is None else ()
+        lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
         with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
             self._make(ranks)
             self._own = {*self.__dict__, "_own"} - others
 
+    @property
+    def _converts(self) -> bool:
+        """Whether the step changes the model's parameters."""
+        return self.policy.level in HELD_LOW or self.policy.widen
+
     def _make(self, ranks: Ranks | None) -> None:
-        """Create the parts that capture and run graphs; at levels O2 and O3 convert the model."""
+        """Create the parts that capture and run graphs; convert the model where its parameters change dtype."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
-        if self.policy.level in HELD_LOW and conversion_of(model) is None:
+        if self._converts and conversion_of(model) is None:
             convert(model, self.policy)
+        widen_states(optimizer)
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         if compile == "eager" and self.policy.level != "O0":

@@ -331,7 +331,7 @@ def test_bad_input():
         optimizer.backward(model(x))
     with pytest.raises(ScaleError, match="the loss is a float"):
         optimizer.backward(3.0)
-    with pytest.raises(ScaleError, match="closure"):
+    with pytest.raises(ScaleError, match="no gradients since the last step"):
         optimizer.step(lambda: None)
     with pytest.raises(ScaleError, match="expected an optimizer, got a Net"):
         amp_graph.MixedPrecisionOptimizer(model)
@@ -365,3 +365,32 @@ def test_bad_input():
     with pytest.raises(ScaleError, match="nan"):
         optimizer.load_state_dict(broken)
     assert equal(before, saved(model))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("policy", ["bf16-O2", "fp16-O2"])
+def test_a_closure_is_called_once_and_steps_as_without_one(policy, kind):
+    found = []
+    for closed in (False, True):
+        torch.manual_seed(0)
+        model = amp_graph.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)), policy)
+        optimizer = amp_graph.MixedPrecisionOptimizer(kind(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        calls = []
+
+        def closure(model=model, optimizer=optimizer, calls=calls):
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 8)).square().mean()
+            optimizer.backward(loss)
+            optimizer.clip_master_grads(0.5)
+            return loss
+
+        for _ in range(3):
+            loss = closure() if not closed else None
+            loss = optimizer.step(closure) if closed else (optimizer.step(), loss)[1]
+        assert calls == [True] * 3
+        found.append((loss.item(), {n: v.clone() for n, v in model.state_dict().items()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    with pytest.raises(ScaleError, match="needs a closure"):
+        amp_graph.MixedPrecisionOptimizer(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()))

@@ -1,0 +1,71 @@
+"""accelerate: ``model, optimizer = prepare(accelerator, model, optimizer, policy="bf16")``.
+
+Before: ``Accelerator(mixed_precision="bf16")`` and ``accelerator.prepare(...)``, the model's forward under
+``torch.autocast``. After: ``Accelerator()`` and this call, and the loop as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import convert, revert
+from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.integrations.accelerate_scaler import give_scaler
+from amp_graph.integrations.packages import missing
+from amp_graph.policy import HELD_LOW, Policy
+
+try:
+    import accelerate
+except ModuleNotFoundError as error:
+    raise missing(error, "accelerate", "amp_graph.integrations.accelerate") from None
+
+
+def prepare(
+    accelerator: accelerate.Accelerator,
+    *objects: Any,
+    policy: Policy | str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Any:
+    """Convert the models among ``objects``, and return what ``accelerator.prepare(*objects)`` returns.
+
+    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``, which the
+    accelerator then uses in ``backward``, ``clip_grad_norm_``, ``step`` and ``save_state``.
+
+    Raises PolicyError for an accelerator with its own mixed precision, CaptureError and ScaleError as ``convert``;
+    nothing has changed then.
+    """
+    wanted = Policy.parse(policy)
+    mode = str(accelerator.mixed_precision)
+    if mode != "no":
+        raise PolicyError(
+            f"accelerate: Accelerator(mixed_precision={mode!r}) runs models under torch.autocast, and policy "
+            f"'{wanted}' decides their precision\n  legal: mixed_precision='no', the default\n"
+            f"  fix:   prepare(Accelerator(), model, optimizer, policy={mode!r})"
+        )
+    if wanted.level in HELD_LOW:
+        _refuse_level_of_shards(accelerator, wanted)
+    done: list[torch.nn.Module] = []
+    try:
+        for model in (given for given in objects if isinstance(given, torch.nn.Module)):
+            done += [model] if conversion_of(model) is None else []
+            convert(model, wanted)
+        if wanted.level != "O0" and wanted.torch_dtype(accelerator.device.type) is torch.float16:
+            give_scaler(accelerator, scaler)
+    except BaseException:
+        for model in done:
+            if conversion_of(model) is not None:
+                revert(model)
+        raise
+    return accelerator.prepare(*objects)
+
+
+def _refuse_level_of_shards(accelerator: accelerate.Accelerator, policy: Policy) -> None:
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise CaptureError(
+            f"accelerate: {kind} holds the parameters that level {policy.level} lowers\n  legal: levels O1 and O0\n"
+            f"  fix:   prepare(accelerator, model, optimizer, policy='{policy.dtype}')"
+        )

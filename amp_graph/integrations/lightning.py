@@ -1,0 +1,28 @@
+"""A precision plugin for ``lightning.pytorch``: ``Trainer(plugins=AmpGraphPrecision("bf16"))``.
+
+Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts
+that import ``lightning.pytorch``; those that import ``pytorch_lightning`` use the module of that name here.
+"""
+
+from __future__ import annotations
+
+from amp_graph.integrations.lightning_precision import ConvertsModules, LogsMetrics
+from amp_graph.integrations.packages import missing
+
+try:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.plugins.precision import Precision
+except ModuleNotFoundError as error:
+    raise missing(error, "lightning", "amp_graph.integrations.lightning") from None
+
+
+class AmpGraphPrecision(ConvertsModules, Precision):
+    """Trains in mixed precision: converts the modules that ``training_step`` calls, and scales losses in fp16.
+
+    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``; a
+    ``torch.amp.GradScaler`` is legal as well. keep_converted: do not revert the modules when the trainer finishes.
+    """
+
+
+class AmpGraphMetrics(LogsMetrics, Callback):
+    """Logs the plugin's metrics to all loggers, once per ``log_every_n_steps``."""

@@ -1,0 +1,97 @@
+"""A callback for transformers' Trainer: ``Trainer(..., callbacks=[AmpGraphCallback("bf16")])``.
+
+Before: ``TrainingArguments(bf16=True)``, the model's forward under ``torch.autocast``. After: neither, and
+this callback, which converts the model while it trains.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import convert, revert
+from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.integrations.accelerate_scaler import give_scaler
+from amp_graph.integrations.packages import missing
+from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.report.metrics import metrics
+
+try:
+    from transformers.trainer_callback import TrainerCallback
+except ModuleNotFoundError as error:
+    raise missing(error, "transformers", "amp_graph.integrations.transformers") from None
+
+
+class AmpGraphCallback(TrainerCallback):
+    """Converts the model when training begins, adds metrics to the log, and reverts the model when training ends.
+
+    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``.
+
+    ``TrainingArguments`` leaves ``bf16`` and ``fp16`` off: the Trainer's autocast would decide precision as well, and
+    is refused. fp16 needs a scaler, which the Trainer must know before it trains: ``AmpGraphCallback("fp16").add_to(
+    trainer)``. That puts the callback before those that report, too, so that TensorBoard and others get the metrics;
+    of a callback that was given as ``callbacks=[...]`` they reach ``state.log_history`` and the callbacks after it.
+    """
+
+    def __init__(self, policy: Policy | str | None = None, *, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Parse the policy; the model is converted when training begins."""
+        self.policy, self.scaler = Policy.parse(policy), scaler
+        self.model: Any = None  # while it is converted by this callback
+        self._ready = False  # whether the Trainer has the scaler
+
+    def add_to(self, trainer: Any) -> AmpGraphCallback:
+        """Add this callback to ``trainer``, before all others, with a scaler if the policy needs one; return it."""
+        self._refuse_autocast(trainer.args)
+        if self._needs_scaler(trainer.args.device.type):
+            self.scaler = give_scaler(trainer.accelerator, self.scaler)
+            self._ready = True
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Convert the model, or say what keeps it from being converted."""
+        model = given["model"]
+        self._refuse_autocast(args)
+        if self._needs_scaler(args.device.type) and not self._ready:
+            raise PolicyError(
+                f"AmpGraphCallback: policy '{self.policy}' trains in fp16, and the Trainer has no scaler\n"
+                "  legal: fp16 with add_to; bf16 anywhere\n"
+                f"  fix:   AmpGraphCallback('{self.policy}').add_to(trainer), in place of callbacks=[...]"
+            )
+        if self.policy.level in HELD_LOW and args.world_size > 1:
+            raise CaptureError(
+                f"AmpGraphCallback: level {self.policy.level} lowers parameters, and DDP has built its buckets for "
+                f"fp32 gradients\n  legal: levels O1 and O0 over several processes\n  fix:   AmpGraphCallback('"
+                f"{self.policy.dtype}')"
+            )
+        if conversion_of(model) is None:
+            self.model = convert(model, self.policy)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Revert the model: what follows sees it as it was written."""
+        if self.model is not None and conversion_of(self.model) is not None:
+            revert(self.model)
+        self.model = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        """Add the metrics to a log entry of training; one copy from the device."""
+        if self.model is None or not logs or not any(name in logs for name in ("loss", "train_loss")):
+            return
+        found = metrics(self.model, self.scaler)
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def _needs_scaler(self, kind: str) -> bool:
+        return self.policy.level != "O0" and self.policy.torch_dtype(kind) is torch.float16
+
+    def _refuse_autocast(self, args: Any) -> None:
+        on = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
+        if on is not None:
+            raise PolicyError(
+                f"AmpGraphCallback: TrainingArguments({on}=True) runs the model under torch.autocast, and policy "
+                f"'{self.policy}' decides its precision\n  legal: one of them\n"
+                f"  fix:   leave {on}=True out: AmpGraphCallback('{on}') does the same"
+            )

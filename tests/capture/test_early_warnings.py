@@ -1,0 +1,96 @@
+"""Warnings that come before the harm: fp16 without a scaler, no compiler, nothing captured."""
+
+import gc
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import amp_graph
+from amp_graph.capture import missing_kernels
+from amp_graph.capture.capture_fixes import ELSE, fix_of
+from amp_graph.errors import AmpGraphWarning
+
+X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+
+
+@pytest.fixture
+def _on(monkeypatch):
+    monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", 1.0)
+    monkeypatch.setattr(missing_kernels, "TELLS", True)
+    monkeypatch.setattr(missing_kernels, "_told", set())
+    gc.collect()  # of scalers of other tests
+
+
+def said(policy, *, steps=2, scale=1.0, scaler=None):
+    """Return what is said while a model trains."""
+    model = amp_graph.convert(
+        torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)), policy
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            loss = F.cross_entropy(model(X), Y) * scale
+            (loss if scaler is None else scaler.scale(loss)).backward()
+    return [str(one.message) for one in found if issubclass(one.category, AmpGraphWarning)]
+
+
+@pytest.mark.usefixtures("_on")
+def test_fp16_without_a_scaler_is_said_once_at_the_first_backward():
+    (one,) = said("fp16")
+    assert one.startswith("amp_graph: Sequential trains in fp16, and nothing in this process scales losses")
+    assert "fix:   scaler = amp_graph.GradScaler()" in one
+    assert said("fp16", steps=1, scaler=torch.amp.GradScaler("cpu", enabled=False)) == [one]
+
+
+@pytest.mark.usefixtures("_on")
+@pytest.mark.parametrize("scaler", [lambda: torch.amp.GradScaler("cpu"), amp_graph.GradScaler])
+def test_nothing_is_said_with_a_scaler_or_a_scale_by_hand_or_in_bf16(scaler):
+    assert said("fp16", scaler=scaler()) == []
+    assert said("fp16", scale=1024.0) == []
+    assert said("bf16") == []
+
+
+@pytest.mark.usefixtures("_on")
+@pytest.mark.parametrize("way", ["compiler", "cache"])
+def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
+    if way == "compiler":
+        monkeypatch.setenv("CC", "no-such-compiler")
+        monkeypatch.setenv("AMP_GRAPH_CACHE", str(tmp_path))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("AMP_GRAPH_CACHE", str(tmp_path / "file" / "cache"))
+    from amp_graph.passes.native import jit_compiler
+
+    monkeypatch.setattr(jit_compiler, "load", jit_compiler.load.__wrapped__)  # not what other tests have loaded
+    assert jit_compiler.load_if_possible(jit_compiler.HEADER.with_name("cast_kernel.c")) is None
+    found = [*said("bf16", steps=1), *said("bf16", steps=1)]
+    reason = "no C compiler: no-such-compiler not found" if way == "compiler" else "cache"
+    assert reason in found[0]
+    assert len([one for one in found if "torch's kernels run in place of compiled ones (" in one]) == 1
+    assert all(
+        "fix:   install gcc or clang, or set CC; a folder that can be written: AMP_GRAPH_CACHE=" in one for one in found
+    )
+
+
+class Disabled(torch.nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_nothing_captured_names_the_users_line_and_the_fix():
+    model = amp_graph.convert(Disabled(16, 4), "bf16")
+    line = inspect.unwrap(Disabled.forward).__code__.co_firstlineno
+    with pytest.warns(AmpGraphWarning, match="nothing was captured") as found:
+        model(X)
+    text = str(found[0].message)
+    assert f"{__file__}:{line}" in text
+    assert text.endswith("fix:   remove the torch.compiler.disable, or convert the modules that it calls")
+
+
+def test_fixes_follow_what_dynamo_said():
+    assert "is_causal=True" in fix_of("model.py:3, in forward: Data-dependent branching")
+    assert fix_of("something else") == ELSE

@@ -1,0 +1,110 @@
+"""accelerate: the usual loop with ``prepare`` is the one written by hand, saved state included."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import PolicyError, ScaleError
+from tests.integrations import training
+from tests.integrations.test_transformers import _alone
+
+pytestmark = pytest.mark.needs("accelerate")
+assert _alone  # a fixture
+
+
+def begin(policy, model, scaler=None, optimizer=training.adamw, **options):
+    from accelerate import Accelerator
+
+    from amp_graph.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True, **options)
+    return accelerator, *prepare(accelerator, model, optimizer(model.parameters()), policy=policy, scaler=scaler)
+
+
+def loop(accelerator, model, optimizer, data, clip=None):
+    for x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def growing():
+    return amp_graph.GradScaler(growth_interval=8, init_scale=2.0**10)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16", "fp16-O2"])
+def test_fifty_steps_are_those_of_the_loop_by_hand(policy, clip):
+    clip = None if policy == "bf16-O2" else clip
+    low = policy.startswith("fp16")
+    data = training.batches()
+    scalers = [growing() if low else None for _ in range(2)]
+    expected, _ = training.train(training.net(), policy, data, clip_norm=clip, scaler=scalers[0])
+    found = training.net()
+    loop(*begin(policy, found, scalers[1]), data, clip)
+    training.assert_same(training.weights(amp_graph.revert(found)), expected)
+    if low:
+        assert scalers[1].state_dict() == scalers[0].state_dict()
+
+
+def test_gradients_accumulate_and_bad_steps_are_skipped():
+    data = training.batches(12)
+    data[5] = (torch.full_like(data[5][0], 1e38), data[5][1])
+    scaler = amp_graph.GradScaler()
+    expected, _ = training.train(training.net(), "fp16", data, scaler=scaler, accumulate=4, clip_norm=1.0)
+    found = training.net()
+    accelerator, model, optimizer = begin("fp16", found, gradient_accumulation_steps=4)
+    loop(accelerator, model, optimizer, data, 1.0)
+    training.assert_same(training.weights(amp_graph.revert(found)), expected)
+    assert accelerator.scaler.skipped_steps == scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("policy", ["bf16-O2", "fp16"])
+def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
+    data, whole = training.batches(20), training.net()
+    accelerator, model, optimizer = begin(policy, whole, growing() if policy == "fp16" else None)
+    loop(accelerator, model, optimizer, data[:10])
+    accelerator.save_state(str(tmp_path))
+    loop(accelerator, model, optimizer, data[10:])
+    again = training.net()
+    resumed, model, optimizer = begin(policy, again, growing() if policy == "fp16" else None)
+    resumed.load_state(str(tmp_path))
+    loop(resumed, model, optimizer, data[10:])
+    training.assert_same(training.weights(again), training.weights(whole))
+    if policy == "fp16":
+        assert resumed.scaler.state_dict() == accelerator.scaler.state_dict()
+
+
+def test_a_step_as_one_graph_takes_the_wrapped_optimizer():
+    from accelerate import Accelerator
+
+    data = training.batches(5)
+    losses = []
+    for wrapped in (False, True):
+        model = training.net()
+        optimizer = training.adamw(model.parameters())
+        optimizer = Accelerator(cpu=True).prepare(optimizer) if wrapped else optimizer
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+        losses.append([step(*batch).item() for batch in data])
+    assert losses[0] == losses[1]
+
+
+def test_what_cannot_work_is_refused():
+    from accelerate import Accelerator
+
+    from amp_graph.integrations.accelerate import prepare
+
+    accelerator, *_ = begin("fp16", training.net())
+    with pytest.raises(ScaleError, match="has a scaler already"):
+        prepare(accelerator, model := training.net(), policy="fp16", scaler=amp_graph.GradScaler())
+    assert conversion_of(model) is None
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    with pytest.raises(PolicyError, match=r"mixed_precision='bf16'\).*\n.*\n.*prepare\(Accelerator\(\)"):
+        prepare(Accelerator(cpu=True, mixed_precision="bf16"), training.net(), policy="bf16")

@@ -1,0 +1,102 @@
+"""peft: adapters in fp32 over a base in bf16 train at O1, and what ``merge_and_unload`` returns is named."""
+
+import copy
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.errors import AmpGraphWarning
+from tests.integrations import training
+from tests.integrations.test_transformers import _alone, callback, gpt2, rows, trainer
+
+pytestmark = pytest.mark.needs("peft", "transformers", "accelerate")
+assert _alone  # a fixture
+
+
+def adapted(dtype=torch.bfloat16):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+    return get_peft_model(gpt2(dtype), config)
+
+
+def first_batch():
+    return {k: torch.stack([row[k] for row in rows(1)]) for k in ("input_ids", "labels")}
+
+
+def trained(model, policy, steps=50):
+    """Train the adapters by hand; return them, and the losses."""
+    amp_graph.convert(model, policy) if policy else None
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    data, losses = rows(steps), []
+    for i in range(steps):
+        batch = {k: torch.stack([row[k] for row in data[4 * i : 4 * i + 4]]) for k in data[0]}
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}, losses
+
+
+def test_fp32_adapters_over_a_bf16_base_train_at_o1():
+    model = adapted()
+    _, losses = trained(model, "bf16")
+    _, exact = trained(adapted(torch.float32), None)
+    assert losses == pytest.approx(exact, rel=5e-3)
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, dict(adapted().named_parameters())[n]) for n, p in frozen.items())
+    assert amp_graph.report(model).graphs[0].casts
+
+
+def test_gradients_are_as_exact_as_under_autocast():
+    exact, found, cast = adapted().double(), amp_graph.convert(adapted(), "bf16"), adapted()
+    batch = first_batch()
+    for model in (exact, found, cast):
+        torch.manual_seed(0)
+        for name, p in model.named_parameters():
+            p.data = torch.randn(p.shape).to(p.dtype) * 0.05 if "lora" in name else p.data
+        with torch.autocast("cpu", torch.bfloat16, enabled=model is cast):
+            loss = model.train()(**batch).loss
+        loss.backward()
+    flat = [
+        torch.cat([p.grad.flatten().double() for p in m.parameters() if p.requires_grad]) for m in (exact, found, cast)
+    ]
+    assert (flat[1] - flat[0]).norm() <= 1.1 * (flat[2] - flat[0]).norm()
+
+
+def test_the_trainer_with_the_callback_is_the_loop_by_hand_and_resumes(tmp_path):
+    def run(folder, resumed=None):
+        model = adapted()
+        one = trainer(
+            model, tmp_path / folder, rows(20), callback("bf16"), max_steps=20, save_strategy="steps", save_steps=10
+        )
+        one.train(resume_from_checkpoint=resumed)
+        return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    whole = run("whole")
+    training.assert_same(run("again", str(tmp_path / "whole" / "checkpoint-10")), whole)
+
+
+@pytest.mark.parametrize("name", ["merge_and_unload", "unload"])
+def test_what_is_merged_is_another_object_and_the_warning_names_the_fix(name):
+    model = amp_graph.convert(adapted(), "bf16")
+    with pytest.warns(
+        AmpGraphWarning, match=rf"{name}\(\) of a converted model returned another object, a GPT2LM.*\n.*convert"
+    ):
+        getattr(model, name)()
+    model = amp_graph.convert(adapted(), "bf16")
+    merged = amp_graph.convert(getattr(amp_graph.revert(model), name)(), "bf16")
+    merged(**first_batch())
+    assert amp_graph.report(merged).graphs
+
+
+def test_a_reverted_model_and_a_copy_merge_as_ever():
+    model = amp_graph.convert(adapted(), "bf16")
+    copied = copy.deepcopy(model)
+    assert copied.__dict__["unload"].method.__self__ is copied.base_model
+    amp_graph.revert(model).merge_and_unload()
+    with pytest.warns(AmpGraphWarning, match="returned another object"):
+        copied.merge_and_unload()

@@ -1,0 +1,174 @@
+"""transformers' Trainer: training with the callback is the loop written by hand, and a resumed one the whole one."""
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import PolicyError
+from tests.integrations import training
+
+pytestmark = pytest.mark.needs("transformers", "accelerate")
+STEPS = 50
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    """Let no Trainer see the state that accelerate keeps of another."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def gpt2(dtype=None, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    how = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16, **drops, **options}
+    return GPT2LMHeadModel(GPT2Config(**how)).to(dtype)
+
+
+def rows(steps=STEPS, batch=4):
+    made = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (steps * batch, 12), generator=made)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(model, folder, data=None, *callbacks, evaluated=None, **options):
+    from transformers import Trainer, TrainingArguments
+
+    how = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "use_cpu": True, **options}
+    how = {"report_to": "none", "logging_steps": 10, "disable_tqdm": True, "save_strategy": "no", **how}
+    arguments = TrainingArguments(str(folder), train_sampling_strategy="sequential", **how)
+    return Trainer(model, arguments, train_dataset=data or rows(), eval_dataset=evaluated, callbacks=[*callbacks])
+
+
+def callback(*args, **options):
+    from amp_graph.integrations.transformers import AmpGraphCallback
+
+    return AmpGraphCallback(*args, **options)
+
+
+def by_hand(model, policy, data, scaler=None, accumulate=1, clip=1.0, steps=STEPS):
+    """Train as the Trainer does: AdamW, a linear schedule, clipping by norm."""
+    amp_graph.convert(model, policy)
+    model.train()
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
+    batches = [{k: torch.stack([row[k] for row in data[i : i + 4]]) for k in data[0]} for i in range(0, len(data), 4)]
+    for i, batch in enumerate(batches):
+        count = batch["labels"].numel() * accumulate  # as the Trainer counts for a GPT-2 without a loss type
+        loss = model(**batch, num_items_in_batch=count).loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if (i + 1) % accumulate:
+            continue
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        schedule.step()
+        optimizer.zero_grad()
+    return training.weights(amp_graph.revert(model))
+
+
+def groups(model):
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    bare = {n for n, _ in named if "bias" in n or "ln" in n}
+    return [{"params": [p for n, p in named if (n in bare) is on], "weight_decay": 0.0} for on in (False, True)]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16"])
+def test_fifty_steps_are_those_of_the_loop_by_hand(policy, tmp_path):
+    scaler = amp_graph.GradScaler() if policy == "fp16" else None
+    expected = by_hand(gpt2(), policy, rows(), scaler)
+    found = gpt2()
+    given = callback(policy)
+    if policy == "fp16":
+        one = trainer(found, tmp_path)
+        given.add_to(one)
+    else:
+        one = trainer(found, tmp_path, None, given)
+    one.train()
+    training.assert_same(training.weights(found), expected)
+    assert conversion_of(found) is None
+    entry = next(e for e in one.state.log_history if "loss" in e)
+    assert entry["casts"] > 0
+    assert ("loss_scale" in entry, "skipped_steps" in entry) == (policy == "fp16",) * 2
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
+    def run(folder, resumed=None, steps=20):
+        model, given = gpt2(), callback(policy, scaler=growing() if policy == "fp16" else None)
+        one = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=10, max_steps=steps)
+        given.add_to(one)
+        one.train(resume_from_checkpoint=resumed)
+        return model, given
+
+    whole, first = run("whole")
+    again, second = run("again", str(tmp_path / "whole" / "checkpoint-10"))
+    training.assert_same(training.weights(again), training.weights(whole))
+    if policy == "fp16":
+        assert first.scaler.state_dict() == second.scaler.state_dict()
+        assert second.scaler.get_scale() == 2.0**12, "it grew before and after"
+
+
+def growing():
+    return amp_graph.GradScaler(growth_interval=8, init_scale=2.0**10)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_gradients_accumulate(policy, tmp_path):
+    data = rows(8)
+    scaler = amp_graph.GradScaler() if policy == "fp16" else None
+    expected = by_hand(gpt2(), policy, data, scaler, accumulate=4, steps=2)
+    found = gpt2()
+    one = trainer(found, tmp_path, data, gradient_accumulation_steps=4, max_steps=2)
+    callback(policy).add_to(one)
+    one.train()
+    training.assert_same(training.weights(found), expected)
+
+
+def test_checkpointing_and_evaluation_during_training(tmp_path):
+    data, seen = rows(6), []
+    plain, found = gpt2(), gpt2()
+    found.register_forward_hook(lambda model, *_: seen.append((model.training, conversion_of(model) is not None)))
+    results = []
+    for model, on in ((plain, False), (found, True)):
+        how = {"gradient_checkpointing": on, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
+        one = trainer(model, tmp_path, data, callback("bf16"), evaluated=data[:4], **how)
+        one.train()
+        results.append([entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry])
+    assert {*seen} == {(True, True), (False, True)}
+    assert len(results[0]) == 3
+    assert results[0] == pytest.approx(results[1], rel=2e-3)
+
+
+def test_metrics_reach_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is missing; fix: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    one = trainer(gpt2(), tmp_path, rows(4), report_to="tensorboard", logging_steps=2, max_steps=4)
+    callback("fp16").add_to(one)
+    one.train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert {"train/loss_scale", "train/skipped_steps", "train/casts", "train/held_bytes"} <= {*events.Tags()["scalars"]}
+    assert [e.step for e in events.Scalars("train/loss_scale")][:2] == [2, 4]
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_the_trainers_own_autocast_is_refused(flag, tmp_path):
+    found = gpt2()
+    with pytest.raises(PolicyError, match=rf"TrainingArguments\({flag}=True\).*\n.*\n.*leave {flag}=True out"):
+        trainer(found, tmp_path, None, callback("bf16"), max_steps=1, **{flag: True}).train()
+    assert conversion_of(found) is None
+
+
+def test_fp16_without_a_scaler_is_refused(tmp_path):
+    with pytest.raises(PolicyError, match=r"has no scaler\n.*\n.*AmpGraphCallback\('fp16-O1'\).add_to\(trainer\)"):
+        trainer(gpt2(), tmp_path, None, callback("fp16"), max_steps=1).train()

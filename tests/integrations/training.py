@@ -1,0 +1,58 @@
+"""A small model, its batches, and the loop that one would write by hand: what every trainer must equal."""
+
+import torch
+from torch.nn import functional as F
+
+import amp_graph
+
+STEPS = 50
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4))
+
+
+def batches(steps=STEPS, rows=8):
+    made = torch.Generator().manual_seed(1)
+    return [(torch.randn(rows, 16, generator=made), torch.randint(4, (rows,), generator=made)) for _ in range(steps)]
+
+
+def adamw(params, **options):
+    return torch.optim.AdamW(params, lr=1e-2, **options)
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(model, policy, data, *, clip_norm=None, clip_value=None, scaler=None, accumulate=1, optimizer=adamw):
+    """Train ``model`` by hand under ``policy``; return its fp32 weights, and the losses."""
+    amp_graph.convert(model, policy)
+    optimizer = optimizer(model.parameters())
+    losses = []
+    for i, (x, y) in enumerate(data):
+        loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        scaled = loss / accumulate
+        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        if (i + 1) % accumulate:
+            continue
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return weights(amp_graph.revert(model)), losses
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from amp_graph.passes.graph.fake_values import argument_values, captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY, LOW, MARK
+from amp_graph.passes.graph.meta_keys import IDENTITY, LOW_DTYPE, MARK
 from amp_graph.passes.graph.node_info import schema_arguments
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
@@ -91,7 +91,7 @@ def planned(node: Node) -> torch.dtype | None:
     """Return the dtype that the products of a node are planned in; None if there is no plan for them."""
     mark = None if is_part(node) else node.meta.get(MARK)
     owner = node.graph.owning_module
-    low = None if owner is None else owner.meta.get(LOW)
+    low = None if owner is None else owner.meta.get(LOW_DTYPE)
     if mark is None or mark.precision not in ("low", "full") or not isinstance(low, torch.dtype):
         return None
     if not any(t.dtype == torch.float32 for t in tensors(captured(node))):

@@ -61,7 +61,7 @@ CASTS_INSIDE = "amp_casts_inside"
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
-LOW = "amp_low"
+LOW_DTYPE = "amp_low"
 """The low dtype of the plan. Written by plan_precision; read by what compares the plan with what ran."""
 LOST = "amp_lost"
 """The products that a compiler lowered to another precision than planned. Written by Inductor's; read by reports."""

@@ -18,7 +18,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
+from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW_DTYPE, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
 from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
@@ -90,7 +90,7 @@ class PlanPrecision(Pass):
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
-        gm.meta[LOW] = self.dtype
+        gm.meta[LOW_DTYPE] = self.dtype
         gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
         for node, choice in self._worth_it(problem, self._choices(problem)).items():

@@ -35,13 +35,17 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+FEW = "the tables are small compared with what is computed: their gradients are not kept"
+SHARED = "another operation reads the table: autograd adds up the gradients in memory that is not kept"
+
+
 @dataclass(frozen=True)
 class ReuseEmbeddingGradients(Pass):
     """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
 
     Law: a dense fp32 table that is large compared with what the graph computes; plain rows, or sums of bags of one
-    length. The gradients of other tables whose zeros are worth non-temporal stores are new memory. Exactness: forward
-    bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    length; outside of compiled graphs, of a table that nothing else reads. The gradients of other tables whose zeros
+    are worth non-temporal stores are new memory. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
     """
 
     memory: GradientMemory | None = None  # None: the pool of compiled graphs, for ``user``
@@ -59,25 +63,36 @@ class ReuseEmbeddingGradients(Pass):
         )
         if self.memory is None and large and given:
             POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in given.values()), self.user)
+        in_call = self.memory is not None
+        shared = {a["weight"] for a in given.values() if in_call and _is_read_elsewhere(a["weight"])}
         changes = []
         for node, arguments in given.items():
-            reader = self._reader(value(arguments["weight"]), large)
+            table = arguments["weight"]
+            kept = large and table not in shared
+            reader = self._reader(value(table), kept)
             if reader is None:
-                few = "the tables are small compared with what is computed: their gradients are not kept"
-                skips.append(Skip(node.name, few))
+                skips.append(Skip(node.name, SHARED if large else FEW))
                 continue
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
             node.target, node.kwargs = reader, {}
-            action = "reused memory" if large else "non-temporal zeros"
+            action = "reused memory" if kept else "non-temporal zeros"
             changes.append(Change(self.name, action, node.name, "its table's gradient is large"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
-    def _reader(self, table: torch.Tensor, large: bool) -> Callable[..., torch.Tensor] | None:
-        """Return the function that reads ``table``; it keeps the gradient if ``large``. None for torch's own."""
-        if large:
+    def _reader(self, table: torch.Tensor, kept: bool) -> Callable[..., torch.Tensor] | None:
+        """Return the function that reads ``table``; it keeps the gradient if ``kept``. None for torch's own."""
+        if kept:
             return compiled_rows if self.memory is None else self.memory.rows
         return cleared_rows if self.memory is not None and numel(table) >= LARGE else None
+
+
+def _is_read_elsewhere(table: Node) -> bool:
+    """Say whether autograd adds the gradient of another operation to the table's: a head that is tied to it.
+
+    It adds in place to memory that nobody else has. What is kept would stay beside the sum, in new memory.
+    """
+    return any(tensors(value(reader)) and reader.target not in SIGNATURES for reader in table.users)
 
 
 def _reads_table(node: Node) -> bool:

@@ -48,6 +48,7 @@ WITHOUT_C = {
     "update_loss_scale_": "torch's",
     "update_loss_scale": "torch's",
 }
+WITHOUT_OPERATORS = ("amp_graph.demo", "amp_graph.integrations")  # which need packages of their own
 CALLED = 1 << 16  # bytes for the names of what a child has called
 
 
@@ -55,7 +56,7 @@ def load_all() -> None:
     """Import whatever defines an operator, and all cases."""
     for package in (amp_graph.passes, amp_graph):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.startswith("amp_graph.demo") and not module.name.endswith(("__main__", "_source")):
+            if not module.name.startswith(WITHOUT_OPERATORS) and not module.name.endswith(("__main__", "_source")):
                 importlib.import_module(module.name)
     for path in sorted(HERE.glob("cases_*.py")):
         importlib.import_module(f"tests.guard.{path.stem}")

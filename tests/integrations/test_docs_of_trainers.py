@@ -13,7 +13,7 @@ from tests.integrations.test_transformers import _alone, gpt2, rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE))
-NEEDS = {"Lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "peft": "peft"}
+pytestmark = pytest.mark.needs("lightning", "transformers", "accelerate", "peft")
 assert _alone  # a fixture
 
 
@@ -43,10 +43,7 @@ def given(section, folder):
     return {**names, "model": model.bfloat16()}
 
 
-@pytest.mark.parametrize(
-    "section",
-    [pytest.param(name, marks=[pytest.mark.needs(NEEDS[name])] if name in NEEDS else []) for name in SECTIONS],
-)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_the_blocks_of_a_section_run_in_order(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)

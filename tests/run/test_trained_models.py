@@ -229,7 +229,7 @@ def test_what_convert_refuses_is_left_with_its_reason(watch):
     models, model, x = watch(), Net().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16)
     for _ in range(3):
         step(model(x))
-    assert "level O1 keeps parameters in fp32" in state_of(models, model)[1]
+    assert "level O1 trains parameters in fp32" in state_of(models, model)[1]
     assert lines(models).startswith("nothing was converted")
 
 

@@ -322,3 +322,31 @@ def test_zeros_of_other_large_tables_are_written_past_the_caches(monkeypatch):
     text = amp_graph.report(ours).graphs[0].text
     assert "cleared_rows" in text
     assert "embedding(" in text
+
+
+class Tied(nn.Module):
+    """Words whose table is the head as well, or has a copy of its own for that."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_memory_is_kept_beside_the_sum_of_a_tied_tables_gradients(tied):
+    ours, plain = (amp_graph.convert(Tied(tied), policy) for policy in ("bf16", OFF))
+    for turn in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model((IDS[:1, :2] + turn) % ROWS).square().mean().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
+    kept = conversion_of(ours).copies
+    assert len(kept.gradients.tensors) == (not tied)
+    assert ("another operation reads the table" in amp_graph.report(ours).text()) == tied

@@ -45,7 +45,8 @@ class ReuseEmbeddingGradients(Pass):
 
     Law: a dense fp32 table that is large compared with what the graph computes; plain rows, or sums of bags of one
     length; outside of compiled graphs, of a table that nothing else reads. The gradients of other tables whose zeros
-    are worth non-temporal stores are new memory. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in the order of the ids.
+    are worth non-temporal stores are new memory. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in
+    the order of the ids.
     """
 
     memory: GradientMemory | None = None  # None: the pool of compiled graphs, for ``user``

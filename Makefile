@@ -13,6 +13,7 @@ TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_ARGS ?=
+SCRIPT_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
 PROGRAM_ARGS ?= --count 5000
@@ -23,7 +24,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-triton conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-scripts test-triton conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +40,9 @@ test-long: $(STAMPS)/test  ## run the long tests
 
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
+
+test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run
+	$(VENV)/bin/python -m tests.run.third_party $(SCRIPT_ARGS)
 
 test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
 	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \

@@ -87,4 +87,4 @@ def made(kind):
 
 def error(got, want):
     """Return the distance of ``got`` to ``want`` relative to the size of ``want``."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())

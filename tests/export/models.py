@@ -72,7 +72,49 @@ class Attention(nn.Module):
         return x + self.out((scores @ v).transpose(1, 2).flatten(2))
 
 
-SHAPES = {Mlp: (4, 32), Cnn: (2, 3, 16, 16), Attention: (2, 6, 32)}
+class Recurrent(nn.Module):
+    """An LSTM and a GRU."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.out = nn.LSTM(16, 32), nn.GRU(32, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.gru(self.lstm(x)[0])[0])
+
+
+class Branches(nn.Module):
+    """A condition, whose branches are graphs of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.one(x).relu(), lambda x: self.two(x).sin(), (x,))
+
+
+class Writes(nn.Module):
+    """Writes in place between dtypes, and a scalar tensor beside a low-precision one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.groups = nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)
+
+    def forward(self, x):
+        h = self.linear(x)
+        h += self.norm(x)
+        h[:, 0] = x[:, 0]
+        y = torch.zeros(x.shape)
+        y.copy_(h)
+        return self.groups(y) * torch.tensor(0.3) + h.clamp_(min=0)
+
+
+SHAPES = {Mlp: (4, 32), Cnn: (2, 3, 16, 16), Attention: (2, 6, 32)} | {
+    Recurrent: (5, 2, 16),
+    Branches: (4, 16),
+    Writes: (4, 16),
+}
 
 
 def made(kind):

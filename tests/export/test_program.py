@@ -14,7 +14,7 @@ from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.torch_compat.exported import is_exported
 
-from .models import Attention, Cnn, Mlp, error, made, run_without_amp_graph
+from .models import Attention, Branches, Cnn, Mlp, Recurrent, Writes, error, made, run_without_amp_graph
 
 LOW = {"bf16": (torch.bfloat16, 2e-2), "fp16": (torch.float16, 3e-3)}
 
@@ -160,6 +160,19 @@ def test_a_weight_with_two_names_is_folded_if_both_are_only_read_low():
         program = export(model, (x,), policy="bf16", fold_weights=True)
         assert {t.dtype for t in program.state_dict.values()} == {dtype}, wide
         assert error(program.module()(x), model(x)) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [Recurrent, Branches, Writes])
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm:UserWarning")  # torch.export's, of any LSTM
+def test_recurrent_layers_conditions_and_writes_are_exported(kind, dtype, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    model, x = made(kind)
+    with torch.no_grad():
+        program = export(model, (x,), policy=dtype, fold_weights=True)
+        found = [n for g in program.graph_module.modules() if hasattr(g, "graph") for n in g.graph.nodes]
+        assert any(isinstance(v := n.meta.get("val"), torch.Tensor) and v.dtype == LOW[dtype][0] for n in found)
+        assert error(program.module()(x), model(x)) < LOW[dtype][1]
 
 
 def test_dynamic_sizes_stay_dynamic():

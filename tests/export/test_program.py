@@ -164,7 +164,7 @@ def test_a_weight_with_two_names_is_folded_if_both_are_only_read_low():
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("kind", [Recurrent, Branches, Writes])
-@pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm:UserWarning")  # torch.export's, of any LSTM
+@pytest.mark.filterwarnings("ignore:The tensor attributes self:UserWarning")  # torch.export's, of any LSTM
 def test_recurrent_layers_conditions_and_writes_are_exported(kind, dtype, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
     model, x = made(kind)

@@ -286,6 +286,7 @@ class Policy:
         eager: bool = False,
         inductor: Mapping[str, Any] | None = None,
         in_step: bool = False,
+        portable: bool = False,
         measured: tuple[Measured, ...] = (),
         copies: WeightCopies | None = None,
         user: object = None,
@@ -293,7 +294,7 @@ class Policy:
         """Return the options that select passes for a graph on ``device``, with gradients if they are enabled now."""
         skip = _passes_named(self.skip)
         lists = self.op_list(device)
-        if "gru-state" in skip and lists.rules.get("aten.gru.input"):  # torch's kernel rounds the state
+        if ("gru-state" in skip or portable) and lists.rules.get("aten.gru.input"):  # torch's kernel rounds the state
             lists = merge(lists, remove=("aten.gru.input",))
         return PipelineOptions(
             lists=lists,
@@ -313,6 +314,7 @@ class Policy:
             inductor=inductor,
             in_step=in_step,
             training=torch.is_grad_enabled(),
+            portable=portable,
             measured=measured,
             copies=copies,
             user=user,

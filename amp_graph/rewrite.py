@@ -18,6 +18,7 @@ from amp_graph.graph_log import log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
 from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
 from amp_graph.passes.graph.grad_regions import mark_regions
@@ -33,6 +34,7 @@ from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.torch_compat.exported import is_exported
 from amp_graph.policy import Policy
 
 # The bodies of these operators are rewritten; those of others stay as captured.
@@ -54,7 +56,11 @@ class Rewritten:
 
 
 def rewrite(
-    graph_module: GraphModule, policy: Policy | str | None = None, example_inputs: Sequence[Any] | None = None
+    graph_module: GraphModule,
+    policy: Policy | str | None = None,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    portable: bool | None = None,
 ) -> GraphModule:
     """Return a copy of ``graph_module`` rewritten under ``policy``; parameters are shared by identity.
 
@@ -62,10 +68,14 @@ def rewrite(
     ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting is
     idempotent.
 
+    ``portable``: use ATen operators and plain casts only, with operands of one floating-point dtype, so that other
+    programs can load the graph. None: where ``torch.export`` made the graph and all of it can be written so.
+
     A pass that fails is skipped for the graph. A graph that cannot be planned is wrapped in an autocast region. Both
     warn with an AmpGraphWarning.
 
-    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError.
+    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError; if ``portable``, PassError and
+    VerifyError for a graph that cannot be planned or written so.
     """
     if not isinstance(graph_module, GraphModule):
         raise CaptureError(
@@ -78,7 +88,15 @@ def rewrite(
     if example_inputs is not None:
         copied = _with_values(copied, example_inputs)
     _refuse_without_values(copied)
-    rewrite_in_place(copied, policy)
+    if portable is None and is_exported(graph_module):
+        attempt = copy_graph(copied)
+        try:
+            rewrite_in_place(attempt, policy, portable=True)
+        except (PassError, VerifyError):
+            portable = False
+        else:
+            return attempt
+    rewrite_in_place(copied, policy, portable=bool(portable))
     return copied
 
 
@@ -103,6 +121,7 @@ def rewrite_in_place(
     eager: bool = False,
     inductor: Mapping[str, Any] | None = None,
     in_step: bool = False,
+    portable: bool = False,
     measured: tuple[Measured, ...] = (),
     strict: bool | None = None,
 ) -> Rewritten:
@@ -112,12 +131,14 @@ def rewrite_in_place(
     ``torch.autocast``. ``strict``: both are errors; None reads the environment variable AMP_GRAPH_STRICT.
 
     ``eager``: the graph will run eagerly, not through a compiler; ``inductor``: through Inductor, with these options
-    of the user; ``in_step``: as part of a whole-step graph.
+    of the user; ``in_step``: as part of a whole-step graph; ``portable``: other programs will load it.
     ``measured``: measured rounding sensitivities of such graphs, for an error budget.
 
-    Raises PassError and VerifyError (if strict, and for a partial graph, which the caller then runs as captured),
-    ListError and PolicyError.
+    Raises PassError and VerifyError (if strict or portable, and for a partial graph, which the caller then runs as
+    captured), ListError and PolicyError.
     """
+    if portable:
+        drop_metadata_asserts(gm)
     _read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
@@ -125,11 +146,12 @@ def rewrite_in_place(
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
     if policy.level != "O0":
-        bodies = _rewrite_bodies(gm, policy, device, strict)
+        bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
+        how["portable"] = portable
         given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
-        done = _run(gm, passes, policy, device, strict)
+        done = _run(gm, passes, policy, device, strict, portable)
     log_graph(gm, before, done, str(policy))
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
@@ -143,14 +165,16 @@ def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
     return replace(policy, keep_outputs=True, accuracy=accuracy)
 
 
-def _run(gm: GraphModule, passes: list[Pass], policy: Policy, device: str, strict: bool | None) -> tuple[Timed, ...]:
+def _run(
+    gm: GraphModule, passes: list[Pass], policy: Policy, device: str, strict: bool | None, portable: bool
+) -> tuple[Timed, ...]:
     """Run ``passes``; a partial graph's recorded values are wrong until its casts are inserted."""
     is_piece = PIECE in gm.meta
     at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts)) if is_piece else 0
     try:
         return run_passes(gm, passes, strict=strict, unchecked=at)
     except (PassError, VerifyError) as error:
-        if is_piece or (is_strict() if strict is None else strict):
+        if is_piece or portable or (is_strict() if strict is None else strict):
             raise
         if policy.runs_escaped == "autocast":
             run_as_autocast(gm, policy.torch_dtype(device), device, str(error), keep_outputs=policy.keep_outputs)
@@ -189,7 +213,9 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return copied
 
 
-def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str, strict: bool | None) -> dict[str, Rewritten]:
+def _rewrite_bodies(
+    gm: GraphModule, policy: Policy, device: str, strict: bool | None, portable: bool
+) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators; their inputs and outputs keep the captured dtypes."""
     done: dict[str, Rewritten] = {}
     inside = replace(policy, keep_outputs=True)
@@ -201,7 +227,7 @@ def _rewrite_bodies(gm: GraphModule, policy: Policy, device: str, strict: bool |
             if isinstance(body, GraphModule) and str(source.target) not in done:
                 adopt_values(body)
                 if any(tensors(value(n)) for n in body.graph.nodes):
-                    done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict)
+                    done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict, portable=portable)
     return done
 
 

@@ -24,5 +24,5 @@ def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
     for name in (row.name, *row.joins):
         if name in options.skip:
             return f"skip={options.skip[name]} in the policy"
-    needs = (*PHASE_NEEDS.get(phase, ()), *row.needs)
+    needs = (*PHASE_NEEDS.get(phase, ()), *row.conditions)
     return next((need.otherwise for need in needs if not need.holds(options)), "")

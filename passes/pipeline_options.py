@@ -30,6 +30,7 @@ class PipelineOptions:
     in_step: the graph becomes part of the graph of a whole training step. Our image kernels are traced into that for
     any compiler, as Inductor's batch norms and 1x1 convolutions are slower.
     training: gradients are recorded.
+    portable: other programs will load the graph: ATen operators and plain casts only.
     measured: the measured influence of roundings in graphs like this one, for an error budget.
     copies: the cached low-precision copies of weights; None if there are none.
     user: the owner of the memory that compiled graphs keep.
@@ -52,6 +53,7 @@ class PipelineOptions:
     inductor: Mapping[str, Any] | None = None
     in_step: bool = False
     training: bool = True
+    portable: bool = False
     measured: tuple[Measured, ...] = ()
     copies: WeightCopies | None = None
     user: object = None

@@ -105,6 +105,15 @@ HAS_COPIES = Condition(
     "weight copies", "no low-precision copy of a weight outlives the call", lambda options: options.copies is not None
 )
 PHASE_NEEDS = {Phase.COPIES: (HAS_COPIES,), Phase.COMPILED: (WEIGHT_COPIES,)}
+PORTABLE = Condition(
+    "portable", "only in a portable graph, which other programs load", lambda options: options.portable
+)
+NOT_PORTABLE = Condition(
+    "not portable", "inserts functions of ours, which a portable graph must not have", lambda o: not o.portable
+)
+SUMS = Condition("not portable inference", "a portable graph without gradients", lambda o: o.training or not o.portable)
+# Stages whose passes insert only what torch has; of the others none is in a portable graph.
+PORTABLE_STAGES = (Stage.GRAPH, Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS)
 # What every pass of a stage stands behind, or before, whatever else its row says.
 STAGE_AFTER = dict.fromkeys((Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.BACKEND), "insert-casts")
 STAGE_BEFORE = {Stage.RECOGNIZE: "decompose-composites"}
@@ -159,6 +168,11 @@ class Row:
     def backend(self) -> bool:
         """Whether only one device, or one compiler, needs the pass; every graph is right without it."""
         return self.stage is Stage.BACKEND
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What must hold for the pass to be in a pipeline: by its row, and by its stage."""
+        return (*self.needs, *(() if self.stage in PORTABLE_STAGES else (NOT_PORTABLE,)))
 
     @property
     def by_step(self) -> bool:

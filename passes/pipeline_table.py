@@ -43,7 +43,9 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
+from amp_graph.passes.casts.portable_ops import CheckPortable, UsePortableOps
 from amp_graph.passes.casts.share_casts import ShareCasts
+from amp_graph.passes.casts.uniform_operands import UniformOperands
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
@@ -62,9 +64,12 @@ from amp_graph.passes.pipeline_row import (
     INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
+    NOT_PORTABLE,
     OPAQUE,
     PADS_MATMULS,
+    PORTABLE,
     ROUNDING_EQUAL,
+    SUMS,
     TRAINING,
     Phase,
     Row,
@@ -156,9 +161,11 @@ TABLE = checked((
     Row(EliminateCasts, CASTS, BIT_EXACT,
         worth="fewest casts: removes those that the user's code or another pass made"),
     Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
-    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step), after=("eliminate-casts",),
+    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step, o.portable), needs=(SUMS,),
+        after=("eliminate-casts",),
         worth="accuracy: gradients of several readers are summed in fp32"),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
+        needs=(NOT_PORTABLE,),
         worth="accuracy: the gradients of a norm's weight and bias are summed in fp32"),
     Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
@@ -203,6 +210,10 @@ TABLE = checked((
     Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
         after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
+    # Graphs that other programs load.
+    Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("share-casts",), skippable=False),
+    Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), after=("use-portable-ops",), skippable=False),
+    Row(CheckPortable, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("uniform-operands",), skippable=False),
     # Weights whose copies outlive the call.
     Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o), o.training), COPIES, CPU,
         skippable=False),

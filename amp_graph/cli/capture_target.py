@@ -47,7 +47,7 @@ def captured(
             revert(model)
         if policy is not None or conversion_of(model) is None:
             convert(model, policy, compile=compile)
-        with warnings.catch_warnings(record=True) as seen, _quiet():
+        with warnings.catch_warnings(record=True) as seen, quiet():
             warnings.simplefilter("always", AmpGraphWarning)
             model(*target.args, **target.kwargs)
     for warning in seen:
@@ -84,7 +84,7 @@ def sampled(
         def loss(one: torch.nn.Module) -> torch.Tensor:
             return _loss_or_mixture(one(*target.args, **target.kwargs))
 
-        with _quiet():
+        with quiet():
             return model, loss, wanted, _measured(model, wanted, loss)
 
 
@@ -112,7 +112,7 @@ def captured_step(text: str, inputs: Sequence[str], policy: str | None, training
         made = getattr(torch.optim, optimizer)(target.model.parameters(), lr=0.1)
         step = TrainStep(target.model, _any_loss, made, policy)
         given = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
-        with _quiet():
+        with quiet():
             step(dict(given))
     return step.graph_text()
 
@@ -136,7 +136,7 @@ def _loss_or_mixture(out: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Stop torch from logging tracebacks of errors that it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | calibrate | demo | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | demo | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -19,6 +19,7 @@ from amp_graph.version import version
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 SHELLS = ("bash", "zsh", "tcsh")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
+EXPORTS = ("pt2", "onnx", "aoti")
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
@@ -54,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine's rates for plans", epilog=EPILOG))
     _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
+    _add_export(
+        commands.add_parser("export", help="write a model in mixed precision for other programs", epilog=EPILOG)
+    )
     _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
     _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
     commands.add_parser("run", help="run a training script and convert what it trains; see amp-graph run --help")
@@ -94,6 +98,21 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
     _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_plan")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument(
+        "--to", choices=EXPORTS, required=True,
+        help="pt2: for torch.export.load; onnx: for onnxruntime and others; aoti: compiled by AOTInductor",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE", required=True, help="the file to write")
+    parser.add_argument(
+        "--fold-weights", action="store_true", help="store weights in low precision where all read them so"
+    )
+    parser.add_argument("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)")
+    _add_json(parser)
+    parser.set_defaults(module="amp_graph.cli.command_export")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

@@ -31,11 +31,12 @@ class ShareCasts(Pass):
 
     Law: forward changes no bit; backward sums in fp32 instead of low precision. The gradient of a full-precision
     reader after the cast joins this sum in kernels that promote, without a cast. A small value is cast once for each
-    reader instead, if the graph runs eagerly (``eager``). Exactness: forward bit-exact, gradients rounding-equal to one
-    cast per reader.
+    reader instead, if the graph runs eagerly (``eager``); so is each value of a portable graph (``apart``). Exactness:
+    forward bit-exact, gradients rounding-equal to one cast per reader.
     """
 
     eager: bool = False
+    apart: bool = False
     name: ClassVar[str] = "share-casts"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -57,6 +58,8 @@ class ShareCasts(Pass):
         return PassResult(gm, tuple(changes))
 
     def _is_profitable(self, cast: Node) -> bool:
+        if self.apart:
+            return False
         low = value(cast)
         return sharing_a_cast_is_profitable(low.device.type, self.eager, concrete_size(low.numel()))
 

@@ -1,0 +1,86 @@
+"""``amp-graph export``: writes a model in mixed precision for programs that do not have amp_graph.
+
+Before: TARGET, a model with example inputs. After: a file, and a summary of its casts and weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.cli.capture_target import quiet
+from amp_graph.cli.target import load_target
+from amp_graph.cli.terminal import write_json
+from amp_graph.convert import revert
+from amp_graph.errors import AmpGraphError
+from amp_graph.export import export, to_aoti, to_onnx
+from amp_graph.export.formats import save
+from amp_graph.passes.casts.portable_ops import CAST_OP
+from amp_graph.policy import Policy
+
+LOADS = {
+    "pt2": "torch.export.load({!r}).module()",
+    "onnx": "onnxruntime.InferenceSession({!r})",
+    "aoti": "torch._inductor.aoti_load_package({!r})",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export TARGET and print what was written."""
+    if args.opset is not None and args.to != "onnx":
+        raise AmpGraphError(
+            f"export: --opset {args.opset} is of ONNX, and --to is {args.to}\n  legal: --opset with --to onnx\n"
+            f"  fix:   amp-graph export {args.target} --to onnx --opset {args.opset} --output model.onnx"
+        )
+    with redirect_stdout(sys.stderr), quiet():  # keep the user's prints, and the compilers', out of our output
+        policy, program = _program(args)
+        _write(program, args)
+    told = _summary(program, policy, args)
+    if args.json:
+        write_json(told, sys.stdout)
+        return 0
+    print(f"{args.output}: {told['bytes'] // 1024} KiB, {args.to}, {told['policy']}, {told['casts']} casts")
+    print(f"weights: {', '.join(f'{count} in {dtype}' for dtype, count in told['weights'].items()) or 'none'}")
+    print(f"load it with {told['load']}")
+    return 0
+
+
+def _program(args: argparse.Namespace) -> tuple[Policy, ExportedProgram]:
+    target = load_target(args.target, args.input)
+    present = conversion_of(target.model)
+    policy = Policy.parse(args.policy) if args.policy is not None or present is None else present.policy
+    if present is not None:
+        revert(target.model)
+    target.model.train(bool(args.training))
+    made = export(target.model, target.args, target.kwargs, policy, fold_weights=args.fold_weights)
+    return policy, made
+
+
+def _write(program: ExportedProgram, args: argparse.Namespace) -> None:
+    if args.to == "onnx":
+        to_onnx(program, args.output, args.opset)
+    elif args.to == "aoti":
+        to_aoti(program, args.output)
+    else:
+        save(program, args.output)
+
+
+def _summary(program: ExportedProgram, policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
+    weights: dict[str, int] = {}
+    for tensor in program.state_dict.values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            name = str(tensor.dtype).removeprefix("torch.")
+            weights[name] = weights.get(name, 0) + 1
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {
+        "output": args.output, "format": args.to, "policy": str(policy), "bytes": os.path.getsize(args.output),
+        "operators": len(nodes), "casts": sum(node.target is CAST_OP for node in nodes), "weights": weights,
+        "load": LOADS[args.to].format(args.output),
+    }  # fmt: skip

@@ -1,0 +1,125 @@
+"""Leave only operators and casts that any program which loads a graph of torch.export knows.
+
+Before: ``h = x.half(); y = F.gelu(h)``, a method and a Python function. After: ``h = aten._to_copy(x, dtype=float16);
+y = aten.gelu(h)``; and an error for what cannot be written so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult, VerifyError
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
+from amp_graph.passes.graph.graph_text import target_text
+from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call, names_of
+from amp_graph.passes.graph.meta_keys import CAST
+from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
+from amp_graph.passes.precision.decompose_composites import expand
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+
+CAST_OP = torch.ops.aten._to_copy.default
+ASSERTS = (torch.ops.aten._assert_tensor_metadata.default,)
+GUARDS = "_guards_fn"  # what torch.export calls its check of the inputs
+
+
+@dataclass(frozen=True)
+class UsePortableOps(Pass):
+    """Replaces methods and Python functions by the ATen operators that they call, and casts by ``aten._to_copy``.
+
+    Exactness: bit-exact, as the same operators run.
+    """
+
+    name: ClassVar[str] = "use-portable-ops"
+    required: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every node that computes on tensors."""
+        mode, changes = fake_mode_of(gm), []
+        for node in list(gm.graph.nodes):
+            if mode is None or not is_tensor_call(node):
+                continue
+            if _is_plain_cast(node):
+                node.op, node.target = "call_function", CAST_OP
+                node.args, node.kwargs = node.args[:1], {"dtype": value(node).dtype}
+                changes.append(Change(self.name, "a cast operator", node.name, "methods are not portable"))
+            elif not isinstance(node.target, OpOverload) and (made := expand(gm, node, frozenset(), mode)) is not None:
+                what = ", ".join(part.name for part in made) or "it is its input"
+                changes.append(Change(self.name, "its ATen operators", node.name, what))
+        return PassResult(gm, tuple(changes))
+
+
+def _is_plain_cast(node: Node) -> bool:
+    """Say whether ``node`` is an inserted cast, or another conversion that is not written as an ATen cast already."""
+    if isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
+        return False
+    names = names_of(node)
+    if not (CAST in node.meta or is_conversion_target(node) or (names and {*names} <= CONVERSIONS)):
+        return False
+    source = node.args[0] if node.args else None
+    made, given = value(node), value(source) if isinstance(source, Node) else None
+    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or node.kwargs.get("memory_format"):
+        return False
+    return made.device == given.device and made.dtype != given.dtype
+
+
+def drop_metadata_asserts(gm: GraphModule) -> None:
+    """Remove torch.export's checks that a value has its captured dtype, which the plan changes."""
+    for node in list(gm.graph.nodes):
+        if node.target in ASSERTS and not node.users:
+            gm.graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class CheckPortable(Pass):
+    """Refuses a node that other programs cannot load, and operands of two floating-point dtypes.
+
+    Exactness: bit-exact, as nothing changes.
+    """
+
+    name: ClassVar[str] = "check-portable"
+    required: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every node; raise VerifyError at the first that is refused."""
+        for node in gm.graph.nodes:
+            if why := _not_portable(node):
+                where = node_info.source_line(node)
+                raise VerifyError(
+                    f"portable: {node.name} = {target_text(node)}: {why}" + (f"\n  at {where}" if where else "") + "\n"
+                    "  legal: ATen operators and casts whose floating-point operands have one dtype\n"
+                    "  fix:   rewrite(torch.export.export(model, args).module(), portable=True), or portable=False"
+                )
+        return PassResult(gm)
+
+
+def _not_portable(node: Node) -> str:
+    """Return why ``node`` is not portable; "" if it is."""
+    if node.op == "call_module":
+        return "" if node.target == GUARDS else "a module call"
+    if node.op not in ("call_function", "call_method") or not _touches_tensors(node):
+        return ""
+    if node.op == "call_method":
+        return "a method call"
+    if is_part(node) or node_info.is_higher_order(node):
+        return ""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return "a Python function"
+    if target.namespace.startswith("amp_graph"):
+        return "an operator of amp_graph"
+    found = sorted({str(t.dtype).removeprefix("torch.") for t in float_operands(node)})
+    return f"operands of {' and '.join(found)}" if len(found) > 1 else ""
+
+
+def _touches_tensors(node: Node) -> bool:
+    return bool(tensors(value(node))) or any(tensors(value(source)) for source in node.all_input_nodes)
+
+
+def float_operands(node: Node) -> list[torch.Tensor]:
+    """Return the floating-point tensors that ``node`` reads."""
+    return [t for source in node.all_input_nodes for t in tensors(value(source)) if t.is_floating_point()]

@@ -34,7 +34,7 @@ from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
-from amp_graph.passes.torch_compat.exported import is_exported
+from amp_graph.passes.torch_compat.modules import is_exported
 from amp_graph.policy import Policy
 
 # The bodies of these operators are rewritten; those of others stay as captured.

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.export.onnx_types import refuse_missing_types
-from amp_graph.passes.torch_compat.exported import compile_package
+from amp_graph.passes.torch_compat.inductor import compile_package
 
 OLDEST_OPSET = 18  # that torch.onnx.export(dynamo=True) writes
 NEEDS = ("onnx", "onnxscript")

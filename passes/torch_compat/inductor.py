@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,10 @@ def lays_out_channels_last(
 
 def _listed(given: Any) -> Any:
     return [*given] if isinstance(given, tuple) else given
+
+
+def compile_package(program: ExportedProgram, path: str) -> str:
+    """Compile ``program`` by AOTInductor into the package ``path``; return its path. 2.11 to 2.13."""
+    from torch._inductor import aoti_compile_and_package
+
+    return str(aoti_compile_and_package(program, package_path=path))

@@ -1,4 +1,4 @@
-"""Swapped and sharded parameters of modules: private names of torch.
+"""Swapped and sharded parameters of modules, and which modules other parts of torch made: private names of torch.
 
 Each states the versions of torch that it was checked on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 
 
@@ -35,3 +36,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether ``torch.compile`` made this very module, or ``module.compile()`` its call; 2.11 to 2.13."""
     made = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
     return made or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def is_exported(gm: GraphModule) -> bool:
+    """Say whether torch.export made ``gm``, such as ``exported.module()``, or the graph that it is a copy of.
+
+    2.11 to 2.13: torch.export sets this for every graph that it makes.
+    """
+    return "inline_constraints" in gm.meta

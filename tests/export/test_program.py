@@ -12,7 +12,7 @@ from amp_graph.errors import CaptureError, VerifyError
 from amp_graph.export import export
 from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.torch_compat.exported import is_exported
+from amp_graph.passes.torch_compat.modules import is_exported
 
 from .models import Attention, Branches, Cnn, Mlp, Recurrent, Writes, error, made, run_without_amp_graph
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
-from amp_graph.graph_log import log_graph
+from amp_graph.graph_log import LOG, log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
@@ -92,8 +92,9 @@ def rewrite(
         attempt = copy_graph(copied)
         try:
             rewrite_in_place(attempt, policy, portable=True)
-        except (PassError, VerifyError):
+        except (PassError, VerifyError) as error:
             portable = False
+            LOG.info("a graph of torch.export is rewritten with operators of amp_graph, as it is not portable: %s", error)
         else:
             return attempt
     rewrite_in_place(copied, policy, portable=bool(portable))

@@ -94,7 +94,9 @@ def rewrite(
             rewrite_in_place(attempt, policy, portable=True)
         except (PassError, VerifyError) as error:
             portable = False
-            LOG.info("a graph of torch.export is rewritten with operators of amp_graph, as it is not portable: %s", error)
+            LOG.info(
+                "a graph of torch.export is rewritten with operators of amp_graph, as it is not portable: %s", error
+            )
         else:
             return attempt
     rewrite_in_place(copied, policy, portable=bool(portable))

@@ -119,11 +119,22 @@ def _how_it_is_read(cast: Node) -> dict[str, Any]:
     (reader,) = cast.users
     weight = reader.args[1] if len(reader.args) > 1 else None
     large = isinstance(weight, Node) and value(weight).numel() >= LARGE  # a small gradient is as cheap to cast
-    if large and traits_of(original(reader.target)).fp32_weight_gradient:  # with the weight's gradient, the bias's
+    by_reader = traits_of(original(reader.target)).fp32_weight_gradient  # with the weight's gradient, the bias's
+    if large and by_reader and not _is_tied(cast):
         return {"once": True, "wide": True}
     if not large or cast is not weight:
         return {"once": True}
     return {"once": True, "last": True} if _convolves_last(reader) else {"once": True}
+
+
+def _is_tied(cast: Node) -> bool:
+    """Say whether autograd adds another gradient to that of the parameter, as of an embedding with the head's table.
+
+    It adds in place to memory that one tensor has. What ``borrow`` passes on is a view of the gradient that arrived.
+    """
+    (weight,) = cast.args
+    assert isinstance(weight, Node), "a cast has an input"
+    return sum(bool(tensors(value(reader))) for reader in weight.users) > 1
 
 
 def _convolves_last(reader: Node) -> bool:

@@ -35,10 +35,22 @@ class Net(nn.Module):
         return x
 
 
-def made(policy, batch=4, **options):
+class Tied(nn.Module):
+    """Words whose table, of 8 MiB, is the head as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(4096, WIDTH), nn.Linear(WIDTH, 4096)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+def made(policy, batch=4, net=Net, **options):
     torch.manual_seed(0)
-    model = Net(**options)
-    x = torch.randn(batch, WIDTH)
+    model = net(**options)
+    x = torch.randn(batch, WIDTH) if net is Net else torch.arange(batch) % 3
     return (amp_graph.convert(model, policy, strict=True) if policy else model), x
 
 
@@ -92,6 +104,16 @@ def test_the_peak_with_biases(batches):
 @pytest.mark.parametrize(("batches", "batch"), [(1, 1024), (5, 512)])
 def test_the_peak_with_room_for_copies(batches, batch):
     assert peak("bf16", batches, batch, bias=False) <= peak("", batches, batch, bias=False)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_the_gradients_of_a_tied_table_are_added_in_place(batches):
+    assert peak("bf16", batches, 64, net=Tied) <= peak("", batches, 64, net=Tied) + OF_BIASES
+
+
+def test_control_added_to_a_view_they_are_above(monkeypatch):
+    monkeypatch.setattr("amp_graph.passes.weights.cache_weight_casts._is_tied", lambda cast: False)
+    assert peak("bf16", 1, 64, net=Tied) > 1.2 * peak("", 1, 64, net=Tied)
 
 
 def test_control_kept_copies_are_above():

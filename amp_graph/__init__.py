@@ -14,10 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.moved import keep_old_paths
-from amp_graph.version import version
 
 if TYPE_CHECKING:
-    __version__: str
     from amp_graph import memory as memory
     from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from amp_graph.scaling.loss_scale import LossScale as LossScale
     from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from amp_graph.step.train_step import TrainStep as TrainStep
+    from amp_graph.version import __version__ as __version__
 
 _HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
 _HOME |= {
@@ -45,6 +44,7 @@ _HOME |= {
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
+    "__version__": "version",
 }
 _MOVED = {"drop_weight_copies": "memory", "raise_malloc_thresholds": "memory"}
 __all__ = [
@@ -67,8 +67,6 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _MOVED:
             return _moved(name)
-        if name == "__version__":
-            return version()
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
         home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-
-def version() -> str:
-    """Return the installed version; "unknown" where the sources are on the path without an installation."""
-    try:
-        return metadata.version("amp-graph")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+try:
+    __version__ = metadata.version("amp-graph")
+except metadata.PackageNotFoundError:  # the sources are on the path without an installation
+    __version__ = "unknown"

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from amp_graph.cli.run_options import read_command
-from amp_graph.version import version
+from amp_graph.version import __version__
 
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 SHELLS = ("bash", "zsh", "tcsh")
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "amp-graph", description="Which operation of a model runs in which precision, and why.", epilog=EPILOG
     )
-    made.add_argument("--version", action="version", version=f"amp-graph {version()}")
+    made.add_argument("--version", action="version", version=f"amp-graph {__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
     _add_explain(commands.add_parser("explain", help="print all that is known about one node", epilog=EPILOG))

@@ -1,7 +1,7 @@
 """A precision plugin for ``lightning.pytorch``: ``Trainer(plugins=AmpGraphPrecision("bf16"))``.
 
-Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts
-that import ``lightning.pytorch``; those that import ``pytorch_lightning`` use the module of that name here.
+Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts that import
+``lightning.pytorch``; those that import ``pytorch_lightning`` use the module of that name here.
 """
 
 from __future__ import annotations

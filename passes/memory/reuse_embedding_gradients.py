@@ -91,7 +91,7 @@ class ReuseEmbeddingGradients(Pass):
 def _is_read_elsewhere(table: Node) -> bool:
     """Say whether autograd adds the gradient of another operation to the table's: a head that is tied to it.
 
-    It adds in place to memory that nobody else has. What is kept would stay beside the sum, in new memory.
+    The sum is in the memory of the other gradient. What is kept for the table's would only stay beside it.
     """
     return any(tensors(value(reader)) and reader.target not in SIGNATURES for reader in table.users)
 

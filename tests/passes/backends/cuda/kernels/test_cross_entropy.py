@@ -268,17 +268,6 @@ def test_control_a_wrong_kernel_is_seen_before_it_is_used(monkeypatch):
     triton_loader._failed.clear()
 
 
-def test_the_check_does_not_depend_on_what_is_set_around_it(monkeypatch):
-    monkeypatch.setattr(triton_loader, "_checked", set())
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.inference_mode():
-            assert kernels.kernels(BF16) is kernels.KERNELS
-    finally:
-        torch.set_default_dtype(before)
-
-
 def test_a_check_that_raises_is_a_reason(monkeypatch):
     monkeypatch.setattr(triton_loader, "_checked", set())
     monkeypatch.setattr(kernels, "why_wrong", lambda device: {}[device.type])

@@ -289,17 +289,6 @@ def test_control_a_wrong_kernel_is_seen(wrong, monkeypatch):
     triton_loader._failed.clear()
 
 
-def test_the_check_does_not_depend_on_what_is_set_around_it(monkeypatch):
-    monkeypatch.setattr(triton_loader, "_checked", set())
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.inference_mode():
-            assert kernels.kernels(BF16) is kernels.KERNELS
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_what_does_not_compile_is_left_to_torch(name, monkeypatch):
     monkeypatch.setattr(kernels, "SOURCE", "amp_graph.passes.backends.cuda.kernels.no_such_source")

@@ -52,6 +52,7 @@ ROOMS = (
     ("amp_graph/memory.py",),
     ("amp_graph/convert.py",),
     ("amp_graph/step",),
+    ("amp_graph/numerics",),
     ("amp_graph/export", "amp_graph/report"),
     ("amp_graph/integrations",),
     ("amp_graph/demo", "amp_graph/run"),

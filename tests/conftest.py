@@ -116,3 +116,14 @@ def _said_once_per_process(monkeypatch):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+TORCHS_CALL = torch.nn.Module.__call__
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_called_by_torch():
+    """Refuse a test that leaves ``Module.__call__`` replaced: Dynamo traces into no module then, in no later test."""
+    yield
+    left, torch.nn.Module.__call__ = torch.nn.Module.__call__, TORCHS_CALL
+    assert left is TORCHS_CALL, "the test left a replaced torch.nn.Module.__call__"

@@ -50,7 +50,7 @@ def watch(monkeypatch):
         return models
 
     yield start
-    for end, models in ends:
+    for end, models in reversed(ends):
         end()
         models.stop()
         models.times.end()

@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INSTALL_ARGS ?=
 PYTEST_ARGS ?=
+VERSIONS_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_ARGS ?=
 SCRIPT_ARGS ?=
@@ -24,7 +25,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-scripts test-triton conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-scripts test-triton test-versions conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +49,9 @@ test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpret
 	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \
 		echo "triton is missing: the tests below are skipped; fix: $(VENV)/bin/python -m pip install --no-deps triton"
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -rs tests/passes/backends/cuda/kernels $(PYTEST_ARGS)
+
+test-versions: $(STAMPS)/test  ## run the tests with other versions of Python and torch, each in an environment of its own
+	$(VENV)/bin/python -m tests.versions --folder .versions $(VERSIONS_ARGS)
 
 conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)

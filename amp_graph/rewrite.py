@@ -35,6 +35,7 @@ from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.modules import is_exported
+from amp_graph.passes.torch_compat.versions import tell_of_newer_torch
 from amp_graph.policy import Policy
 
 # The bodies of these operators are rewritten; those of others stay as captured.
@@ -140,6 +141,7 @@ def rewrite_in_place(
     Raises PassError and VerifyError (if strict or portable, and for a partial graph, which the caller then runs as
     captured), ListError and PolicyError.
     """
+    tell_of_newer_torch()
     if portable:
         drop_metadata_asserts(gm)
     _read_values(gm)

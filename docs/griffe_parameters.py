@@ -14,6 +14,11 @@ import griffe
 NAME = r"`*[A-Za-z_]\w*`*"
 START = re.compile(rf"(?:\A|(?<=\n)|(?<=[.;] ))({NAME}(?:, {NAME})*)(?: \([^)]*\))?: ")
 SIGN = re.compile(r"(?:(?<=[.;] )|(?<=\n)|\A)(Raises|Returns) ")
+# Classes whose parameters are those of a base.
+INHERITED = {
+    f"amp_graph.integrations.{package}.AmpGraphPrecision": {"policy", "scaler", "keep_converted"}
+    for package in ("lightning", "pytorch_lightning")
+}
 
 
 class Parameters(griffe.Extension):
@@ -26,7 +31,9 @@ class Parameters(griffe.Extension):
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         """Rewrite the docstring of a class: its parameters are those of ``__init__``, or else its fields."""
         made = cls.members.get("__init__")
-        self._rewrite(cls, {p.name for p in made.parameters} if isinstance(made, griffe.Function) else set(cls.members))
+        fields = {name for name, member in cls.members.items() if member.is_attribute}
+        names = {p.name for p in made.parameters} if isinstance(made, griffe.Function) else fields
+        self._rewrite(cls, names or INHERITED.get(cls.path, set()))
 
     def _rewrite(self, found: griffe.Object, names: set[str]) -> None:
         if found.docstring is not None:

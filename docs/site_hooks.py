@@ -27,7 +27,7 @@ OUTSIDE = "repository"  # the folder of the site with files from outside of docs
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Add a page for each file of the repository that a page links to, and for those that these link to."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File, InclusionLevel
 
     open_pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     while open_pages:
@@ -36,7 +36,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
             uri = site_uri(target)
             if not uri.startswith(OUTSIDE) or files.get_file_from_path(uri) is not None:
                 continue
-            files.append(File.generated(config, uri, content=shown(target)))
+            files.append(File.generated(config, uri, content=shown(target), inclusion=InclusionLevel.NOT_IN_NAV))
             open_pages.append(target)
     return files
 

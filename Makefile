@@ -73,7 +73,7 @@ format: $(STAMPS)/dev  ## format the code and fix lint errors
 	$(VENV)/bin/ruff format .
 
 docs: $(STAMPS)/docs  ## build the documentation site into build/site; a dead link or anchor is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/site/index.html"
 
 bench: $(STAMPS)/demo  ## measure nine models against torch.autocast (BENCH_ARGS="--scale 0.5 --output mine")

@@ -1,7 +1,7 @@
 """Reads the parameters out of this project's docstrings, for the API reference: an extension of griffe.
 
-``policy: as for convert. scaler: for fp16.``, sentences that begin with names of parameters and a colon, is written as the
-section ``Args:`` that griffe knows, and becomes a table with types and defaults.
+Sentences that begin with names of parameters and a colon, ``policy: as for convert. scaler: for fp16.``, are written as
+the section ``Args:`` that griffe knows, and become a table with types and defaults.
 """
 
 from __future__ import annotations

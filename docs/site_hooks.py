@@ -2,7 +2,8 @@
 
 - A link out of docs/ (``../CONTRIBUTING.md``, ``../examples/x.py``) leads to a page that shows that file.
 - ``<!-- api: amp_graph.convert.convert -->``, invisible on GitHub, is replaced by the reference from the docstrings.
-- What GitHub shows and Python-Markdown does not (a list right after a paragraph) is a warning; ``--strict`` fails on it.
+- What GitHub shows and Python-Markdown does not, such as a list right after a paragraph, is a warning; ``--strict``
+  fails on it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = r"^<!-- (?P<mark>continues|not run: [^\n]+|needs: [^\n]+) -->\n+"
 FENCE = re.compile(rf"(?:{MARK})?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
-PROGRAMS = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?P<program>amp-graph|python3?|torchrun|accelerate|pip|make) ", re.MULTILINE)
+PROGRAMS = re.compile(
+    r"^(?:\$ )?(?:\w+=\S+ )*(?P<program>amp-graph|python3?|torchrun|accelerate|pip|make) ", re.MULTILINE
+)
 LAYERS = ("up", "act", "norm", "lm_head")
 MODEL = """\
 import torch

@@ -92,7 +92,7 @@ def bytes_of(level: str) -> dict[str, int]:
     model(torch.zeros(8, 64)).sum().backward()
     optimizer.step()
     found = amp_graph.report(model, optimizer).memory
-    return {kind: count // 4096 for kind, count in found.items() if kind != "copies"}
+    return {kind: count // 4096 for kind, count in found.items() if kind != "weight copies"}
 
 
 def levels() -> str:
@@ -109,7 +109,12 @@ def levels() -> str:
                 yield text(x + 19 * count, y + 21, f"{kind.removesuffix('s')} {count}", 11, "middle")
                 x += 38 * count
             yield text(x + 8, y + 22, f"{sum(found.values())} bytes", 12)
-        yield from (box(60, 222, 14, 14, FULL), text(80, 234, "fp32"), box(140, 222, 14, 14, LOW), text(160, 234, "bf16"))
+        yield from (
+            box(60, 222, 14, 14, FULL),
+            text(80, 234, "fp32"),
+            box(140, 222, 14, 14, LOW),
+            text(160, 234, "bf16"),
+        )
 
     return page(750, 250, parts())
 
@@ -145,7 +150,10 @@ def loss_scale() -> str:
             yield f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="#c0392b"/>'
         yield text(60, 222, "step 0", 11)
         yield text(660, 222, "step 60", 11, "end")
-        yield from ('<circle cx="250" cy="218" r="4" fill="#c0392b"/>', text(262, 222, "infinite gradient: the step is skipped"))
+        yield from (
+            '<circle cx="250" cy="218" r="4" fill="#c0392b"/>',
+            text(262, 222, "infinite gradient: the step is skipped"),
+        )
 
     return page(690, 236, parts())
 

@@ -13,6 +13,7 @@ import pytest
 from amp_graph.cli.main import main, parser
 from amp_graph.cli.run_options import read_command
 from amp_graph.errors import AmpGraphWarning
+from amp_graph.lists import load
 from tests.doc_blocks import MODEL, PAGES, PROGRAMS, ROOT, Block, blocks_of, chains, given, run_blocks
 
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
@@ -111,6 +112,13 @@ def test_commands_run(block, line, folder, capsys):
     else:
         assert words[0] in ("pip", "python")
         assert words[1] == "install" or (ROOT / words[1]).exists() or os.path.exists(words[1])
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=lambda block: block.name)
+def test_lists_load(block, tmp_path):
+    (tmp_path / "list.toml").write_text(block.code)
+    for dtype in ("bfloat16", "float16"):
+        assert load(str(tmp_path / "list.toml"), dtype=dtype, device="cpu").name in block.code
 
 
 @pytest.mark.parametrize("page", {**PYTHON_ELSEWHERE, **COMMANDS_ELSEWHERE})

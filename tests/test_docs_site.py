@@ -115,3 +115,13 @@ def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert {page for page in pages if not re.search(rf"[ ]{re.escape(page)}$", nav, re.MULTILINE)} == set()
+
+
+def test_warnings_of_the_build_are_errors():
+    (command,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in command
+    assert "-q" not in command, "mkdocs counts only the warnings that it prints"
+    options = (ROOT / "mkdocs.yml").read_text()
+    for kind in ("omitted_files", "not_found", "absolute_links", "anchors", "unrecognized_links"):
+        assert f"{kind}: warn" in options
+    assert "make docs" in (ROOT / ".ci" / "run").read_text()

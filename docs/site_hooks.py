@@ -103,7 +103,7 @@ def reference(match: re.Match[str]) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Show ``|`` in tables as GitHub does; warn of Markdown that was not understood."""
     text = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
-    for sign in (" **", "```", "](", "\n| "):
+    for sign in (" **", "`", "](", "\n| "):
         if sign in text:
             where = text.index(sign)
             LOG.warning("%s: not shown as on GitHub: %r", page.file.src_uri, text[max(0, where - 40) : where + 40])

@@ -9,6 +9,7 @@ import warnings
 import webbrowser
 
 import pytest
+import torch
 
 from amp_graph.cli.main import main, parser
 from amp_graph.cli.run_options import read_command
@@ -71,7 +72,9 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    return opened
+    yield opened
+    if torch.distributed.is_initialized():  # a block failed before its end
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("blocks", chains(PYTHON), ids=lambda blocks: blocks[0].name)

@@ -95,6 +95,18 @@ def test_lists_that_the_site_would_not_show_are_found():
     assert tight.findall("text\n1. a") == ["text\n1. "]
 
 
+def test_markdown_that_is_not_understood_is_found(caplog):
+    class Page:
+        class file:
+            src_uri = "page.md"
+
+    shown = HOOKS["on_page_content"](
+        "<p>a <code>b ** c</code> **d** `e</p>\n<td><code>x\\|y</code></td><code>\\|</code>", Page
+    )
+    assert [record.args for record in caplog.records] == [("page.md", "<p>a  **d** `e</p>\n<td></td>")] * 2
+    assert shown.endswith("<td><code>x|y</code></td><code>\\|</code>")
+
+
 def test_parameters_are_read_out_of_docstrings():
     pytest.importorskip("griffe", reason="pip install griffelib")
     sectioned = runpy.run_path(str(DOCS / "griffe_parameters.py"))["sectioned"]

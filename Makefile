@@ -25,7 +25,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-scripts test-triton test-versions conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-scripts test-triton test-versions docs conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,10 @@ check: $(STAMPS)/dev  ## check lint rules, formatting and types
 format: $(STAMPS)/dev  ## format the code and fix lint errors
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(STAMPS)/docs  ## build the documentation site into build/site; a dead link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo "open build/site/index.html"
 
 bench: $(STAMPS)/demo  ## measure nine models against torch.autocast (BENCH_ARGS="--scale 0.5 --output mine")
 	$(VENV)/bin/python benchmarks/speed.py $(BENCH_ARGS)

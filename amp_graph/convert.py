@@ -53,6 +53,7 @@ def convert(
     Calls with and without gradients may differ in rounding: without gradients, on a CPU with bf16 instructions,
     weights are packed and batch norms folded. ``skip=prepack_weights|fold_batch_norms`` disables that.
 
+    model: any ``torch.nn.Module``; inputs and outputs keep their shapes and dtypes (but for ``keep_outputs``).
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.
     compile: "eager" (the rewritten graph under PyTorch's autograd), "inductor", or any Dynamo backend.
     mode, options: as in torch.compile, for compile="inductor": convert(model, compile="inductor", mode="max-autotune").
@@ -125,7 +126,11 @@ def _measured(
 
 
 def revert(model: Model) -> Model:
-    """Undo ``convert`` and return ``model``, which runs as it was written; CaptureError if it is not converted."""
+    """Undo ``convert`` and return ``model``, the same object, which runs as it was written.
+
+    Parameters have their former dtype again: at O2 the values of their masters. Raises CaptureError if ``model`` is
+    not converted.
+    """
     if isinstance(model, WRAPPERS):
         revert(model.module)
         return model

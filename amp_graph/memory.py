@@ -21,11 +21,12 @@ __all__ = ["drop_weight_copies", "keep_heap", "raise_malloc_thresholds"]
 def drop_weight_copies(model: torch.nn.Module) -> int:
     """Empty the weight cache of a converted ``model``; the next call casts the weights again.
 
+    model: a converted one. Returns the number of freed bytes.
+
     Call it to free the memory of the low-precision copies, of recorded graphs (``replay=true``), and the buffers for
-    embedding gradients and large results.
-    Call it after a write that Python cannot see, by a C extension that holds a parameter's address. And call it once
-    nobody writes any longer through an address that ``data_ptr()`` returned: until then the parameter is cast at each
-    call. Returns the number of freed bytes. Raises CaptureError if ``model`` is not converted.
+    embedding gradients and large results. Call it after a write that Python cannot see, by a C extension that holds a
+    parameter's address. And call it once nobody writes any longer through an address that ``data_ptr()`` returned:
+    until then the parameter is cast at each call. Raises CaptureError if ``model`` is not converted.
     """
     found = conversion_of(model)
     if found is None:

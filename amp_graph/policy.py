@@ -78,6 +78,8 @@ class Policy:
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
     or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
+
+    Raises PolicyError for a value that means nothing, with the legal ones.
     """
 
     dtype: str = "auto"

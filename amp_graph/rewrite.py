@@ -69,7 +69,8 @@ def rewrite(
     ``torch.fx.symbolic_trace``'s, which has no recorded values and needs ``example_inputs``. Rewriting is
     idempotent.
 
-    ``portable``: use ATen operators and plain casts only, with operands of one floating-point dtype, so that other
+    policy: as for ``convert``. example_inputs: the graph's inputs in order, needed where it has no recorded values.
+    portable: use ATen operators and plain casts only, with operands of one floating-point dtype, so that other
     programs can load the graph. None: where ``torch.export`` made the graph and all of it can be written so.
 
     A pass that fails is skipped for the graph. A graph that cannot be planned is wrapped in an autocast region. Both

@@ -1,6 +1,7 @@
 """What the documentation shows is true: its lists load, its policies parse, its links lead somewhere."""
 
 import dataclasses
+import importlib
 import re
 import runpy
 from pathlib import Path
@@ -64,6 +65,25 @@ def idiom(text):
     return re.findall(rf"\b(?:{IDIOM})\b", prose(text), re.IGNORECASE)
 
 
+def unknown_names(text):
+    """Return the names of amp_graph that ``text`` has and the package does not; trainers' packages may be missing."""
+    text = re.sub(r"<!--.*?-->|\S+\.md\b|amp_graph\.integrations\.\w+(?:\.\w+)?", "", text, flags=re.DOTALL)
+    return [name for name in sorted(set(re.findall(r"\bamp_graph(?:\.[A-Za-z_]\w*)+", text))) if not is_known(name)]
+
+
+def is_known(name):
+    first, *rest = name.split(".")
+    found = importlib.import_module(first)
+    for i, part in enumerate(rest, 1):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join([first, *rest[:i]]))
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
 def linked(page):
     targets = (link.partition("#")[0] for link in LINK.findall(page.read_text()))
     return {(page.parent / t).resolve() for t in targets if t and not t.startswith("http")}
@@ -86,6 +106,23 @@ def test_policies_in_python_examples_parse(page):
         compile(block, str(page), "exec")
         for text in re.findall(r'convert\(model, "([^"]+)"', block):
             Policy.parse(text.replace("mine.toml", "default"))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_policies_in_prose_and_tables_parse(page):
+    for text in re.findall(r'`"((?:bf16|fp16|auto)[^"`]*)"`', page.read_text()):
+        Policy.parse(text.replace("\\|", "|").replace("mine.toml", "default"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_that_pages_use_are_there(page):
+    new = ["amp_graph.passes.recognize.cancel_transposes"] if page.name == "writing-a-pass.md" else []
+    assert unknown_names(page.read_text()) == new
+
+
+def test_names_that_are_not_there_are_found():
+    text = "`amp_graph.convert`, amp_graph.memory.keep_heap, amp_graph.passes.base, amp_graph.none, amp_graph.memory.no"
+    assert unknown_names(text) == ["amp_graph.memory.no", "amp_graph.none"]
 
 
 def test_the_passes_over_a_graph_of_the_users_own_run():

@@ -29,7 +29,9 @@ def save(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
 
 
 def to_onnx(program: ExportedProgram, path: str | os.PathLike[str], opset: int | None = None) -> Any:
-    """Write ``program`` as ONNX of version ``opset``, by default that of torch.onnx; return torch's ``ONNXProgram``.
+    """Write ``program`` to ``path`` as ONNX of version ``opset``; return torch's ``ONNXProgram``.
+
+    opset: an operator set of the standard, by default that of torch.onnx.
 
     Raises AmpGraphError if a package is missing, if an operator of that version does not take a dtype of the program,
     if torch.onnx cannot write an operator, and if the file cannot be written; no file is written then.

@@ -32,10 +32,12 @@ def export(
 ) -> ExportedProgram:
     """Return ``model`` in mixed precision as an ``ExportedProgram`` with plain ATen operators and casts only.
 
-    ``args`` and ``kwargs`` are example inputs; the program keeps their dtypes, and those of the outputs. The model is
-    exported in its present mode; call ``model.eval()`` first for inference. ``dynamic_shapes`` and ``strict`` are
-    torch.export's. ``fold_weights``: store weights that are only read in low precision in low precision, which makes
-    the file about half as large and the program not trainable in fp32. The model itself does not change.
+    The program keeps the dtypes of inputs and outputs. The model is exported in its present mode; call
+    ``model.eval()`` first for inference. The model itself does not change.
+
+    args, kwargs: example inputs; their sizes are fixed unless ``dynamic_shapes`` says otherwise. policy: as for
+    ``amp_graph.convert``. dynamic_shapes, strict: torch.export's. fold_weights: store weights that are only read in low
+    precision in low precision, which makes the file about half as large and the program not trainable in fp32.
 
     Raises CaptureError (torch.export cannot capture the model), PassError and VerifyError (its graph cannot be written
     portably), PolicyError, ListError.

@@ -31,6 +31,7 @@ def prepare(
 ) -> Any:
     """Convert the models among ``objects``, and return what ``accelerator.prepare(*objects)`` returns.
 
+    accelerator: one without mixed precision of its own. objects: models, optimizers and what else ``prepare`` takes.
     policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``, which the
     accelerator then uses in ``backward``, ``clip_grad_norm_``, ``step`` and ``save_state``.
 

@@ -21,6 +21,9 @@ class AmpGraphPrecision(ConvertsModules, Precision):
 
     policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``; a
     ``torch.amp.GradScaler`` is legal as well. keep_converted: do not revert the modules when the trainer finishes.
+
+    Raises PolicyError for a scaler with bf16, CaptureError for O2 and O3 under DDP, ScaleError for LBFGS with a scaler
+    or at O2 and O3.
     """
 
 

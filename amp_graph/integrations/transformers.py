@@ -29,6 +29,9 @@ class AmpGraphCallback(TrainerCallback):
 
     policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``.
 
+    Raises PolicyError for a Trainer with ``bf16`` or ``fp16`` of its own and for fp16 without ``add_to``, CaptureError
+    for O2 and O3 over several processes, all when training begins.
+
     ``TrainingArguments`` leaves ``bf16`` and ``fp16`` off: the Trainer's autocast would decide precision as well, and
     is refused. fp16 needs a scaler, which the Trainer must know before it trains: ``AmpGraphCallback("fp16").add_to(
     trainer)``. That puts the callback before those that report, too, so that TensorBoard and others get the metrics;

@@ -208,24 +208,36 @@ def _were_written(trained: Sequence[Tensor], copies: Copies) -> None:
 
 
 class SGD(OnePassOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` in one pass; with dampening, torch's kernels."""
+    """``torch.optim.SGD`` in one pass; with dampening, torch's kernels.
+
+    Parameters and defaults are those of ``torch.optim.SGD``. Raises its errors, and ScaleError for ``fused=False``.
+    """
 
     updates_as = torch.optim.SGD
 
 
 class Adam(OnePassOptimizer, torch.optim.Adam):
-    """``torch.optim.Adam``, in one pass."""
+    """``torch.optim.Adam``, in one pass.
+
+    Parameters and defaults are those of ``torch.optim.Adam``. Raises its errors, and ScaleError for ``fused=False``.
+    """
 
     updates_as = torch.optim.Adam
 
 
 class AdamW(OnePassOptimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW``, in one pass."""
+    """``torch.optim.AdamW``, in one pass.
+
+    Parameters and defaults are those of ``torch.optim.AdamW``. Raises its errors, and ScaleError for ``fused=False``.
+    """
 
     updates_as = torch.optim.AdamW
 
 
 class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
-    """``torch.optim.Adagrad``, in one pass."""
+    """``torch.optim.Adagrad``, in one pass.
+
+    Parameters and defaults are those of ``torch.optim.Adagrad``. Raises its errors, and ScaleError for ``fused=False``.
+    """
 
     updates_as = torch.optim.Adagrad

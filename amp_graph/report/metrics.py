@@ -29,9 +29,12 @@ LEGAL = "a converted model, a TrainStep, a GradScaler, a LossScale, a MixedPreci
 def metrics(*sources: Any, grad_norm: Tensor | float | None = None) -> dict[str, float]:
     """Return numbers for a log: of converted models, steps, scalers and mixed-precision optimizers.
 
-    ``loss_scale`` and ``skipped_steps``: of a source that scales losses. ``casts``: cast operations in the captured
-    graphs; ``held_bytes``: weight copies, fp32 masters and recorded graphs that are held between steps; both added up
-    over the models. ``grad_norm``: the given one, which ``clip_grad_norm_`` returned.
+    The keys: ``loss_scale`` and ``skipped_steps`` of a source that scales losses; ``casts``, cast operations in the
+    captured graphs, and ``held_bytes``, weight copies, fp32 masters and recorded graphs that are held between steps,
+    in bytes, both added up over the models; ``grad_norm``, if it is given.
+
+    sources: converted models, steps, scalers, loss scales, mixed-precision optimizers; None is left out.
+    grad_norm: what ``clip_grad_norm_`` returned, a number or a 0-d tensor.
 
     All that is on a device is copied to the host at once: call it once per logging interval. Raises CaptureError for
     a source without metrics.

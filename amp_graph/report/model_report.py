@@ -52,10 +52,12 @@ FAILED = "nothing was captured: every call ran uncaptured"
 class Report:
     """The report of a converted model: its graphs, and what was not captured.
 
-    ``status`` is empty if there are graphs; otherwise it says why there are none. ``dtype`` is the policy's low
-    precision on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``: how code between partial
-    graphs runs, if there are any; ``breaks``: the graph breaks and their causes. ``flows``: the data flow of each of
-    ``graphs``.
+    model: its class. policy: the one in force. dtype: the policy's low precision on the model's device ("bf16").
+    compile: the compiler, and its options. status: empty if there are graphs; otherwise why there are none. graphs: a
+    record of each captured graph, with its ``nodes`` and ``casts``. skipped: places that ran uncaptured, and why.
+    notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
+    out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
+    flows: the data flow of each of ``graphs``.
     """
 
     model: str
@@ -72,11 +74,11 @@ class Report:
     flows: tuple[Flow, ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
-        """Return the report as text, one screen per graph; reasons are cut at ``width`` (None: never)."""
+        """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
         return report_text(self, width)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path`` as one self-contained HTML page that fetches nothing."""
+        """Write the report to ``path`` as one self-contained HTML page that fetches nothing. Raises OSError."""
         write_atomically(path, html_page(self))
 
     def to_networkx(self) -> networkx.DiGraph:

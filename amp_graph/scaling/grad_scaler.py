@@ -40,7 +40,13 @@ class GradScaler(torch.amp.GradScaler):
     """Scales losses so that fp16 gradients do not vanish, and skips steps whose gradients are infinite.
 
     As ``torch.amp.GradScaler``: ``scale``, ``unscale_``, ``step``, ``update``, ``get_scale``, ``state_dict`` (which
-    either loads from the other), several losses and optimizers. Beyond it:
+    either loads from the other), several losses and optimizers.
+
+    device: accepted as in torch; the state is placed on the device of the first loss. init_scale: the first scale, a
+    factor. growth_factor (above 1): applied after ``growth_interval`` good steps in a row. backoff_factor (below 1):
+    applied after a bad one. growth_interval: a number of updates. enabled: False makes all methods pass through.
+
+    Beyond torch's scaler:
 
     hysteresis: bad steps since the last growth before the scale backs off (DeepSpeed and Megatron use 2).
     floor, ceiling: limits of the scale. ``at_floor``: "warn" or "error" if gradients stay infinite there.
@@ -99,7 +105,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients of ``optimizer`` by the scale, in place, once between two updates.
 
         Gradients may be fp32, bf16 or fp16; of the last, what is too small without the scale is lost. Those of
-        parameters with fp32 masters (level O2) are fp32 from here to ``step``.
+        parameters with fp32 masters (level O2) are fp32 from here to ``step``. Raises ScaleError if it is called
+        twice, or after ``step``.
         """
         if not self._enabled:
             return
@@ -117,7 +124,10 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step ``optimizer``, unless a gradient is infinite or NaN; then nothing changes."""
+        """Step ``optimizer`` and return its result, unless a gradient is infinite or NaN: then nothing changes.
+
+        Raises ScaleError for a closure, a second step before ``update``, and if nothing was scaled.
+        """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         args = args if any(given is not None for given in args) else ()  # accelerate passes closure=None
@@ -177,7 +187,10 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adjust the scale by the steps since the last update, or set it to ``new_scale``."""
+        """Adjust the scale by the steps since the last update, or set it to ``new_scale`` (a number, or one element).
+
+        Raises ScaleError if no optimizer was unscaled or stepped since the last update.
+        """
         if not self._enabled:
             return
         states = self._per_optimizer_states.values()

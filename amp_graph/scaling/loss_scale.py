@@ -73,7 +73,10 @@ class LossScale:
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """Scale (fp32), growth tracker, hysteresis left, skipped steps, bad steps at the floor (int32), all 0-d."""
+        """Scale (fp32), growth tracker, hysteresis left, skipped steps, bad steps at the floor (int32), all 0-d.
+
+        Raises ScaleError before ``to``.
+        """
         if self._state is None:
             raise ScaleError("loss scale: it has no device yet\n  fix:   scaler.scale(loss) before anything else")
         return self._state
@@ -179,7 +182,7 @@ class LossScale:
             tensor.fill_(value)
 
     def change(self, name: str, value: Any) -> None:
-        """Change an option."""
+        """Change the option ``name`` to ``value``, for later updates. Raises ScaleError for an illegal one."""
         if name not in RULES or name == "init_scale":
             legal = ", ".join(rule for rule in RULES if rule != "init_scale")
             raise ScaleError(
@@ -191,7 +194,7 @@ class LossScale:
         self.take_up_options()
 
     def set(self, value: float | torch.Tensor) -> None:
-        """Set the scale; a tensor (one element) is copied without a host sync."""
+        """Set the scale to ``value``; a tensor (one element) is copied without a host sync, else raises ScaleError."""
         if not isinstance(value, torch.Tensor):
             _refuse({"scale": value}, "new_", "a power of two, for example 2.0**16")
         elif value.numel() != 1 or value.requires_grad:

@@ -96,6 +96,9 @@ class MixedPrecisionOptimizer(Optimizer):
         """Compute gradients of the scaled ``loss`` (one element); gradients accumulate until ``step``.
 
         update_master_grads: accepted as in apex and ignored; masters get their gradients when first needed.
+        retain_graph: as in ``Tensor.backward``.
+
+        Raises ScaleError for another loss, and after the gradients were unscaled.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ScaleError(
@@ -123,7 +126,12 @@ class MixedPrecisionOptimizer(Optimizer):
         self._unscaled = True
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm, a 0-d fp32 tensor."""
+        """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm before, a 0-d fp32 tensor.
+
+        max_norm: above 0. norm_type: the order of the norm; ``math.inf`` for the largest element.
+
+        Raises ScaleError for another ``max_norm``, and without a backward since the last step.
+        """
         self._need_backward("clip_master_grads")
         if not (isinstance(max_norm, Real) and max_norm > 0):  # 0 or less would reverse or cancel the update
             raise ScaleError(
@@ -155,7 +163,7 @@ class MixedPrecisionOptimizer(Optimizer):
         return result if closure is None else given
 
     def zero_grad(self, set_to_none: bool = True, **unused: Any) -> None:
-        """Drop (or zero) the gradients of the model's parameters."""
+        """Drop the gradients of the model's parameters, or zero them if ``set_to_none`` is False."""
         for parameter in self._parameters():
             if set_to_none:
                 parameter.grad = None
@@ -215,7 +223,10 @@ class MixedPrecisionOptimizer(Optimizer):
         return self.scaler.skipped_steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, with masters for its low-precision parameters."""
+        """Add ``param_group``, as torch's optimizers take it, to the inner optimizer, with masters where needed.
+
+        Raises ScaleError for a parameter that is in a group already.
+        """
         groups = self.optimizer.param_groups
         held = {id(low): n for n, group in enumerate(groups) for low in self._lows_of(group)}
         self.optimizer.add_param_group(param_group)

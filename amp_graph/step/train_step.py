@@ -181,7 +181,13 @@ class TrainStep:
     # -- the loop -------------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any) -> Any:
-        """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs."""
+        """Run one step and return the loss, a 0-d tensor without gradient; with ``outputs``, also the outputs.
+
+        batch: the model's inputs, then what ``loss_fn`` gets after the outputs. With ``micro_batches``, dimension 0 of
+        each tensor is split. The loss is in the unscaled unit, and the mean over micro-batches.
+
+        Raises CaptureError if the model is not one graph, and ScaleError at the floor with ``at_floor="error"``.
+        """
         if is_autocast_on():  # the plan decides precision
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._step(batch)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import amp_graph
+from tests.doc_blocks import PAGES, blocks_of, run_blocks
 from tests.integrations import training
 from tests.integrations.test_transformers import _alone, gpt2, rows
 
@@ -51,3 +52,11 @@ def test_the_blocks_of_a_section_run_in_order(section, tmp_path, monkeypatch):
     names = given(section, tmp_path)
     for block in blocks:
         exec(compile(block, f"docs/trainers.md, {section}", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in blocks_of(page) if block.needs], ids=lambda block: block.name
+)
+def test_blocks_of_other_pages_that_need_packages_run(block):
+    assert block.needs == ["peft"]
+    run_blocks([block], {"amp_graph": amp_graph, "model": gpt2()})

@@ -25,7 +25,7 @@ from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.inline_modules import inline_modules
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNPLANNED
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNCALIBRATED, UNPLANNED
 from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
@@ -155,6 +155,8 @@ def rewrite_in_place(
         given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict, portable)
+        if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
+            warn(told)
     log_graph(gm, before, done, str(policy))
     return Rewritten(gm, policy, dtype, before, done, bodies)
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Node
 
-from amp_graph.lists.errors import warn
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.node_keys import few
 
@@ -30,14 +29,15 @@ def kept_full(
     return {node: f"{where}: {out[key]}" for node, key in keys.items() if key in out} | found
 
 
-def warn_of_unmatched(low: Mapping[Node, str], keys: Collection[str], calibration: Calibration) -> None:
-    """Warn of operations that are planned low and of which ``calibration`` knows nothing; ``low``: their keys."""
-    unknown = [key for key in low.values() if key not in calibration.values]
-    if not unknown:
-        return
+def unmatched(low: Mapping[Node, str], keys: Collection[str], calibration: Calibration) -> tuple[list[Node], str]:
+    """Return operations planned low of which ``calibration`` knows nothing, and a warning; ``low``: their keys."""
+    nodes = [node for node, key in low.items() if key not in calibration.values]
+    if not nodes:
+        return [], ""
+    unknown = [low[node] for node in nodes]
     absent = [key for key in calibration.values if key not in keys]
     beside = f"; it has {len(absent)} that the graph lacks: {few(absent)}" if absent else ""
-    warn(
+    return nodes, (
         f"amp_graph: calibration {calibration.where or 'given'}, made of {calibration.model or 'a model'}, does not "
         f"know {len(unknown)} of {len(low)} operations that are planned low: {few(unknown)}{beside}; they are planned "
         "without it\n  fix:   amp_graph.calibrate(model, batches).save(path) on this model, under this policy"

@@ -14,14 +14,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.calibration.kept_full import kept_full, warn_of_unmatched
+from amp_graph.passes.calibration.kept_full import kept_full, unmatched
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW_DTYPE, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
+from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW_DTYPE, MARK, PIECE, PREDICTED, RAISES, REGION, UNCALIBRATED, WISH
 from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
@@ -100,14 +100,19 @@ class PlanPrecision(Pass):
         gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
         chosen = self._worth_it(problem, self._choices(problem))
-        if self.calibration is not None:
-            keys = node_keys(gm)
-            low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
-            warn_of_unmatched(low, frozenset(keys.values()), self.calibration)
         for node, choice in chosen.items():
             node.meta[MARK] = _mark(node, choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
-        return PassResult(gm, tuple(changes))
+        return PassResult(gm, tuple(changes), tuple(self._uncalibrated(gm, chosen)))
+
+    def _uncalibrated(self, gm: GraphModule, chosen: Mapping[Node, Choice]) -> list[Skip]:
+        """Return the operations that are low without a record of their range; leave a warning of them."""
+        if self.calibration is None:
+            return []
+        keys = node_keys(gm)
+        low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
+        nodes, gm.meta[UNCALIBRATED] = unmatched(low, frozenset(keys.values()), self.calibration)
+        return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
 
     def problem(self, gm: GraphModule) -> Problem:
         """Return the planning problem of a graph that contains tensors."""

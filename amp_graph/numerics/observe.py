@@ -76,13 +76,13 @@ class Observer(Interpreter):
         # A write to an alias would replace the alias's autograd node.
         seen = given if self.memory.is_written(source) else given.view_as(given)
         if not seen.is_leaf:
-            seen.register_hook(lambda grad: self.sink.returned(reader, source, grad.detach()))
+            seen.register_hook(lambda grad: None if grad is None else self.sink.returned(reader, source, grad.detach()))
         return seen
 
     def _watch_result(self, node: Node, result: Any) -> None:
         for tensor in tensors(result):
             if _is_differentiated(tensor) and not tensor.is_leaf:
-                tensor.register_hook(lambda grad: self.sink.gradient(node, grad.detach()))
+                tensor.register_hook(lambda grad: None if grad is None else self.sink.gradient(node, grad.detach()))
 
 
 def _is_differentiated(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Five small models, each with a part in the middle in which a value, or only a gradient, leaves fp16's range.
 
 ``Plant`` is the identity up to rounding. ``"forward"``: its values reach 1e5 and more, its gradients stay small.
-``"backward"``: its values shrink to a 512th, and so its gradients grow 512 times.
+``"backward"``: its values shrink to a 512th, and so its gradients grow 512 times. ``"coarse"``: a matmul adds a large bias,
+which rounds away most of the value; no neighbor of it can prevent that.
 """
 
 from collections.abc import Callable
@@ -12,28 +13,35 @@ from torch import nn
 
 FORWARD = {"plant:mul.1", "plant:div"}  # what makes the large value, and what reads it
 BACKWARD = {"plant:mul", "plant:mul.1"}
+COARSE = "plant.coarse:linear"  # what rounds away the value
 KEPT = {"forward": FORWARD, "backward": BACKWARD}
 
 
 class Plant(nn.Module):
     """The identity, by way of values or gradients that fp16 cannot hold; no constant is out of its range."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
+        if kind == "coarse":
+            self.coarse = nn.Linear(width, width)
+            nn.init.eye_(self.coarse.weight)
+            nn.init.constant_(self.coarse.bias, 300.0)
 
     def forward(self, x):
         if self.kind == "forward":
             return x * 600.0 * 400.0 / 600.0 / 400.0
         if self.kind == "backward":
             return x * 2.0**-9 * 2.0**9
+        if self.kind == "coarse":
+            return self.coarse(x) - 300.0
         return x
 
 
 class MLP(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.first, self.plant, self.last = nn.Linear(16, 32), Plant(kind), nn.Linear(32, 4)
+        self.first, self.plant, self.last = nn.Linear(16, 32), Plant(kind, 32), nn.Linear(32, 4)
 
     def forward(self, x):
         return self.last(torch.relu(self.plant(self.first(x))))
@@ -42,7 +50,7 @@ class MLP(nn.Module):
 class CNN(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.first, self.norm, self.plant = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Plant(kind)
+        self.first, self.norm, self.plant = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Plant(kind, 8)
         self.second, self.last = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
 
     def forward(self, x):
@@ -66,7 +74,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.plant = Plant(kind)
+        self.plant = Plant(kind, 16)
         self.embed, self.one, self.two = nn.Embedding(32, 16), Block(self.plant), Block(nn.Identity())
         self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 4)
 
@@ -78,7 +86,7 @@ class LSTM(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.lstm, self.middle = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 16)
-        self.plant, self.last = Plant(kind), nn.Linear(16, 4)
+        self.plant, self.last = Plant(kind, 16), nn.Linear(16, 4)
 
     def forward(self, x):
         return self.last(self.plant(self.middle(self.lstm(x)[0]))[:, -1])
@@ -93,7 +101,7 @@ class BERT(nn.Module):
         config = BertConfig(vocab_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
                             attention_probs_dropout_prob=0.0, **sizes)  # fmt: skip
         self.bert, self.middle = BertModel(config), nn.Linear(16, 16)
-        self.plant, self.last = Plant(kind), nn.Linear(16, 4)
+        self.plant, self.last = Plant(kind, 16), nn.Linear(16, 4)
 
     def forward(self, ids):
         return self.last(self.plant(self.middle(self.bert(ids).last_hidden_state)).mean(1))

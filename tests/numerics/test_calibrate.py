@@ -247,7 +247,7 @@ def test_batches_of_other_sizes_and_dicts_are_legal():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc, self.plant = nn.Linear(4, 2), Plant("forward")
+            self.fc, self.plant = nn.Linear(4, 2), Plant("forward", 2)
 
         def forward(self, x, labels=None):
             out = self.plant(self.fc(x))

@@ -49,8 +49,9 @@ def compare(
     under torch.autocast. All values and gradients of one batch are in memory at once, in fp64. The passes of one device
     (``skip=backend``) are left out of the plan: their kernels compute the same. Errors are relative L2 errors.
 
-    An operation *introduces* the error of its result less that of what it read, both weighted by the gradients of the
-    loss; and the same in backward. The model is unchanged afterwards.
+    An operation *introduces* the error of its result less what the errors of its inputs cause: the difference from the
+    same operation in fp64 on the same inputs, weighted by the gradients of the loss, relative to the outputs; and the
+    same for the gradients that its backward returns. The model is unchanged afterwards.
 
     Raises CalibrationError (no batches, batches of another structure, a loss that is not finite), CaptureError,
     PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values without weights;
@@ -123,7 +124,6 @@ class _Graph:
 
     forms: Variants
     keys: dict[Node, str]
-    reads: dict[str, tuple[str, ...]]
     written: frozenset[str]
     outputs: tuple[str, ...]
     ref: Reference = field(default_factory=Reference)
@@ -150,10 +150,9 @@ class _Comparing:
         """Prepare the four forms of a captured graph; return what runs that of the mode."""
         forms = Variants(gm, self.policy, self.device)
         keys = node_keys(forms.prepared)
-        reads = {node.name: tuple(s.name for s in node.all_input_nodes) for node in keys}
         written = frozenset(n.name for n in forms.prepared.graph.nodes if forms.memory.is_written(n))
         outputs = tuple(n.name for n in forms.prepared.graph.output_node().all_input_nodes)
-        graph = _Graph(forms, keys, reads, written, outputs)
+        graph = _Graph(forms, keys, written, outputs)
         if self.needs_kernels:
             forms.plan()
         self.graphs.append(graph)
@@ -183,7 +182,7 @@ class _Comparing:
             result, leaves = graph.forms.run(self.wide, graph.ref, args)
         else:
             scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-            sink = Against(graph.ref, graph.found[self.mode], graph.reads, scale, self._unit)
+            sink = Against(graph.ref, graph.found[self.mode], scale, self._unit)
             result, leaves = graph.forms.run(self.mode, sink, args)
         self._leaves += leaves
         return result
@@ -227,7 +226,7 @@ class _Comparing:
                     found[key] = one
         if not found:
             raise CalibrationError("compare: no operation has a floating-point value\n  fix:   compare another model")
-        return tuple(sorted(found.values(), key=lambda one: -one.introduced))
+        return tuple(sorted(found.values(), key=lambda one: (-one.introduced, -(one.error or 0.0))))
 
 
 def _operation(node: Node, key: str, graph: _Graph, planned: tuple[str, str]) -> Operation | None:

@@ -1,14 +1,15 @@
 """The differences between two runs of one graph, node by node: of values, of gradients, and which node made them.
 
 Before: the values and gradients of a run in fp64. After: for each node of another run, its relative error, and the
-error that it *introduced*: that of its result less that of what it read, each weighted by the gradients of the loss.
-Cancellation is so not blamed on the subtraction, but on the operation that rounded the large operands.
+error that it *introduced*: that of its result less what the errors of its inputs alone cause, found by the same
+operation in fp64 on the same inputs. Weighted by the gradients of the loss, the errors of all nodes have one unit:
+cancellation is so not blamed on the subtraction, but on the operation that rounded the large operands.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from amp_graph.numerics.variants import origin
+from amp_graph.numerics.exact_operations import Exact, origin
 from amp_graph.passes.calibration.ranges import MASK
 
 Read = tuple[str, str]  # the names of reader and source
@@ -32,8 +33,9 @@ class Reference:
     reads: dict[Read, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node, result: Any) -> None:
-        if _is_comparable(result):
-            kept = result.detach().double()
+        first = first_of(result)
+        if first is not None:
+            kept = first.detach().double()
             self.values[node.name] = kept.clone() if node.name in self.written else kept
 
     def gradient(self, node: Node, grad: Tensor) -> None:
@@ -87,62 +89,72 @@ class Differences:
 
 @dataclass(eq=False)
 class Against:
-    """A sink that compares one run with a ``Reference``, and adds to ``found``; ``reads``: the sources of each node."""
+    """A sink that compares one run with a ``Reference``, and adds to ``found``.
+
+    ``scale``: of the loss of this run. ``unit``: the weight of the outputs.
+    """
 
     ref: Reference
     found: Differences
-    reads: Mapping[str, tuple[str, ...]]
-    scale: float = 1.0  # of the loss of this run
+    scale: float = 1.0
     unit: float = 1.0
-    wrong: dict[str, Tensor] = field(default_factory=dict)
-    gradient_errors: dict[str, float] = field(default_factory=dict)
+    exact: dict[str, Exact] = field(default_factory=dict)
+    expected: dict[Read, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node, result: Any) -> None:
-        ref = self.ref.values.get(node.name)
-        if ref is None or not _is_comparable(result) or result.shape != ref.shape:
+        ref, first = self.ref.values.get(node.name), first_of(result)
+        if ref is not None and first is not None and first.shape == ref.shape:
+            self.found.values.setdefault(node.name, Sums()).add(first.detach().double(), ref)
+
+    def local(self, node: Node, result: Any, exact: Exact) -> None:
+        """Take what ``node`` returns in fp64 on the same inputs."""
+        name, got = node.name, first_of(result)
+        if got is None or got.shape != exact.result.shape or name not in self.ref.values:
             return
-        got = result.detach().double()
-        self.found.values.setdefault(node.name, Sums()).add(got, ref)
-        self.wrong[node.name] = difference(got, ref)
-        if node.name in self.reads:
-            own = self._effect(node.name, self.ref.gradients.get(node.name))
-            read = [self._effect(s, self.ref.reads.get((node.name, s))) for s in self.reads[node.name]]
-            self._note(self.found.forward, node.name, own, math.hypot(*read))
+        wrong = difference(got.detach().double(), exact.result.detach())
+        _add(self.found.forward, name, self._effect(wrong, name))
+        if exact.result.requires_grad and isinstance(result, Tensor):
+            self.exact[name] = exact
 
     def gradient(self, node: Node, grad: Tensor) -> None:
         ref = self.ref.gradients.get(node.name)
         if ref is not None and grad.shape == ref.shape:
-            got = grad.double() / self.scale
-            self.found.gradients.setdefault(node.name, Sums()).add(got, ref)
-            self.gradient_errors[node.name] = _relative(got, ref)
+            self.found.gradients.setdefault(node.name, Sums()).add(grad.double() / self.scale, ref)
+        exact = self.exact.pop(node.name, None)
+        if exact is None:
+            return
+        names = [name for name, t in exact.inputs.items() if t.requires_grad]
+        given = grad.to(exact.result.dtype) / self.scale
+        found = torch.autograd.grad(exact.result, [exact.inputs[n] for n in names], given, allow_unused=True)
+        self.expected |= {(node.name, n): g.double() for n, g in zip(names, found, strict=True) if g is not None}
 
     def returned(self, reader: Node, source: Node, grad: Tensor) -> None:
-        name = origin(source).name
-        ref = self.ref.reads.get((reader.name, name))
-        if ref is None or grad.shape != ref.shape or reader.name not in self.reads:
+        """Compare a gradient with what the same backward returns in fp64 for the same gradient and inputs."""
+        read = reader.name, origin(source).name
+        ref, expected = self.ref.reads.get(read), self.expected.pop(read, None)
+        value = self.ref.values.get(read[1])
+        if ref is None or expected is None or value is None or not grad.shape == ref.shape == value.shape:
             return
-        share = _norm(self.ref.values[name] * ref) / self.unit if name in self.ref.values and self.unit else 0.0
-        own = _relative(grad.double() / self.scale, ref) * min(1.0, share)
-        before = self.gradient_errors.get(reader.name, 0.0) * min(1.0, share)
-        self._note(self.found.backward, reader.name, own, before)
+        wrong, size = _norm(difference(grad.double() / self.scale, expected)), _norm(ref)
+        share = min(1.0, _norm(torch.where(_is_masked(value), 0.0, value) * ref) / self.unit)
+        if wrong and size:
+            _add(self.found.backward, reader.name, math.inf if math.isinf(wrong) else wrong / size * share)
 
-    def _effect(self, name: str, weight: Tensor | None) -> float:
-        """Return the size of the error of a value in the loss; without gradients, relative to the value."""
-        wrong = self.wrong.get(name)
-        if wrong is None:
-            return 0.0
-        if weight is None or weight.shape != wrong.shape:
-            return 0.0 if self.ref.gradients else _norm(wrong) / (_norm(self.ref.values[name]) or 1.0)
+    def _effect(self, wrong: Tensor, name: str) -> float:
+        """Return the size of an error of a value in the loss, relative to that of the outputs.
+
+        Without any gradients, it is relative to the value.
+        """
+        weight = self.ref.gradients.get(name)
         if not bool(torch.isfinite(wrong).all()):
             return math.inf
-        return _norm(wrong * weight) / self.unit if self.unit else 0.0
+        if weight is not None and weight.shape == wrong.shape:
+            return _norm(wrong * weight) / self.unit
+        return 0.0 if self.ref.gradients else _norm(wrong) / (_norm(self.ref.values[name]) or 1.0)
 
-    def _note(self, into: dict[str, float], name: str, own: float, before: float) -> None:
-        if math.isinf(own):
-            more = 0.0 if math.isinf(before) else math.inf
-        else:
-            more = max(0.0, own - before)
-        into[name] = into.get(name, 0.0) + more
+
+def _add(into: dict[str, float], name: str, more: float) -> None:
+    into[name] = into.get(name, 0.0) + more
 
 
 def difference(got: Tensor, ref: Tensor) -> Tensor:
@@ -153,13 +165,6 @@ def difference(got: Tensor, ref: Tensor) -> Tensor:
 
 def _is_masked(ref: Tensor) -> Tensor:
     return ~torch.isfinite(ref) | (ref <= MASK)
-
-
-def _relative(got: Tensor, ref: Tensor) -> float:
-    wrong, size = _norm(difference(got, ref)), _norm(ref)
-    if not wrong:
-        return 0.0
-    return wrong / size if size and math.isfinite(wrong) else math.inf
 
 
 def _norm(found: Tensor) -> float:
@@ -173,6 +178,8 @@ def _square(found: Tensor) -> float:
     return math.inf if math.isnan(total) else total
 
 
-def _is_comparable(result: Any) -> bool:
-    plain = isinstance(result, Tensor) and result.layout == torch.strided and not result.is_nested
-    return plain and result.is_floating_point()
+def first_of(result: Any) -> Tensor | None:
+    """Return the tensor of a result that is compared: itself, or the first of several; None if it is not dense."""
+    found = result[0] if isinstance(result, (tuple, list)) and result else result
+    plain = isinstance(found, Tensor) and found.layout == torch.strided and not found.is_nested
+    return found if plain and found.is_floating_point() else None

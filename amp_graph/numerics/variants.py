@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.numerics.exact_operations import exact_result, origin, wide, wide_dtypes
 from amp_graph.numerics.observe import Observer, Sink
 from amp_graph.passes.graph.aliasing import observe
 from amp_graph.passes.graph.fake_values import captured, is_eligible
@@ -56,7 +57,7 @@ class Variants:
     def run(self, mode: str, sink: Sink, args: Sequence[Any]) -> tuple[Any, list[torch.Tensor]]:
         """Run one form; return its outputs, and the inputs to differentiate for."""
         gm, memory = self._forms[mode]
-        kind = Widened if mode == FP64 else Restoring
+        kind = {FP64: Widened, PLAN: Checked}.get(mode, Restoring)
         observer = kind(gm, memory, sink)
         region: AbstractContextManager[Any] = nullcontext()
         if mode == AUTOCAST:
@@ -67,12 +68,6 @@ class Variants:
     def precisions(self) -> dict[str, tuple[str, str]]:
         """Return the planned precision of each operation, and its reason, by the name of its node."""
         return {n.name: (m.precision, m.reason) for n in self.planned.graph.nodes if (m := n.meta.get(MARK))}
-
-
-def origin(node: Node) -> Node:
-    """Return the node whose value an inserted cast casts; the node itself if it is none."""
-    source = node.args[0] if CAST in node.meta and node.args else node
-    return source if isinstance(source, Node) else node
 
 
 class Restoring(Observer):
@@ -102,27 +97,39 @@ class Widened(Restoring):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Widen an input."""
-        return _wide(super().placeholder(target, args, kwargs))
+        return wide(super().placeholder(target, args, kwargs))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Widen a constant."""
-        return _wide(super().get_attr(target, args, kwargs))
+        return wide(super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call with float64 in the place of float32."""
-        return super().call_function(target, *_wide_dtypes(args, kwargs))
+        return super().call_function(target, *wide_dtypes(args, kwargs))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call with float64 in the place of float32."""
-        return super().call_method("double" if target == "float" else target, *_wide_dtypes(args, kwargs))
+        return super().call_method("double" if target == "float" else target, *wide_dtypes(args, kwargs))
 
 
-def _wide(given: Any) -> Any:
-    return given.double() if isinstance(given, torch.Tensor) and given.dtype == torch.float32 else given
+class Checked(Restoring):
+    """Runs a planned graph, and each of its operations once more in float64, on the same inputs."""
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph; results are kept until its end, as casts of them are read later than they are."""
+        self._kept: dict[Node, Any] = {}
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self._kept = {}
 
-def _wide_dtypes(args: Any, kwargs: Any) -> Any:
-    def wide(leaf: Any) -> Any:
-        return torch.float64 if leaf is torch.float32 else leaf
-
-    return torch.utils._pytree.tree_map(wide, (args, kwargs))
+    def run_node(self, n: Node) -> Any:
+        """Run ``n``, and tell the sink what it returns in float64."""
+        inputs = {origin(s).name: self._kept[origin(s)] for s in n.all_input_nodes if origin(s) in self._kept}
+        exact = exact_result(n, inputs) if MARK in n.meta else None
+        result = super().run_node(n)
+        if CAST not in n.meta and n.op != "output":
+            self._kept[n] = result
+        if exact is not None:
+            self.sink.local(n, result, exact)  # type: ignore[attr-defined]
+        return result

@@ -25,7 +25,17 @@ from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.inline_modules import inline_modules
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNCALIBRATED, UNPLANNED
+from amp_graph.passes.graph.meta_keys import (
+    CAPTURED,
+    CAST,
+    CLASSIFIED,
+    GIVEN,
+    IDENTITY,
+    MARK,
+    PIECE,
+    UNCALIBRATED,
+    UNPLANNED,
+)
 from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes

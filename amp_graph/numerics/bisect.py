@@ -22,7 +22,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.numerics.batches import LossFn, checked
-from amp_graph.numerics.capture import captured_by, in_fp32, refuse, unchanged
+from amp_graph.numerics.capture import captured_by, in_fp32, refuse
 from amp_graph.numerics.errors_of_run import ErrorMetric
 from amp_graph.numerics.search import smallest
 from amp_graph.passes.calibration.node_keys import node_keys
@@ -32,7 +32,6 @@ from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import LOW
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
-from amp_graph.step.step_arguments import call_model
 
 Metric = Callable[[torch.nn.Module, Sequence[Any]], float]
 ROUNDING = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE)
@@ -73,24 +72,24 @@ def bisect(
 
     The candidates are the operations that the plan rounds. Those whose fp32 costs least time are kept first, so that
     the largest savings stay. The metric runs once in fp32, once with the plan as it is, and then by halves: for one bad
-    operation of n, log2(n) + 3 times in all, of which the last is of the returned policy. If keeping more never makes
-    the metric worse, no operation of the set can be left out. After ``max_runs`` runs the best set so far is returned.
+    operation of n, log2(n) + 3 times in all, rounded up, of which the last is of the returned policy. If keeping more
+    never makes the metric worse, no operation of the set can be left out. After ``max_runs`` runs the best set so far
+    is returned.
 
-    Raises PolicyError (a tolerance that is no number, or that fp32 itself misses), CalibrationError (no batches, batches
-    of another structure), CaptureError.
+    Raises PolicyError (a tolerance that is no number, or that fp32 itself misses), CalibrationError (no batches, or
+    batches of another structure), CaptureError.
     """
     refuse("bisect", model)
     _refuse_tolerance(tolerance)
     asked = Policy.parse(policy)
-    given = [batch for _, batch in checked("bisect", list(batches) if isinstance(batches, Iterable) else batches)]
+    given = [batch for _, batch in checked("bisect", batches)]
     trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
-    trials.refuse_what_fp32_misses()
-    candidates = candidates_of(model, given[0], loss_fn, asked)
+    candidates = trials.in_fp32()
     found = smallest(candidates, trials.meets, max_runs)
     if found is None:
         raise PolicyError(
-            f"bisect: with all {len(candidates)} operations of the plan in fp32 the metric is {trials.last:g}, above the "
-            f"tolerance {tolerance:g}, which fp32 itself meets\n  legal: a tolerance that this plan's casts of inputs allow\n"
+            f"bisect: with all {len(candidates)} operations of the plan in fp32 the metric is {trials.last:g}, above "
+            f"the tolerance {tolerance:g}, which fp32 itself meets\n  legal: a larger tolerance\n"
             "  fix:   a larger tolerance, or policy='bf16-O0'"
         )
     made = BisectedPolicy(trials.policy(found.chosen))
@@ -102,8 +101,8 @@ def bisect(
 def _refuse_tolerance(tolerance: Any) -> None:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise PolicyError(
-            f"bisect: tolerance={tolerance!r} is no tolerance\n  legal: a number from 0, the largest metric that is good "
-            "enough\n  fix:   amp_graph.bisect(model, batches, loss_fn, tolerance=0.01)"
+            f"bisect: tolerance={tolerance!r} is no tolerance\n  legal: a number from 0, the largest metric that is "
+            "good enough\n  fix:   amp_graph.bisect(model, batches, loss_fn, tolerance=0.01)"
         )
 
 
@@ -132,9 +131,23 @@ class _Trials:
         self.last = self.known[key]
         return self.last <= self.tolerance
 
-    def refuse_what_fp32_misses(self) -> None:
-        """Raise PolicyError if fp32 itself misses the tolerance."""
-        found = self._run(copy.deepcopy(self.model))
+    def in_fp32(self) -> list[str]:
+        """Run the metric in fp32; return the keys of the operations that the plan rounds, least time saved first.
+
+        Raises PolicyError if fp32 itself misses the tolerance, CaptureError if nothing was captured.
+        """
+        own, saved = copy.deepcopy(self.model), dict[str, int]()
+        with captured_by(own, self.asked, partial(_take, saved, self.asked, device_of_model(own))) as graphs:
+            found = self._run(own)
+        self._refuse(found)
+        if not graphs.runs:
+            raise CaptureError(
+                f"bisect: no graph of {type(own).__name__} was captured, so no operation can be kept by name\n"
+                "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
+            )
+        return sorted(saved, key=saved.__getitem__)
+
+    def _refuse(self, found: float) -> None:
         if not found <= self.tolerance:
             raise PolicyError(
                 f"bisect: fp32 itself misses the tolerance: the metric is {found:g} for the model as it was written, "
@@ -158,23 +171,6 @@ class _Trials:
 
 
 # -- candidates ---------------------------------------------------------------------------------------------
-
-
-def candidates_of(model: torch.nn.Module, batch: tuple[Any, ...], loss_fn: LossFn | None, policy: Policy) -> list[str]:
-    """Return the keys of the operations that the plan rounds, those that save least time first.
-
-    Raises CaptureError if nothing of the model was captured.
-    """
-    from_graphs: dict[str, int] = {}
-    with captured_by(model, policy, partial(_take, from_graphs, policy, device_of_model(model))) as graphs:
-        with unchanged(model):
-            call_model(model, *(batch if loss_fn is None else batch[:1]))
-        if not graphs.runs:
-            raise CaptureError(
-                f"bisect: no graph of {type(model).__name__} was captured, so no operation can be kept by name\n"
-                "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-            )
-    return sorted(from_graphs, key=from_graphs.__getitem__)
 
 
 def _take(saved: dict[str, int], policy: Policy, device: str | None, gm: GraphModule) -> Runner:

@@ -82,7 +82,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 def refuse(caller: str, model: Any) -> None:
     """Raise CaptureError for what is no model, or is converted already."""
     if not isinstance(model, torch.nn.Module):
-        raise CaptureError(f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   {caller}(model, batches)")
+        raise CaptureError(
+            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   {caller}(model, batches)"
+        )
     if conversion_of(model) is not None:
         raise CaptureError(
             f"{caller}: the model is converted, and is measured as it was written\n"

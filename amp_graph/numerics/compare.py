@@ -54,8 +54,8 @@ def compare(
     same for the gradients that its backward returns. The model is unchanged afterwards.
 
     Raises CalibrationError (no batches, batches of another structure, a loss that is not finite), CaptureError,
-    PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values without weights;
-    the first-order weights are those of P. Molchanov et al., CVPR 2019.
+    PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values unweighted; the
+    first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
     refuse("compare", model)
     asked = Policy.parse(policy)
@@ -71,8 +71,9 @@ def compare(
             "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
         )
     found = comparing.operations()
-    return Comparison(found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale,
-                      comparing.autocast_failed)
+    return Comparison(
+        found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale, comparing.autocast_failed
+    )
 
 
 def _compare_batch(

@@ -49,8 +49,8 @@ class Comparison:
     """The errors of a plan, of autocast's and of fp32, by operation, worst first.
 
     ``reference``: "fp64", or "fp32" with the reason. ``loss_scale``: of the runs in low precision; gradients are
-    compared unscaled. ``operations``: in the order of what they introduce. ``autocast_failed``: why torch.autocast could
-    not run the model, so that nothing is compared with it.
+    compared unscaled. ``operations``: in the order of what they introduce. ``autocast_failed``: why
+    torch.autocast could not run the model, so that nothing is compared with it.
     """
 
     operations: tuple[Operation, ...]
@@ -97,7 +97,9 @@ class Comparison:
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
         table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         scale = f", gradients with a loss scale of {self.loss_scale:g}" if self.loss_scale != 1.0 else ""
-        head = f"{self.model}, policy {self.policy}: relative errors against {self.reference}, over {self.batches} batches"
+        head = (
+            f"{self.model}, policy {self.policy}: relative errors against {self.reference}, over {self.batches} batches"
+        )
         scale += f"\ntorch.autocast fails: {self.autocast_failed}" if self.autocast_failed else ""
         left = [f"and {len(rows) - most} more layers"] if len(rows) > most else []
         return "\n".join([head + scale, "", *table, *left])

@@ -33,16 +33,19 @@ class Reference:
     reads: dict[Read, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node, result: Any) -> None:
+        """Keep a value."""
         first = first_of(result)
         if first is not None:
             kept = first.detach().double()
             self.values[node.name] = kept.clone() if node.name in self.written else kept
 
     def gradient(self, node: Node, grad: Tensor) -> None:
+        """Keep the gradient of a value."""
         if node.name in self.values and grad.shape == self.values[node.name].shape:
             self.gradients[node.name] = grad.double()
 
     def returned(self, reader: Node, source: Node, grad: Tensor) -> None:
+        """Keep the gradient of one read."""
         self.reads[reader.name, source.name] = grad.double()
 
     def largest_gradient(self) -> float:
@@ -63,6 +66,7 @@ class Sums:
     size: float = 0.0
 
     def add(self, got: Tensor, ref: Tensor) -> None:
+        """Add the errors of one batch."""
         self.wrong += _square(difference(got, ref))
         self.size += _square(torch.where(_is_masked(ref), 0.0, ref))
 
@@ -102,6 +106,7 @@ class Against:
     expected: dict[Read, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node, result: Any) -> None:
+        """Compare a value."""
         ref, first = self.ref.values.get(node.name), first_of(result)
         if ref is not None and first is not None and first.shape == ref.shape:
             self.found.values.setdefault(node.name, Sums()).add(first.detach().double(), ref)
@@ -117,6 +122,7 @@ class Against:
             self.exact[name] = exact
 
     def gradient(self, node: Node, grad: Tensor) -> None:
+        """Compare a gradient, and find what the exact backward makes of it."""
         ref = self.ref.gradients.get(node.name)
         if ref is not None and grad.shape == ref.shape:
             self.found.gradients.setdefault(node.name, Sums()).add(grad.double() / self.scale, ref)

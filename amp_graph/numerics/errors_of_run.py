@@ -36,9 +36,7 @@ class Ran:
 class ErrorMetric:
     """Measures a model against the reference; gradients with a loss scale in fp16."""
 
-    def __init__(
-        self, model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy) -> None:
         self.loss_fn, self.scale = loss_fn, 1.0
         self.reference = self._reference(model, batches)
         if policy.torch_dtype(device_of_model(model) or "cpu") == torch.float16:
@@ -75,7 +73,11 @@ class ErrorMetric:
             if loss is not None and loss.requires_grad and names:
                 grads = torch.autograd.grad(loss * scale, list(names.values()), allow_unused=True)
         leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
-        found = {n: g.detach().double() / scale for n, g in zip(names, grads, strict=True) if g is not None and not g.is_sparse}
+        found = {
+            n: g.detach().double() / scale
+            for n, g in zip(names, grads, strict=True)
+            if g is not None and not g.is_sparse
+        }
         return Ran(tuple(t.detach().double() for t in leaves), found)
 
 
@@ -86,7 +88,13 @@ def _values(got: Ran, ref: Ran) -> tuple[Tensor, ...]:
 
 def _plain(out: Any) -> Any:
     """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
-    return dict(out) if isinstance(out, dict) else vars(out) if hasattr(out, "__dict__") and not isinstance(out, Tensor) else out
+    return (
+        dict(out)
+        if isinstance(out, dict)
+        else vars(out)
+        if hasattr(out, "__dict__") and not isinstance(out, Tensor)
+        else out
+    )
 
 
 def _double(batch: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY
-from amp_graph.passes.graph.node_info import is_random
+from amp_graph.passes.graph.node_info import draws, is_zero
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     None for operations that draw random numbers, that have no kernel for float64, or that return no tensor. The inputs
     are copies: an operation that writes to them changes nothing.
     """
-    if _is_random(node):
+    if _draws(node):
         return None
     copies = {name: tree_map(_copy, value) for name, value in inputs.items()}
     try:
@@ -62,9 +62,11 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     return Exact(first, {name: t for name, t in copies.items() if isinstance(t, Tensor)})
 
 
-def _is_random(node: Node) -> bool:
+def _draws(node: Node) -> bool:
+    """Say whether ``node`` draws random numbers; a recurrent layer does with dropout only."""
     identity = node.meta.get(IDENTITY)
-    return isinstance(identity, Identity) and any(is_random(o.op) for o in identity.operations)
+    operations = identity.operations if isinstance(identity, Identity) else ()
+    return any(draws(o.op, dict(o.arguments)) and not is_zero(o.arguments.get("dropout")) for o in operations)
 
 
 def _copy(leaf: Any) -> Any:

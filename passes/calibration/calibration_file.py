@@ -61,9 +61,7 @@ def _sum(a: Any, b: Any) -> Any:
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def to_json(
-    values: Mapping[str, NodeRange], model: str, policy: str, batches: int, gradients: bool
-) -> dict[str, Any]:
+def to_json(values: Mapping[str, NodeRange], model: str, policy: str, batches: int, gradients: bool) -> dict[str, Any]:
     """Return the content of a file."""
     head = {"schema": SCHEMA, "version": VERSION, "model": model, "policy": policy}
     told = {key: _node_dict(one) for key, one in values.items()}
@@ -175,11 +173,11 @@ class _Reader:
 
     def range(self, data: Any, at: str) -> Range:
         peak = self.peak(data, at, ("least", "elements", "zeros", "masked", "exponents"))
-        numbers = [self.count(data[name], f"{name} in the {at}") for name in ("elements", "zeros", "masked")]
+        elements, zeros, masked = (self.count(data[n], f"{n} in the {at}") for n in ("elements", "zeros", "masked"))
         counts = self.exponents(data["exponents"], at)
-        if numbers[0] != numbers[1] + sum(counts.values()):
-            self.wrong(f"elements in the {at}", numbers[0], "the sum of zeros and of the counts in exponents")
-        return Range(peak, self.size(data["least"], f"least in the {at}"), *numbers, counts)
+        if elements != zeros + sum(counts.values()):
+            self.wrong(f"elements in the {at}", elements, "the sum of zeros and of the counts in exponents")
+        return Range(peak, self.size(data["least"], f"least in the {at}"), elements, zeros, masked, counts)
 
     def peak(self, data: Any, at: str, more: tuple[str, ...] = ()) -> Peak:
         self.keys(data, ("max", "batches", "over", *more), (), at)

@@ -71,8 +71,8 @@ class Range:
         least = min(filter(None, (self.least, other.least)), default=0.0)
         keys = sorted({*self.exponents, *other.exponents})
         counts = {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in keys}
-        numbers = (getattr(self, name) + getattr(other, name) for name in ("elements", "zeros", "masked"))
-        return Range(peak, least, *numbers, counts)
+        elements, zeros = self.elements + other.elements, self.zeros + other.zeros
+        return Range(peak, least, elements, zeros, self.masked + other.masked, counts)
 
     def fractions(self, dtype: str, scale: float = 1.0) -> dict[str, float]:
         """Return the shares of nonzero elements that, times ``scale``, a power of two, leave the range of ``dtype``.

@@ -21,7 +21,18 @@ from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW_DTYPE, MARK, PIECE, PREDICTED, RAISES, REGION, UNCALIBRATED, WISH
+from amp_graph.passes.graph.meta_keys import (
+    BUDGET,
+    LEFT_ALONE,
+    LOW_DTYPE,
+    MARK,
+    PIECE,
+    PREDICTED,
+    RAISES,
+    REGION,
+    UNCALIBRATED,
+    WISH,
+)
 from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
@@ -72,7 +83,7 @@ class PlanPrecision(Pass):
     is at most that many times the error of accuracy "autocast", whatever the rule-based planner permits.
     ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
     packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
-    ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of operations that stay full.
+    ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of others that stay full.
     """
 
     lists: OpList

@@ -1,8 +1,8 @@
 """Five small models, each with a part in the middle in which a value, or only a gradient, leaves fp16's range.
 
 ``Plant`` is the identity up to rounding. ``"forward"``: its values reach 1e5 and more, its gradients stay small.
-``"backward"``: its values shrink to a 512th, and so its gradients grow 512 times. ``"coarse"``: a matmul adds a large bias,
-which rounds away most of the value; no neighbor of it can prevent that.
+``"backward"``: its values shrink to a 512th, and so its gradients grow 512 times. ``"coarse"``: a matmul
+adds a large bias, which rounds away most of the value; no neighbor of it can prevent that.
 """
 
 from collections.abc import Callable

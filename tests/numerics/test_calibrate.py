@@ -25,7 +25,7 @@ SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.A
 
 
 def trained(model, batches, loss_fn, policy, scale, steps=6, lr=0.002):
-    """Train a copy in a plain loop with a fixed loss scale; return the losses, and whether all gradients were finite."""
+    """Train a copy in a plain loop with a fixed loss scale; return losses, and whether gradients were finite."""
     model = copy.deepcopy(model)
     if policy:
         amp_graph.convert(model, policy)

@@ -44,9 +44,10 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     if _draws(node):
         return None
     copies = {name: tree_map(_copy, value) for name, value in inputs.items()}
+    given_to = {name: tree_map(_apart, value) for name, value in copies.items()}
     try:
         args, kwargs = wide_dtypes(
-            *(map_arg(given, lambda s: copies[origin(s).name]) for given in (node.args, node.kwargs))
+            *(map_arg(given, lambda s: given_to[origin(s).name]) for given in (node.args, node.kwargs))
         )
         with torch.enable_grad():
             if node.op == "call_method":
@@ -73,8 +74,12 @@ def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     copied = leaf.detach().to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
-    # A view of a leaf: an operation may write to it.
-    return copied.requires_grad_(leaf.requires_grad).view_as(copied) if leaf.is_floating_point() else copied
+    return copied.requires_grad_(leaf.requires_grad)
+
+
+def _apart(leaf: Any) -> Any:
+    """Return a tensor that an operation may write to: not a leaf that requires gradients, nor a view of one."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def wide(given: Any) -> Any:

@@ -218,6 +218,41 @@ def test_keys_do_not_depend_on_what_surrounds_an_operation():
     assert [k for k in keys[1] if "add" in k or "relu" in k] == keys[0]
 
 
+class Twice(nn.Module):
+    """A module that is called twice; only the second call is out of range."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.fc.weight)
+        self.fc.weight.data.mul_(600.0)
+
+    def forward(self, x):
+        return self.fc(self.fc(x)) / 600.0 / 600.0
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_calls_of_one_module_are_told_apart_also_by_a_step(tmp_path):
+    model, x = Twice(), torch.rand(4, 8) + 0.5
+    found = amp_graph.calibrate(model, [(x, x)], F.mse_loss)
+    assert set(found.out_of_range()) == {"fc:linear.1", ":div"}
+    found.save(tmp_path / "run.json")
+    policy = f"fp16,calibration={tmp_path}/run.json"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not know.*")
+        step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), policy)
+        assert float(step(x, x)) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_keep_fp32_keeps_every_call_of_a_module():
+    model = amp_graph.convert(Twice(), "bf16,keep_fp32=fc")
+    model(torch.randn(4, 8))
+    (graph,) = conversion_of(model).graphs
+    marks = [n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta]
+    assert [m.precision for m in marks if "aten.linear" in m.ops] == ["full", "full"]
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 

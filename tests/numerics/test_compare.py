@@ -100,6 +100,25 @@ def test_an_operation_without_fp64_makes_fp32_the_reference():
     assert found.operations[0].fp32 == 0.0
 
 
+def test_an_operation_in_place_is_blamed_for_its_own_error():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            h = self.first(x)
+            h.mul_(600.0).mul_(600.0)
+            h /= 600.0
+            h /= 600.0
+            return self.last(h)
+
+    torch.manual_seed(0)
+    found = amp_graph.compare(Own(), [(torch.randn(4, 8), torch.randn(4, 4))], F.mse_loss, policy="fp16")
+    assert found.operations[0].key == ":mul_.1"
+    assert found.operations[0].introduced == float("inf") > found.operations[1].introduced
+
+
 def test_the_file_is_json_with_a_schema_and_the_text_starts_with_the_worst(tmp_path):
     found = compared("MLP", "forward", "fp16")
     found.save(tmp_path / "errors.json")

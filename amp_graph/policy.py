@@ -174,8 +174,8 @@ class Policy:
     @property
     def runs_escaped(self) -> str:
         """How code that escapes capture runs: ``escaped``, or its default."""
-        own = self.deny or self.opaque or self.calibration or self.keep_ops
-        own = bool(own) or any(name.endswith(".toml") for name in self.lists)
+        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops)
+        own = own or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
 
     @property

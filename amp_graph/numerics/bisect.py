@@ -22,7 +22,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.numerics.batches import LossFn, checked
-from amp_graph.numerics.capture import captured_by, in_fp32, refuse
+from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.errors_of_run import ErrorMetric
 from amp_graph.numerics.search import smallest
 from amp_graph.passes.calibration.node_keys import node_keys
@@ -79,7 +79,7 @@ def bisect(
     Raises PolicyError (a tolerance that is no number, or that fp32 itself misses), CalibrationError (no batches, or
     batches of another structure), CaptureError.
     """
-    refuse("bisect", model)
+    model = plain_model("bisect", model)
     _refuse_tolerance(tolerance)
     asked = Policy.parse(policy)
     given = [batch for _, batch in checked("bisect", batches)]

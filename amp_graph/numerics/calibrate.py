@@ -18,7 +18,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
-from amp_graph.numerics.capture import captured_by, in_fp32, refuse
+from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.depths import depth_of
 from amp_graph.numerics.observe import Observer
 from amp_graph.passes.calibration.calibration import Calibration, NodeRange
@@ -56,7 +56,7 @@ def calibrate(
     model is converted, or nothing of it was captured), PolicyError, ListError. Source of the idea: the statistics of
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
-    refuse("calibrate", model)
+    model = plain_model("calibrate", model)
     asked = Policy.parse("fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take):

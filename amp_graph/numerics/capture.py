@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.captured_graphs import CapturedGraphs
-from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.sensitivity_sample import Silent
@@ -79,14 +79,19 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def refuse(caller: str, model: Any) -> None:
-    """Raise CaptureError for what is no model, or is converted already."""
+def plain_model(caller: str, model: Any) -> torch.nn.Module:
+    """Return the model to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own.
+
+    Raises CaptureError for what is no model, or is converted already.
+    """
+    model = model.module if isinstance(model, WRAPPERS) else model
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
-            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   {caller}(model, batches)"
+            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   amp_graph.{caller}(model, batches)"
         )
     if conversion_of(model) is not None:
         raise CaptureError(
             f"{caller}: the model is converted, and is measured as it was written\n"
             f"  fix:   amp_graph.revert(model), amp_graph.{caller}(model, batches), amp_graph.convert(model)"
         )
+    return model

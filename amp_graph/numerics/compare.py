@@ -20,7 +20,7 @@ from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
-from amp_graph.numerics.capture import captured_by, refuse, unchanged
+from amp_graph.numerics.capture import captured_by, plain_model, unchanged
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
@@ -57,7 +57,7 @@ def compare(
     PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values unweighted; the
     first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
-    refuse("compare", model)
+    model = plain_model("compare", model)
     asked = Policy.parse(policy)
     comparing = _Comparing(asked, device_of_model(model))
     count = 0

@@ -12,6 +12,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CalibrationError, CaptureError
+from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
@@ -126,6 +127,39 @@ def test_masks_are_no_overflow():
     x = torch.tensor([1.0, -float("inf"), torch.finfo(torch.float32).min, float("nan"), 0.0, -3.0])
     found = range_of([x])
     assert (found.peak.largest, found.least, found.masked, found.zeros, found.elements) == (3.0, 1.0, 3, 1, 3)
+
+
+def gradients_of(*tensors):
+    return {
+        str(i): NodeRange(range_of([torch.ones(1)]), gradient=range_of([t]), gives=range_of([t]).peak)
+        for i, t in enumerate(tensors)
+    }
+
+
+def test_the_loss_scale_is_the_largest_without_overflow():
+    found = Calibration(gradients_of(torch.tensor([3.0, 1e-4]), torch.tensor([1e-3])))
+    assert found.loss_scale().scale == 2.0**14  # 3 * 2**14 = 49152; twice that overflows
+    assert found.loss_scale().underflow == 0.0
+    assert found.out_of_range() == {}
+    assert [row["loss scale"] for row in found.rows()] == [2.0**14, 2.0**25]
+    assert found.loss_scale("bfloat16").scale == 2.0**24
+    assert Calibration(gradients_of(torch.zeros(3))).loss_scale().scale == 1.0
+
+
+def test_a_gradient_that_would_force_all_others_to_underflow_stays_full():
+    small = [torch.full((100,), 1e-8) for _ in range(9)]
+    found = Calibration(gradients_of(torch.tensor([6e4]), *small), gradients=True)
+    advised = found.loss_scale()
+    assert (advised.full, advised.underflow, advised.scale) == (frozenset({"0"}), 0.0, 2.0**24)
+    assert "with any loss scale that keeps the other gradients" in found.out_of_range()["0"]
+    few = Calibration(gradients_of(*[torch.tensor([6e4])] * 9, small[0]))
+    assert (few.loss_scale().scale, few.loss_scale().full) == (1.0, frozenset()), "the many win"
+
+
+def test_a_wrapped_model_is_measured_as_the_model():
+    model, batches, loss_fn = made("MLP")
+    wrapped = nn.DataParallel(model)
+    assert amp_graph.calibrate(wrapped, batches, loss_fn) == amp_graph.calibrate(model, batches, loss_fn)
 
 
 # -- files and merging ------------------------------------------------------------------------------------------

@@ -233,7 +233,9 @@ def _rewrite_bodies(
 ) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators; their inputs and outputs keep the captured dtypes."""
     done: dict[str, Rewritten] = {}
-    inside = replace(policy, keep_outputs=True)
+    inside_of: set[str] = set()
+    # A calibration measures the operator as a whole, and keys of operations are those of the outer graph.
+    inside = replace(policy, keep_outputs=True, calibration="", keep_ops=())
     for node in gm.graph.nodes:
         if not is_higher_order(node) or getattr(node.target, "__name__", "") not in REWRITTEN_BODIES:
             continue
@@ -243,6 +245,13 @@ def _rewrite_bodies(
                 adopt_values(body)
                 if any(tensors(value(n)) for n in body.graph.nodes):
                     done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict, portable=portable)
+                    inside_of.add(str(getattr(node.target, "__name__", node.target)))
+    if inside_of and policy.calibration:
+        warn(
+            f"amp_graph: calibration {policy.calibration} has no record of the operations inside of "
+            f"{', '.join(sorted(inside_of))}: they are planned without it\n"
+            "  fix:   @amp_graph.precision('full') on the module, if its values may be out of range"
+        )
     return done
 
 

@@ -287,6 +287,28 @@ def test_keep_fp32_keeps_every_call_of_a_module():
     assert [m.precision for m in marks if "aten.linear" in m.ops] == ["full", "full"]
 
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.cond(x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.first(h) * 2.0,), (x,))[0]
+        return self.last(h) * 2.0
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_operations_inside_of_a_branch_are_planned_without_a_record_and_said_so(tmp_path):
+    torch.manual_seed(0)
+    model, x = Branching(), torch.randn(4, 8)
+    amp_graph.calibrate(model, [(x, x)], F.mse_loss).save(tmp_path / "run.json")
+    expected = model(x)
+    amp_graph.convert(model, f"bf16,calibration={tmp_path}/run.json")
+    with pytest.warns(AmpGraphWarning, match="no record of the operations inside of cond"):
+        out = model(x)
+    assert torch.allclose(out, expected, atol=0.05)
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 """A calibration finds what fp16 cannot hold, keeps exactly that in fp32, and says so; its file is read as promised."""
 
 import copy
+import io
 import json
+import sys
 import warnings
 
 import pytest
@@ -160,6 +162,28 @@ def test_a_wrapped_model_is_measured_as_the_model():
     model, batches, loss_fn = made("MLP")
     wrapped = nn.DataParallel(model)
     assert amp_graph.calibrate(wrapped, batches, loss_fn) == amp_graph.calibrate(model, batches, loss_fn)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
+    amp_graph.calibrate(model, [x, x])
+    assert capsys.readouterr() == ("", "")
+    for module, expected in (("tqdm", "2/2"), ("none", "calibrate: batch 2 of 2")):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        if module == "none":
+            monkeypatch.setitem(sys.modules, "tqdm", None)
+        else:
+            pytest.importorskip("tqdm")
+        amp_graph.calibrate(model, [x, x])
+        assert expected in sys.stderr.getvalue()
+        before = sys.stderr.getvalue()
+        amp_graph.calibrate(model, [x, x], progress=False)
+        assert sys.stderr.getvalue() == before
 
 
 # -- files and merging ------------------------------------------------------------------------------------------
